@@ -1,0 +1,24 @@
+"""MARS, the variance-reduced optimizer, for Hugging Face training."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mars_hf.optimizer import Mars, create
+
+if TYPE_CHECKING:
+    from mars_hf.callbacks import LastGradientCallback
+    from mars_hf.registry import factory, register
+
+__version__ = "0.1.0"
+__all__ = ["LastGradientCallback", "Mars", "create", "factory", "register"]
+
+# Loaded when first used: they need transformers, which takes seconds to import.
+_LAZY = {"LastGradientCallback": "callbacks", "factory": "registry", "register": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"mars_hf.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'mars_hf' has no attribute {name!r}")

@@ -1,0 +1,149 @@
+"""The hyperparameters of MARS: their names, their defaults and what values they accept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+MARS_TYPES = ("mars-adamw", "mars-lion")
+PLANNED_MARS_TYPES = ("mars-shampoo", "mars-m")
+ROLES = ("matrix", "vector")
+MATRIX_NDIMS = (">=2", "==2")
+SECOND_MOMENTS = ("corrected", "gradient")
+
+# lr_1d=None stands for this share of lr: the ratio of every published configuration (PAPER.md, 3.2).
+LR_1D_RATIO = 0.5
+
+# What a parameter group may state besides its parameters. `*_1d` settings are consumed when the group is split by
+# role: the vector group's own lr, betas and weight_decay take their values, so that schedulers see one of each.
+GROUP_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "gamma",
+    "mars_type",
+    "is_approx",
+    "clip_threshold",
+    "amsgrad",
+    "optimize_1d",
+    "matrix_ndim",
+    "second_moment",
+    "maximize",
+    "foreach",
+)
+KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
+# Bookkeeping that torch, schedulers and trainers put into groups; it changes no arithmetic.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr")
+
+
+class UnknownHyperparameterError(TypeError, ValueError):
+    """A setting MARS does not have: as a keyword a TypeError, as a key of a group or of `optim_args` a ValueError."""
+
+
+def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str) -> None:
+    """Raise UnknownHyperparameterError, naming the accepted ones, if `names` holds any other."""
+    accepted = tuple(accepted)
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        raise UnknownHyperparameterError(
+            f"{where}: unknown {', '.join(map(repr, unknown))}; accepted are {', '.join(accepted)}"
+        )
+
+
+def _number(name: str, value: Any, accepted: str, ok: Callable[[float], bool]) -> None:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"{name}={tuple(value.shape)}-shaped tensor: a number or a tensor of one element is needed")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number; accepted: {accepted}") from None
+    if not (math.isfinite(number) and ok(number)):
+        raise ValueError(f"{name}={value!r} is out of range; accepted: {accepted}")
+
+
+def _non_negative(name: str, value: Any) -> None:
+    _number(name, value, "a finite number >= 0", lambda number: number >= 0)
+
+
+def _optional_non_negative(name: str, value: Any) -> None:
+    if value is not None:
+        _non_negative(name, value)
+
+
+def _threshold(name: str, value: Any) -> None:
+    if value is not None:
+        _number(name, value, "a finite number > 0, or None for no clipping", lambda number: number > 0)
+
+
+def _betas(name: str, value: Any) -> None:
+    if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
+        raise ValueError(f"{name}={value!r} is not a pair; accepted: two numbers in [0, 1)")
+    for index, beta in enumerate(value):
+        _number(f"{name}[{index}]", beta, "a number in [0, 1)", lambda number: 0 <= number < 1)
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a bool; accepted: True, False")
+
+
+def _optional_flag(name: str, value: Any) -> None:
+    if value is not None:
+        _flag(name, value)
+
+
+def _one_of(accepted: tuple[str, ...]) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in accepted:
+            raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}")
+
+    return check
+
+
+def _mars_type(name: str, value: Any) -> None:
+    if value in PLANNED_MARS_TYPES:
+        raise NotImplementedError(
+            f"{name}={value!r} is not implemented yet; available now: {', '.join(map(repr, MARS_TYPES))}"
+        )
+    _one_of(MARS_TYPES)(name, value)
+
+
+def _is_approx(name: str, value: Any) -> None:
+    _flag(name, value)
+    if not value:
+        raise NotImplementedError(
+            f"{name}=False (exact MARS, two gradients a step) is not implemented yet; use {name}=True"
+        )
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "lr": _non_negative,
+    "betas": _betas,
+    "eps": _non_negative,
+    "weight_decay": _non_negative,
+    "gamma": _non_negative,
+    "mars_type": _mars_type,
+    "is_approx": _is_approx,
+    "clip_threshold": _threshold,
+    "amsgrad": _flag,
+    "optimize_1d": _flag,
+    "lr_1d": _optional_non_negative,
+    "betas_1d": _betas,
+    "weight_decay_1d": _non_negative,
+    "matrix_ndim": _one_of(MATRIX_NDIMS),
+    "second_moment": _one_of(SECOND_MOMENTS),
+    "maximize": _flag,
+    "foreach": _optional_flag,
+    "role": _one_of(ROLES),
+}
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError (NotImplementedError for what is planned) at the first setting with a value MARS cannot use."""
+    for name, value in settings.items():
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
