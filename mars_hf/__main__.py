@@ -1,0 +1,45 @@
+"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+_EPILOG = """examples:
+  python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
+  python -m mars_hf run -m trl.scripts.sft --optim mars_adamw ...
+  accelerate launch -m mars_hf run SCRIPT --optim mars_lion ..."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command line; `argv` is without the program's name, None takes sys.argv's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run")
+    run = commands.add_parser(
+        "run", help="run a script with --optim mars_adamw and mars_lion available", add_help=False
+    )
+    run.add_argument("-h", "--help", action="help")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", metavar="SCRIPT", help="path of the script")
+    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, passed on untouched")
+    command = parser.parse_args(argv)
+    if not command.module and not os.path.isfile(command.script):
+        parser.error(f"no such script: {command.script!r} (give a path, or -m MODULE)")
+
+    from mars_hf.registry import register
+
+    register()
+    sys.argv = [command.script, *command.arguments]
+    if command.module:
+        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(command.script))
+        runpy.run_path(command.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

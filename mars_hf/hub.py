@@ -1,0 +1,81 @@
+"""The model card of a run, for the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mars_hf.callbacks import innermost
+from mars_hf.optimizer import Mars
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_SETTINGS = ("mars_type", "gamma", "is_approx", "clip_threshold", "eps", "amsgrad", "optimize_1d", "second_moment")
+
+
+def write_model_card(trainer: Trainer) -> Path:
+    """Write README.md into the output folder: results, optimizer and settings of the run.
+
+    Args:
+        trainer: after or during training.
+
+    Returns:
+        The card's path.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    name = Path(trainer.args.hub_model_id or trainer.args.output_dir).name
+    optimizer = innermost(trainer.optimizer)
+    mars = isinstance(optimizer, Mars)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=name,
+        tags=["mars_hf", "mars"] if mars else ["mars_hf"],
+    )
+    lines = [f"---\n{data.to_yaml()}\n---", "", f"# {name}", ""]
+    lines += [f"A `{type(trainer.model).__name__}` trained with {_describe(optimizer)}.", ""]
+    evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
+    if evaluations:
+        lines += ["## Results", "", "| step | held-out loss |", "| ---: | ---: |"]
+        lines += [f"| {row['step']} | {row['eval_loss']:.4f} |" for row in evaluations]
+        lines.append("")
+    lines += ["## Optimizer", "", *_optimizer_table(optimizer, trainer), "", "## Training", ""]
+    lines += ["| setting | value |", "| --- | --- |"]
+    args = trainer.args
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    training = {
+        "steps": trainer.state.global_step,
+        "sequences per step": batch,
+        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "warmup steps": args.warmup_steps,
+        "max_grad_norm": args.max_grad_norm,
+        "seed": args.seed,
+    }
+    lines += [f"| {key} | {value} |" for key, value in training.items()]
+    card = ModelCard("\n".join(lines) + "\n")
+    path = Path(args.output_dir) / "README.md"
+    card.save(path)
+    return path
+
+
+def _describe(optimizer: Any) -> str:
+    if not isinstance(optimizer, Mars):
+        return f"`{type(optimizer).__module__}.{type(optimizer).__name__}`"
+    return (
+        f"[MARS](https://arxiv.org/abs/2411.10438) (`{optimizer.param_groups[0]['mars_type']}`, the "
+        "variance-reduced optimizer, through `mars_hf`)"
+    )
+
+
+def _optimizer_table(optimizer: Any, trainer: Trainer) -> list[str]:
+    """One row a parameter group, with the peak learning rate where a scheduler keeps it."""
+    names = ["lr", "betas", "weight_decay", *(_SETTINGS if isinstance(optimizer, Mars) else ("eps",))]
+    groups = getattr(optimizer, "param_groups", [])
+    header = ["group", *names]
+    rows = [header, ["---"] * len(header)]
+    for index, group in enumerate(groups):
+        values = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        rows.append([str(group.get("role", index)), *(str(values.get(name)) for name in names)])
+    return ["| " + " | ".join(row) + " |" for row in rows]

@@ -1,0 +1,162 @@
+#!/usr/bin/env python
+"""Pretrain GPT-2 with MARS.
+
+    accelerate launch recipes/pretrain_gpt2.py                       # 2 CPU cores, no network, a few minutes
+    accelerate launch recipes/pretrain_gpt2.py --optimizer adamw     # the same budget with torch's AdamW
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py \
+        --config gpt2-small --data_dir data/openwebtext              # the paper's run, on prepared tokens
+
+Any setting of a config can be overridden on the command line; --help lists them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pretraining import arguments, data, figures, model, optimizers, report
+from pretraining.token_files import TokenDataset
+from transformers import Trainer, default_data_collator, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+import mars_hf
+from mars_hf import hub
+from mars_hf.param_groups import summary
+from mars_hf.registry import MarsFactory
+
+
+class PretrainingTrainer(Trainer):
+    """Trainer with the project's model card."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write README.md beside the weights, so that every push carries it."""
+        if self.is_world_process_zero():
+            hub.write_model_card(self)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run; `argv` is the command line without the program's name."""
+    run = arguments.parse(argv)
+    training = run.training
+    output = Path(training.output_dir)
+    checkpoint = _checkpoint(training)
+    if (output / "metrics.json").exists() and checkpoint is None and not training.overwrite_output_dir:
+        raise SystemExit(
+            f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start again"
+        )
+    set_seed(training.seed)
+    if training.device.type == "cpu":  # accelerate launch leaves one thread
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(training.cpu_threads or max(1, (os.cpu_count() or 1) // processes))
+
+    with training.main_process_first(desc="preparing data"):
+        directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
+        source = data.load(directory)
+    block = run.model.block_size
+    train_set = TokenDataset(directory, "train", block)
+    eval_set = TokenDataset(directory, "val", block, run.data.max_eval_blocks)
+    gpt2 = model.build(run.model, len(source.tokenizer), source.tokenizer.eos_token_id)
+
+    optimizer = optimizers.for_trainer(run.optimizer, training)
+    mars = run.optimizer.optimizer != "adamw"
+    trainer = PretrainingTrainer(
+        model=gpt2,
+        args=training,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=source.tokenizer,
+        data_collator=default_data_collator,
+        optimizer_cls_and_kwargs=optimizer,
+        callbacks=[mars_hf.LastGradientCallback()] if mars else None,
+    )
+    tokens_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size * block
+    if trainer.is_world_process_zero():
+        _introduce(run, source, gpt2, trainer, tokens_per_step)
+
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
+        trainer.evaluate()
+    trainer.model.config.use_cache = True  # Trainer turns it off for training
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        metrics = report.summarize(
+            trainer.state.log_history,
+            bytes_per_token=source.bytes_per_token,
+            tokens_per_step=tokens_per_step,
+            train_runtime=result.metrics["train_runtime"],
+        )
+        header = {
+            "optimizer": run.optimizer.optimizer,
+            "learning_rate": training.learning_rate,
+            "weight_decay": training.weight_decay,
+            "seed": training.seed,
+            "dataset": source.name,
+            "parameters": gpt2.num_parameters(),
+        }
+        title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {run.optimizer.optimizer}"
+        figures.loss_curve(trainer.state.log_history, output / "loss_curve.png", title)
+        trainer.create_model_card()
+        report.write(output / "metrics.json", {**header, **metrics})  # last: it says that the run is complete
+        _conclude(output, metrics)
+    if training.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero() and training.sample_tokens > 0:
+        text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
+        print(f"\n--- sample ---\n{text}\n--------------")
+
+
+def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
+    return data.prepare_embedded(output.absolute().parent / "data", settings.embedded_vocab_size)
+
+
+def _checkpoint(training: arguments.PretrainingArguments) -> str | None:
+    """The checkpoint to resume from: `--resume_from_checkpoint true` is the newest, a path is that one."""
+    wanted = training.resume_from_checkpoint
+    if wanted is None or str(wanted).lower() == "false":
+        return None
+    if str(wanted).lower() != "true":
+        if not Path(wanted).is_dir():
+            raise SystemExit(f"--resume_from_checkpoint {wanted}: no such folder")
+        return str(wanted)
+    newest = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    if newest is None:
+        raise SystemExit(
+            f"--resume_from_checkpoint: no checkpoint in {training.output_dir}; start without it (and with "
+            "--save_strategy steps), or give the checkpoint's path"
+        )
+    return newest
+
+
+def _introduce(run: arguments.RunArguments, source: data.Data, gpt2: Any, trainer: Trainer, per_step: int) -> None:
+    """Print what is about to run."""
+    training, train_set = run.training, trainer.train_dataset
+    steps = training.max_steps
+    print(f"config      {run.config}")
+    print(f"data        {source.name}: {len(train_set.tokens):,} training tokens")
+    print(f"model       {gpt2.num_parameters():,} parameters, {dataclasses.asdict(run.model)}")
+    print(f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens")
+    make, settings = trainer.optimizer_cls_and_kwargs
+    if make is MarsFactory:
+        print(summary(MarsFactory()(gpt2, args=training, **settings).param_groups))
+    else:
+        print(f"optimizer   {make.__name__}, {settings}")
+    sys.stdout.flush()
+
+
+def _conclude(output: Path, metrics: dict[str, Any]) -> None:
+    """Print where the run ended."""
+    first = metrics["eval_loss_at_step_0"]
+    print(f"\nheld-out loss     {metrics['eval_loss']:.4f}" + (f"  (step 0: {first:.4f})" if first else ""))
+    print(f"perplexity        {metrics['perplexity']:.2f}")
+    print(f"bits per byte     {metrics['bits_per_byte']:.4f}")
+    print(f"tokens per second {metrics['tokens_per_second']:,.0f}")
+    print(f"checkpoint, metrics.json and loss_curve.png are in {output}")
+
+
+if __name__ == "__main__":
+    main()

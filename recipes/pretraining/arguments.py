@@ -1,0 +1,177 @@
+"""Settings of a pretraining run: dataclasses for HfArgumentParser, filled from a YAML file and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
+OPTIMIZERS = ("mars_adamw", "mars_lion", "adamw")
+
+
+@dataclass
+class ModelArguments:
+    """Size and settings of GPT-2."""
+
+    n_layer: int = field(default=12, metadata={"help": "Number of blocks."})
+    n_head: int = field(default=12, metadata={"help": "Attention heads per block."})
+    n_embd: int = field(default=768, metadata={"help": "Width of the residual stream."})
+    block_size: int = field(default=1024, metadata={"help": "Tokens in a sequence."})
+    vocab_size: int | None = field(
+        default=None, metadata={"help": "Rows of the embedding; left out: the tokenizer's. The paper pads to 50304."}
+    )
+    activation_function: str = field(
+        default="gelu_new", metadata={"help": "gelu_new (tanh approximation) or gelu (exact)."}
+    )
+    bias: bool = field(default=True, metadata={"help": "False: every bias is zero and frozen, as in the paper."})
+    scale_attn_by_inverse_layer_idx: bool = field(
+        default=False, metadata={"help": "Divide attention scores by the number of the block; True in the paper."}
+    )
+    dropout: float = field(default=0.0, metadata={"help": "Dropout of embeddings, attention and residuals."})
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, eager or flash_attention_2."})
+
+
+@dataclass
+class DataArguments:
+    """Where tokens come from."""
+
+    data_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder made by prepare_data.py; left out: the embedded corpus."},
+    )
+    embedded_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary trained on the embedded corpus."})
+    max_eval_blocks: int | None = field(
+        default=None, metadata={"help": "Evaluate on the first blocks of the held-out tokens; left out: on all."}
+    )
+
+
+@dataclass
+class OptimizerArguments:
+    """Which optimizer, and its settings; the learning rate and the decay are --learning_rate and --weight_decay.
+
+    What is left out takes the optimizer's own default: that of `mars_hf.Mars`, or of `torch.optim.AdamW`.
+    """
+
+    optimizer: str = field(default="mars_adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
+    beta1: float | None = field(default=None, metadata={"help": "Decay rate of the first moment."})
+    beta2: float | None = field(default=None, metadata={"help": "Decay rate of the second moment."})
+    eps: float | None = field(default=None, metadata={"help": "Added to the root of the second moment."})
+    gamma: float | None = field(default=None, metadata={"help": "Scale of the variance reduction."})
+    clip_threshold: float | None = field(
+        default=None, metadata={"help": "Largest norm of a corrected gradient; left out: 1.0; 0: no clipping."}
+    )
+    optimize_1d: bool | None = field(default=None, metadata={"help": "True: vectors take the MARS rule as well."})
+    lr_1d: float | None = field(default=None, metadata={"help": "Learning rate of vectors; left out: half of it."})
+    beta1_1d: float | None = field(default=None, metadata={"help": "beta1 of vectors."})
+    beta2_1d: float | None = field(default=None, metadata={"help": "beta2 of vectors."})
+    weight_decay_1d: float | None = field(default=None, metadata={"help": "Decay of vectors."})
+    second_moment: str | None = field(default=None, metadata={"help": "corrected or gradient."})
+    no_decay: list[str] | None = field(
+        default=None, metadata={"help": "Shell patterns of names of matrices that are not decayed (mars only)."}
+    )
+
+
+@dataclass
+class PretrainingArguments(TrainingArguments):
+    """transformers.TrainingArguments, and what the recipe adds."""
+
+    output_dir: str | None = field(
+        default=None, metadata={"help": "Where the run goes; left out: runs/CONFIG-OPTIMIZER."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Start again in a folder that holds a finished run."}
+    )
+    cpu_threads: int | None = field(
+        default=None, metadata={"help": "Threads of a process on CPU; left out: the cores divided by the processes."}
+    )
+    sample_prompt: str = field(default="def ", metadata={"help": "What the sample at the end continues."})
+    sample_tokens: int = field(default=96, metadata={"help": "Length of the sample; 0 for none."})
+
+
+class RunArguments(NamedTuple):
+    """All settings of a run."""
+
+    model: ModelArguments
+    data: DataArguments
+    optimizer: OptimizerArguments
+    training: PretrainingArguments
+    config: Path
+
+
+def parse(argv: Sequence[str] | None = None) -> RunArguments:
+    """Settings from `--config FILE` (default: configs/embedded.yaml), overridden by the command line.
+
+    A config's top-level keys are settings; its section `optimizers` holds, per optimizer, settings that count when that
+    optimizer is chosen.
+
+    Args:
+        argv: command line without the program's name; None for sys.argv's.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=str(DEFAULT_CONFIG))
+    first.add_argument("--optimizer")
+    known, _ = first.parse_known_args(argv)
+
+    parser = HfArgumentParser(
+        [ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments],
+        description="Pretrain GPT-2 with MARS or AdamW.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="YAML file of settings; see recipes/configs.")
+    path = _find(known.config, parser)
+    settings = _read(path, parser)
+    sections = settings.pop("optimizers", {})
+    chosen = known.optimizer or settings.get("optimizer", "mars_adamw")
+    if chosen not in OPTIMIZERS:
+        parser.error(f"--optimizer {chosen!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
+    _reject_unknown(sections, OPTIMIZERS, f"{path}: optimizers", parser)
+    settings |= sections.get(chosen) or {}
+    settings["optimizer"] = chosen
+    actions = {action.dest: action for action in parser._actions}
+    _reject_unknown(settings, actions, str(path), parser)
+    parser.set_defaults(**{key: _as_written(actions[key], value) for key, value in settings.items()})
+    if not any(argument == "--output_dir" or argument.startswith("--output_dir=") for argument in argv):
+        parser.set_defaults(output_dir=settings.get("output_dir") or f"runs/{path.stem}-{chosen}")
+    model, data, optimizer, training, _ = parser.parse_args_into_dataclasses(argv)
+    return RunArguments(model, data, optimizer, training, path)
+
+
+def _find(name: str, parser: argparse.ArgumentParser) -> Path:
+    """A config by path, or by the name of a shipped one."""
+    for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+    return parser.error(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
+
+
+def _read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        return parser.error(f"{path} is not YAML: {error}")
+    if not isinstance(settings, dict):
+        return parser.error(f"{path} holds {type(settings).__name__}, not settings (key: value)")
+    return settings
+
+
+def _reject_unknown(names: Any, accepted: Any, where: str, parser: argparse.ArgumentParser) -> None:
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        parser.error(f"{where}: unknown {', '.join(unknown)}; accepted are {', '.join(sorted(accepted))}")
+
+
+def _as_written(action: argparse.Action, value: Any) -> Any:
+    """A YAML value as the command line would carry it, so that both are read by the same rules (6e-3 is a number)."""
+    if value is None or isinstance(value, (bool, dict, list)):
+        return value
+    return action.type(str(value)) if callable(action.type) else value

@@ -1,0 +1,86 @@
+"""The embedded corpus: the Python sources of the running interpreter's standard library.
+
+Text that is on every machine, so that the recipe trains without a network and without shipping data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Tables, not library code, or not there on every system (Linux distributions package the tests apart).
+_LEFT_OUT = {
+    "encodings",
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "pydoc_data",
+}
+# One file in this many is held out, chosen by the hash of its path: the same files on every machine.
+_HELD_OUT_OF = 20
+
+
+class Corpus(NamedTuple):
+    """Documents to train on, documents held out, and what identifies both."""
+
+    train: list[str]
+    val: list[str]
+    fingerprint: str
+
+
+def read_corpus() -> Corpus:
+    """Read the standard library's sources, split by file.
+
+    Raises:
+        FileNotFoundError: this interpreter came without sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
+    if len(files) < _HELD_OUT_OF:
+        raise FileNotFoundError(
+            f"only {len(files)} Python sources under {root}: this interpreter has no standard library to train on; "
+            "prepare a data set with recipes/prepare_data.py and pass --data_dir"
+        )
+    train: list[str] = []
+    val: list[str] = []
+    fingerprint = hashlib.sha256(f"{sys.version_info[:3]} {_HELD_OUT_OF}".encode())
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if not text.strip():
+            continue
+        digest = hashlib.sha256(name.encode()).digest()
+        (val if digest[0] % _HELD_OUT_OF == 0 else train).append(text)
+        fingerprint.update(digest + hashlib.sha256(text.encode()).digest())
+    return Corpus(train, val, fingerprint.hexdigest())
+
+
+def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer, GPT-2's kind, with an end-of-text token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )

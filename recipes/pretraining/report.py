@@ -1,0 +1,75 @@
+"""What a finished run leaves: metrics.json and a sample."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# The training loss that is reported: mean of the last tenth of the log lines, one line being one noisy batch or few.
+_TAIL = 0.1
+
+
+def summarize(
+    history: Sequence[dict[str, Any]], *, bytes_per_token: float, tokens_per_step: int, train_runtime: float
+) -> dict[str, float | None]:
+    """The figures of metrics.json from `trainer.state.log_history`.
+
+    Args:
+        history: log lines; the last evaluation counts, the first one if it was at step 0.
+        bytes_per_token: of the held-out text.
+        tokens_per_step: over all processes and accumulation steps.
+        train_runtime: seconds of `trainer.train()` with its evaluations.
+    """
+    losses = [row["loss"] for row in history if "loss" in row]
+    evaluations = [row for row in history if "eval_loss" in row]
+    last, first = evaluations[-1], evaluations[0]
+    tail = losses[-max(1, round(len(losses) * _TAIL)) :]
+    in_training = sum(row.get("eval_runtime", 0.0) for row in evaluations)
+    steps = last["step"]
+    return {
+        "steps": steps,
+        "tokens": steps * tokens_per_step,
+        "train_loss": sum(tail) / len(tail) if tail else None,
+        "eval_loss": last["eval_loss"],
+        "eval_loss_at_step_0": first["eval_loss"] if first["step"] == 0 else None,
+        "perplexity": math.exp(min(last["eval_loss"], 700.0)),
+        "bits_per_byte": last["eval_loss"] / math.log(2) / bytes_per_token,
+        "tokens_per_second": steps * tokens_per_step / max(train_runtime - in_training, 1e-9),
+        "train_runtime_seconds": train_runtime,
+    }
+
+
+def write(path: Path, metrics: dict[str, Any]) -> None:
+    """Write metrics.json, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+@torch.no_grad()
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
+    """Continue `prompt`, sampled at temperature 0.8 from the tokens the tokenizer knows."""
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    padding = list(range(len(tokenizer), model.config.vocab_size))  # rows without a token
+    torch.manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    room = model.config.n_positions - ids.shape[1]
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max(1, min(tokens, room)),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        suppress_tokens=padding or None,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    model.train(was_training)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -1,0 +1,162 @@
+"""Token files: `train.bin` and `val.bin` (uint16, as nanoGPT reads them) with a `meta.json` and the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+SPLITS = ("train", "val")
+DTYPE = np.dtype("<u2")
+MAX_VOCAB_SIZE = 2**16
+_META = "meta.json"
+
+
+class TokenFile:
+    """Writes one split, token array by token array, and counts what it writes."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file.
+
+        Args:
+            path: where it goes.
+        """
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
+        self.tokens = 0
+        self.documents = 0
+        self.bytes = 0
+
+    def write(self, documents: Iterable[np.ndarray], text_bytes: int) -> None:
+        """Append documents, each an array of token ids that ends with the end-of-text token.
+
+        Args:
+            documents: token ids below 2**16.
+            text_bytes: length of their text in UTF-8, without end-of-text tokens.
+        """
+        arrays = [document.astype(DTYPE) for document in documents]
+        if not arrays:
+            return
+        data = np.concatenate(arrays).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self.tokens += len(data) // DTYPE.itemsize
+        self.documents += len(arrays)
+        self.bytes += text_bytes
+
+    def close(self) -> dict[str, Any]:
+        """Flush to disk and return the split's entry of meta.json."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "sha256": self._hash.hexdigest(),
+        }
+
+
+@contextmanager
+def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to write token files into, which becomes `directory` only when the block ends well.
+
+    Args:
+        directory: the final folder.
+        overwrite: whether one that exists may be replaced; it stays until the new one is complete.
+
+    Raises:
+        FileExistsError: the folder exists, is not empty, and `overwrite` is False.
+    """
+    directory = Path(directory).absolute()
+    if directory.exists() and any(directory.iterdir()) and not overwrite:
+        raise FileExistsError(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for stale in directory.parent.glob(f"{directory.name}.partial-*"):
+        if not _is_running(stale.name.rpartition("-")[2]):
+            shutil.rmtree(stale, ignore_errors=True)
+    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        replaced = directory.with_name(f"{directory.name}.replaced-{os.getpid()}")
+        if directory.exists():
+            directory.rename(replaced)
+        partial.rename(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def write_meta(directory: Path, meta: dict[str, Any]) -> None:
+    """Write meta.json; last of all, since its presence says that the folder is complete."""
+    (directory / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """Read meta.json.
+
+    Raises:
+        FileNotFoundError: `directory` holds no prepared data.
+    """
+    path = Path(directory) / _META
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {_META} in {directory}: it holds no prepared token files; make them with recipes/prepare_data.py"
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+    """A split cut into consecutive blocks; labels are the inputs, the model shifts them itself."""
+
+    def __init__(self, directory: Path, split: str, block_size: int, max_blocks: int | None = None) -> None:
+        """Map the file into memory.
+
+        Args:
+            directory: folder with token files.
+            split: `train` or `val`.
+            block_size: tokens in a block; a rest at the end that fills no block is left out.
+            max_blocks: use only the first blocks; None for all.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the split does not fill one block.
+        """
+        self.tokens = np.memmap(Path(directory) / f"{split}.bin", dtype=DTYPE, mode="r")
+        self.block_size = block_size
+        blocks = len(self.tokens) // block_size
+        if blocks == 0:
+            raise ValueError(
+                f"{split}.bin in {directory} has {len(self.tokens)} tokens, less than one block of {block_size}; "
+                "lower --block_size or prepare more text"
+            )
+        self.blocks = blocks if max_blocks is None else min(blocks, max_blocks)
+
+    def __len__(self) -> int:
+        return self.blocks
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        block = self.tokens[index * self.block_size : (index + 1) * self.block_size]
+        ids = torch.from_numpy(block.astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
