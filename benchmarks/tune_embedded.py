@@ -68,7 +68,7 @@ def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
 
 def best(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Per contender, its best learning rate and the mean loss over seeds there."""
-    losses = defaultdict(lambda: defaultdict(list))
+    losses: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         losses[row["contender"]][row["learning_rate"]].append(row["eval_loss"])
     return {

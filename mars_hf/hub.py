@@ -25,7 +25,8 @@ def write_model_card(trainer: Trainer) -> Path:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    name = Path(trainer.args.hub_model_id or trainer.args.output_dir).name
+    output = Path(str(trainer.args.output_dir))
+    name = Path(trainer.args.hub_model_id or output).name
     optimizer = innermost(trainer.optimizer)
     mars = isinstance(optimizer, Mars)
     data = ModelCardData(
@@ -55,7 +56,7 @@ def write_model_card(trainer: Trainer) -> Path:
     }
     lines += [f"| {key} | {value} |" for key, value in training.items()]
     card = ModelCard("\n".join(lines) + "\n")
-    path = Path(args.output_dir) / "README.md"
+    path = output / "README.md"
     card.save(path)
     return path
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from pretraining import arguments, data, figures, model, optimizers, report
 from pretraining.token_files import TokenDataset
-from transformers import Trainer, default_data_collator, set_seed
+from transformers import Trainer, TrainerState, default_data_collator, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run; `argv` is the command line without the program's name."""
     run = arguments.parse(argv)
     training = run.training
-    output = Path(training.output_dir)
+    output = Path(str(training.output_dir))
     checkpoint = _checkpoint(training)
     if (output / "metrics.json").exists() and checkpoint is None and not training.overwrite_output_dir:
         raise SystemExit(
@@ -75,12 +76,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     tokens_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size * block
     if trainer.is_world_process_zero():
-        _introduce(run, source, gpt2, trainer, tokens_per_step)
+        _introduce(run, source, train_set, gpt2, optimizer, tokens_per_step)
 
     result = trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
-    trainer.model.config.use_cache = True  # Trainer turns it off for training
+    gpt2.config.use_cache = True  # Trainer turns it off for training
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None) -> None:
             bytes_per_token=source.bytes_per_token,
             tokens_per_step=tokens_per_step,
             train_runtime=result.metrics["train_runtime"],
+            first_step=_step_of(checkpoint) if checkpoint else 0,
         )
         header = {
             "optimizer": run.optimizer.optimizer,
@@ -123,7 +125,7 @@ def _checkpoint(training: arguments.PretrainingArguments) -> str | None:
         if not Path(wanted).is_dir():
             raise SystemExit(f"--resume_from_checkpoint {wanted}: no such folder")
         return str(wanted)
-    newest = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    newest = get_last_checkpoint(str(training.output_dir)) if Path(str(training.output_dir)).is_dir() else None
     if newest is None:
         raise SystemExit(
             f"--resume_from_checkpoint: no checkpoint in {training.output_dir}; start without it (and with "
@@ -132,15 +134,20 @@ def _checkpoint(training: arguments.PretrainingArguments) -> str | None:
     return newest
 
 
-def _introduce(run: arguments.RunArguments, source: data.Data, gpt2: Any, trainer: Trainer, per_step: int) -> None:
+def _step_of(checkpoint: str) -> int:
+    return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
+
+
+def _introduce(
+    run: arguments.RunArguments, source: data.Data, train_set: TokenDataset, gpt2: Any, optimizer: Any, per_step: int
+) -> None:
     """Print what is about to run."""
-    training, train_set = run.training, trainer.train_dataset
-    steps = training.max_steps
+    training, steps = run.training, run.training.max_steps
     print(f"config      {run.config}")
     print(f"data        {source.name}: {len(train_set.tokens):,} training tokens")
     print(f"model       {gpt2.num_parameters():,} parameters, {dataclasses.asdict(run.model)}")
     print(f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens")
-    make, settings = trainer.optimizer_cls_and_kwargs
+    make, settings = optimizer
     if make is MarsFactory:
         print(summary(MarsFactory()(gpt2, args=training, **settings).param_groups))
     else:

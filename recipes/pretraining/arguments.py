@@ -121,8 +121,9 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
     first.add_argument("--optimizer")
     known, _ = first.parse_known_args(argv)
 
+    dataclasses: Any = [ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments]
     parser = HfArgumentParser(
-        [ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments],
+        dataclasses,
         description="Pretrain GPT-2 with MARS or AdamW.",
         allow_abbrev=False,
     )

@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 # The training loss that is reported: mean of the last tenth of the log lines, one line being one noisy batch or few.
 _TAIL = 0.1
 
 
 def summarize(
-    history: Sequence[dict[str, Any]], *, bytes_per_token: float, tokens_per_step: int, train_runtime: float
+    history: Sequence[dict[str, Any]],
+    *,
+    bytes_per_token: float,
+    tokens_per_step: int,
+    train_runtime: float,
+    first_step: int = 0,
 ) -> dict[str, float | None]:
     """The figures of metrics.json from `trainer.state.log_history`.
 
@@ -25,12 +30,13 @@ def summarize(
         bytes_per_token: of the held-out text.
         tokens_per_step: over all processes and accumulation steps.
         train_runtime: seconds of `trainer.train()` with its evaluations.
+        first_step: where this process took the run up; 0 unless it was resumed.
     """
     losses = [row["loss"] for row in history if "loss" in row]
     evaluations = [row for row in history if "eval_loss" in row]
     last, first = evaluations[-1], evaluations[0]
     tail = losses[-max(1, round(len(losses) * _TAIL)) :]
-    in_training = sum(row.get("eval_runtime", 0.0) for row in evaluations)
+    evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations if row["step"] >= first_step)
     steps = last["step"]
     return {
         "steps": steps,
@@ -40,7 +46,7 @@ def summarize(
         "eval_loss_at_step_0": first["eval_loss"] if first["step"] == 0 else None,
         "perplexity": math.exp(min(last["eval_loss"], 700.0)),
         "bits_per_byte": last["eval_loss"] / math.log(2) / bytes_per_token,
-        "tokens_per_second": steps * tokens_per_step / max(train_runtime - in_training, 1e-9),
+        "tokens_per_second": (steps - first_step) * tokens_per_step / max(train_runtime - evaluating, 1e-9),
         "train_runtime_seconds": train_runtime,
     }
 
@@ -53,7 +59,7 @@ def write(path: Path, metrics: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
+def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
     """Continue `prompt`, sampled at temperature 0.8 from the tokens the tokenizer knows."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
     padding = list(range(len(tokenizer), model.config.vocab_size))  # rows without a token

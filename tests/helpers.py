@@ -1,0 +1,51 @@
+"""A tiny GPT-2 and Trainer around it, for tests of the Hugging Face side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
+
+VOCAB = 64
+
+
+class Blocks(Dataset):
+    """Random blocks of tokens, the same at every construction."""
+
+    def __init__(self, length: int = 64, block: int = 12) -> None:
+        self.ids = torch.randint(0, VOCAB, (length, block), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def gpt2(seed: int = 0, **settings: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": VOCAB}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **settings}))
+
+
+def arguments(output_dir: Path, **settings: Any) -> TrainingArguments:
+    defaults = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "constant",
+    }
+    return TrainingArguments(output_dir=str(output_dir), **{**defaults, **settings})
+
+
+def trainer(args: TrainingArguments, model: Any = None, **settings: Any) -> Trainer:
+    if model is None and "model_init" not in settings:
+        model = gpt2()
+    return Trainer(model=model, args=args, train_dataset=Blocks(), data_collator=default_data_collator, **settings)

@@ -1,0 +1,63 @@
+"""MARS in straight lines, for tests: one parameter, float64, every formula written out (DESIGN.md, "The optimizer").
+
+Nothing here is shared with mars_hf; slow and plain on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class Reference:
+    """One parameter under one rule, in float64."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        *,
+        rule: str,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        gamma: float = 0.025,
+        clip_threshold: float | None = 1.0,
+        amsgrad: bool = False,
+        second_moment: str = "corrected",
+    ) -> None:
+        self.x = x.detach().double().clone()
+        self.rule, self.lr, self.betas, self.eps, self.weight_decay = rule, lr, betas, eps, weight_decay
+        self.gamma, self.clip_threshold, self.amsgrad = gamma, clip_threshold, amsgrad
+        self.second_moment = second_moment
+        self.m = torch.zeros_like(self.x)
+        self.v = torch.zeros_like(self.x)
+        self.v_max = torch.zeros_like(self.x)
+        self.last = torch.zeros_like(self.x)
+        self.t = 0
+
+    def step(self, gradient: torch.Tensor) -> torch.Tensor:
+        g = gradient.double()
+        beta1, beta2 = self.betas
+        self.t += 1
+        c = g
+        if self.rule in ("mars-adamw", "mars-lion"):
+            c = g + self.gamma * beta1 / (1 - beta1) * (g - self.last)
+            if self.clip_threshold is not None:
+                norm = math.sqrt((c**2).sum().item())
+                if norm > self.clip_threshold:
+                    c = c * (self.clip_threshold / norm)
+            self.last = g
+        self.m = beta1 * self.m + (1 - beta1) * c
+        if self.rule == "mars-lion":
+            direction = torch.sign(self.m)
+        else:
+            square = g**2 if self.second_moment == "gradient" else c**2
+            self.v = beta2 * self.v + (1 - beta2) * square
+            self.v_max = torch.maximum(self.v_max, self.v)
+            v = self.v_max if self.amsgrad else self.v
+            m_hat = self.m / (1 - beta1**self.t)
+            direction = m_hat / (torch.sqrt(v / (1 - beta2**self.t)) + self.eps)
+        self.x = self.x - self.lr * (direction + self.weight_decay * self.x)
+        return self.x
