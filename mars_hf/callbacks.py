@@ -152,5 +152,6 @@ def _require_mars(optimizer: Any, given: Mars | None, args: TrainingArguments) -
     raise RuntimeError(f"the optimizer that would step is {found}; {remedy}")
 
 
-if DefaultMarsCallback not in transformers_trainer.DEFAULT_CALLBACKS:
+# By name, because a reloaded module (a notebook's autoreload) makes a new class.
+if DefaultMarsCallback.__name__ not in [known.__name__ for known in transformers_trainer.DEFAULT_CALLBACKS]:
     transformers_trainer.DEFAULT_CALLBACKS.append(DefaultMarsCallback)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine"
 class Tracker(TrainerCallback):
     """Sees what wandb, tensorboard and the others see: it stands where reporters stand."""
 
-    rows: list
+    rows: ClassVar[list]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         type(self).rows.append(dict(logs))
@@ -29,7 +30,7 @@ class Tracker(TrainerCallback):
 @pytest.fixture
 def tracker(monkeypatch):
     class Fresh(Tracker):
-        rows = []
+        rows: ClassVar[list] = []
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Fresh)
     return Fresh

@@ -120,7 +120,9 @@ def test_every_door_trains_the_same_model(tmp_path, door):
         run = trainer(arguments(tmp_path, **settings), model, optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1))
     else:
         run = trainer(
-            arguments(tmp_path, **settings), model_init=gpt2, optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1)
+            arguments(tmp_path, **settings),
+            model_init=lambda: gpt2(),
+            optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1),
         )
     run.train()
     weights = [param.detach() for param in run.model.parameters()]
@@ -224,7 +226,7 @@ def test_optim_args_are_read(text, key, value):
         ("betas=0.9", r"'betas'.*beta1"),
         ("gamma=much", "not a number"),
         ("amsgrad=maybe", "true, false"),
-        ("mars_type=mars-sgd", "'mars-adamw'"),
+        ("mars_type=mars-sgd", "mars_adamw, mars_lion"),
     ],
 )
 def test_optim_args_that_cannot_be_read(tmp_path, text, message):
