@@ -25,9 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
-from mars_hf import hub
-from mars_hf.param_groups import summary
-from mars_hf.registry import MarsFactory
+from mars_hf import hub, param_groups
 
 
 class PretrainingTrainer(Trainer):
@@ -142,16 +140,16 @@ def _introduce(
     run: arguments.RunArguments, source: data.Data, train_set: TokenDataset, gpt2: Any, optimizer: Any, per_step: int
 ) -> None:
     """Print what is about to run."""
-    training, steps = run.training, run.training.max_steps
+    steps = run.training.max_steps
     print(f"config      {run.config}")
     print(f"data        {source.name}: {len(train_set.tokens):,} training tokens")
     print(f"model       {gpt2.num_parameters():,} parameters, {dataclasses.asdict(run.model)}")
     print(f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens")
     make, settings = optimizer
-    if make is MarsFactory:
-        print(summary(MarsFactory()(gpt2, args=training, **settings).param_groups))
+    if run.optimizer.optimizer == "adamw":
+        print(f"optimizer   AdamW, {settings}")
     else:
-        print(f"optimizer   {make.__name__}, {settings}")
+        print(param_groups.summary(make()(gpt2, **settings).param_groups))
     sys.stdout.flush()
 
 

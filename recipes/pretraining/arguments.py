@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,15 @@ class PretrainingArguments(TrainingArguments):
     sample_tokens: int = field(default=96, metadata={"help": "Length of the sample; 0 for none."})
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: 6e-3 is a number (YAML 1.1 asks for a dot in it)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
 class RunArguments(NamedTuple):
     """All settings of a run."""
 
@@ -157,7 +167,7 @@ def _find(name: str, parser: argparse.ArgumentParser) -> Path:
 
 def _read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         return parser.error(f"{path} is not YAML: {error}")
     if not isinstance(settings, dict):
@@ -172,7 +182,7 @@ def _reject_unknown(names: Any, accepted: Any, where: str, parser: argparse.Argu
 
 
 def _as_written(action: argparse.Action, value: Any) -> Any:
-    """A YAML value as the command line would carry it, so that both are read by the same rules (6e-3 is a number)."""
+    """A YAML value as the command line would carry it, so that both are read by the same rules."""
     if value is None or isinstance(value, (bool, dict, list)):
         return value
     return action.type(str(value)) if callable(action.type) else value

@@ -1,16 +1,31 @@
-"""The optimizer of a run, as Trainer takes it: a class or factory and its settings."""
+"""The optimizer of a run, as Trainer takes it: a factory and its settings."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
 import mars_hf
+from mars_hf import param_groups
 from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
-# Settings that torch.optim.AdamW has too.
-_SHARED = ("beta1", "beta2", "eps")
+# Settings that AdamW has too.
+_SHARED = ("beta1", "beta2", "eps", "no_decay")
+
+
+class AdamWFactory:
+    """Makes torch's AdamW with the decay groups that MARS gets."""
+
+    def __call__(self, model: nn.Module, *, no_decay: list[str], **settings: Any) -> torch.optim.AdamW:
+        """Vectors and the matrices of `no_decay` are not decayed."""
+        decay = {"matrix": settings["weight_decay"], "vector": 0.0}
+        groups = [
+            {"params": group["params"], "weight_decay": group.get("weight_decay", decay[group["role"]])}
+            for group in param_groups.from_model(model, no_decay=no_decay)
+        ]
+        return torch.optim.AdamW(groups, **settings)
 
 
 def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -> tuple[Any, dict[str, Any]]:
@@ -20,22 +35,17 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
         ValueError: a setting of MARS was given for AdamW.
     """
     settings = {name: value for name, value in vars(arguments).items() if name != "optimizer" and value is not None}
+    shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if arguments.optimizer == "adamw":
         foreign = [name for name in settings if name not in _SHARED]
         if foreign:
             raise ValueError(f"optimizer=adamw has no {', '.join(foreign)}; it takes {', '.join(_SHARED)}")
-        betas = (settings.get("beta1", 0.9), settings.get("beta2", 0.999))
-        return torch.optim.AdamW, {
-            "lr": training.learning_rate,
-            "weight_decay": training.weight_decay,
-            "betas": betas,
-            "eps": settings.get("eps", 1e-8),
+        return AdamWFactory, {
+            **shared,
+            "betas": (settings.get("beta1", training.adam_beta1), settings.get("beta2", training.adam_beta2)),
+            "eps": settings.get("eps", training.adam_epsilon),
+            "no_decay": settings.get("no_decay", []),
         }
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
-    return mars_hf.factory(
-        mars_type=arguments.optimizer.replace("_", "-"),
-        lr=training.learning_rate,
-        weight_decay=training.weight_decay,
-        **settings,
-    )
+    return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -78,30 +79,51 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
         FileExistsError: the folder exists, is not empty, and `overwrite` is False.
     """
     directory = Path(directory).absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for stale in _stale(directory, "replaced"):
+        if not directory.exists():  # killed between the two renames below
+            stale.rename(directory)
+            break
     if directory.exists() and any(directory.iterdir()) and not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for stale in directory.parent.glob(f"{directory.name}.partial-*"):
-        if not _is_running(stale.name.rpartition("-")[2]):
-            shutil.rmtree(stale, ignore_errors=True)
-    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+    for stale in [*_stale(directory, "partial"), *_stale(directory, "replaced")]:
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = beside(directory, "partial", os.getpid())
+    replaced = beside(directory, "replaced", os.getpid())
     partial.mkdir()
     try:
         yield partial
-        replaced = directory.with_name(f"{directory.name}.replaced-{os.getpid()}")
         if directory.exists():
             directory.rename(replaced)
         partial.rename(directory)
-        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
+        if replaced.exists() and not directory.exists():
+            replaced.rename(directory)
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _is_running(pid: str) -> bool:
+def beside(directory: Path, kind: str, pid: int | str) -> Path:
+    """Where process `pid` of this machine keeps its half-made (`partial`) or replaced folder."""
+    return directory.with_name(f"{directory.name}.{kind}-{platform.node() or 'localhost'}-{pid}")
+
+
+def _stale(directory: Path, kind: str) -> list[Path]:
+    """Folders beside `directory` that a killed process of this machine left; newest first."""
+    prefix = beside(directory, kind, "").name
+    pids = {path: path.name[len(prefix) :] for path in directory.parent.iterdir() if path.name.startswith(prefix)}
+    found = [path for path, pid in pids.items() if pid.isdecimal() and not _is_running(int(pid))]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether another process has this id; one like our own is a leftover, ids being given anew in each container."""
+    if pid == os.getpid():
+        return False
     try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
+        os.kill(pid, 0)
+    except ProcessLookupError:
         return False
     except PermissionError:
         pass

@@ -1,0 +1,245 @@
+"""Documents to tokenize: a data set of the Hugging Face Hub, or local files."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+
+TEXT = "text"
+# What --dataset accepts besides names on the Hub.
+ALIASES = {"openwebtext": "Skylion007/openwebtext"}
+_KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+class SourceError(ValueError):
+    """The documents that were asked for cannot be had; the message is one line for the user."""
+
+
+def load_hub(
+    name: str, *, config: str | None, split: str, text_column: str, num_proc: int | None = None
+) -> datasets.Dataset:
+    """A data set of the Hub, or of the Hub's local cache, with one column, `text`.
+
+    Args:
+        name: name on the Hub.
+        config: which of its configurations; None where it has only one.
+        split: which of its splits.
+        text_column: the column with the documents.
+        num_proc: processes that download and read it; None for this one.
+
+    Raises:
+        SourceError: it is neither cached nor reachable, or it has no such configuration, split or column.
+    """
+    if Path(name).exists():  # datasets would read it in its own way, and copy it to its cache
+        raise SourceError(f"--dataset {name} is a path on this machine; give a name on the Hub, or use --files {name}")
+    try:
+        dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+    except ConnectionError as error:
+        raise SourceError(
+            f"--dataset {name}: the Hugging Face Hub cannot be reached and the data set is not cached; it needs a "
+            "network, or a cached copy (HF_HOME), or pass local files with --files"
+        ) from error
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise SourceError(
+            f"--dataset {name}: no such data set on the Hugging Face Hub, or it needs a login (hf auth login); "
+            "check the name, or pass local files with --files"
+        ) from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise SourceError(
+            f"--dataset {name}: {_one_line(error)} (--dataset_config {config}, --train_split {split})"
+        ) from error
+    _check_column(dataset, text_column, f"--dataset {name}")
+    dataset = dataset.select_columns([text_column])
+    return dataset if text_column == TEXT else dataset.rename_column(text_column, TEXT)
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Files behind paths: of a folder, those below it whose kind is known; of a glob, what it matches.
+
+    Args:
+        patterns: files, folders and globs.
+
+    Returns:
+        The files, each once: patterns in their order, files of one pattern sorted by path.
+
+    Raises:
+        SourceError: one matches nothing, or is a file of another kind, or the kinds differ.
+    """
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        files.update(dict.fromkeys(_expand(pattern)))
+    kinds = {_KINDS[path.suffix.lower()] for path in files}
+    if len(kinds) > 1:
+        raise SourceError(
+            f"--files {' '.join(patterns)}: {' and '.join(sorted(kinds))} files together; give files of one kind"
+        )
+    return list(files)
+
+
+def kind(files: Sequence[Path]) -> str:
+    """What `find_files` found: txt, jsonl or parquet."""
+    return _KINDS[files[0].suffix.lower()]
+
+
+def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> datasets.Dataset:
+    """Local files as a data set with one column, `text`.
+
+    A .txt file is one document; in .jsonl (or .json) a line is one, in .parquet a row.
+
+    Args:
+        files: what `find_files` found.
+        text_column: the column, or JSON key, with the documents; .txt files have none.
+        cache_dir: where their texts are copied to; it must live as long as the data set.
+
+    Raises:
+        SourceError: a file cannot be read, is not UTF-8, or has no such column.
+    """
+    try:
+        return datasets.Dataset.from_generator(
+            _read,
+            features=datasets.Features({TEXT: datasets.Value("large_string")}),
+            cache_dir=str(cache_dir),
+            gen_kwargs={"files": [str(path) for path in files], "text_column": text_column},
+        )
+    except datasets.exceptions.DatasetsError as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, SourceError):
+            raise cause from None
+        raise SourceError(f"--files: {_one_line(cause)}") from error
+
+
+def split(dataset: datasets.Dataset, *, test_size: float, seed: int, cache_dir: Path) -> dict[str, datasets.Dataset]:
+    """Hold documents out as nanoGPT does: `train_test_split` with shuffling, its test set being `val`.
+
+    Args:
+        dataset: the documents.
+        test_size: share held out, rounded up to whole documents, so that one is held out at least.
+        seed: of the shuffling.
+        cache_dir: where the shuffled order goes; it must live as long as the result.
+
+    Raises:
+        SourceError: not one document would be left to train on.
+    """
+    try:
+        parts = dataset.train_test_split(
+            test_size=test_size,
+            seed=seed,
+            shuffle=True,
+            train_indices_cache_file_name=str(cache_dir / "train_indices.arrow"),
+            test_indices_cache_file_name=str(cache_dir / "val_indices.arrow"),
+        )
+    except ValueError as error:
+        raise SourceError(
+            f"--test_size {test_size} of {len(dataset)} document(s) leaves none to train on; give at least 2 "
+            "documents (a .txt file is one; .jsonl has one a line) and a smaller --test_size"
+        ) from error
+    return {"train": parts["train"], "val": parts["test"]}
+
+
+def _check_column(dataset: datasets.Dataset, column: str, what: str) -> None:
+    if column not in dataset.column_names:
+        raise SourceError(_no_column(what, column, dataset.column_names))
+    feature = dataset.features[column]
+    if getattr(feature, "dtype", None) not in ("string", "large_string"):
+        raise SourceError(f"{what}: column {column!r} is not text but {feature}; name another with --text_column")
+    nulls = dataset.data.column(column).null_count
+    if nulls:
+        raise SourceError(f"{what}: column {column!r} is null in {nulls} row(s); remove them, or name another column")
+
+
+def _no_column(what: str, column: str, present: Sequence[str]) -> str:
+    return f"{what} has no column {column!r}; --text_column must be one of: {', '.join(present)}"
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    if path.is_dir():
+        below = sorted(path.rglob("*"))
+        found = [file for file in below if file.suffix.lower() in _KINDS and file.is_file()]
+        if not found:
+            raise SourceError(f"--files {pattern}: no {', '.join(_KINDS)} file in this folder or below")
+    else:
+        found = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
+        found = [file for file in found if file.is_file()]
+        if not found:
+            raise SourceError(f"--files {pattern}: no such file or folder, and as a glob it matches no file")
+    for file in found:
+        if file.suffix.lower() not in _KINDS:
+            raise SourceError(f"--files {file}: cannot read {file.suffix or 'such'} files; give {', '.join(_KINDS)}")
+    return [file.resolve() for file in found]
+
+
+def _read(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
+    count = 0
+    for file in files:
+        path = Path(file)
+        reader = _READERS[_KINDS[path.suffix.lower()]]
+        try:
+            for text in reader(path, text_column):
+                count += 1
+                yield {TEXT: text}
+        except (UnicodeDecodeError, UnicodeEncodeError) as error:
+            raise SourceError(f"{path} is not valid UTF-8 ({error.reason}); convert it to UTF-8") from error
+        except (OSError, pyarrow.ArrowException) as error:
+            raise SourceError(f"cannot read {path}: {_one_line(error)}") from error
+    if count == 0:
+        raise SourceError(f"--files: no document in {len(files)} file(s), of which the first is {files[0]}")
+
+
+def _read_txt(path: Path, text_column: str) -> Iterator[str]:
+    yield path.read_bytes().decode("utf-8-sig")  # read_text would change line ends
+
+
+def _read_jsonl(path: Path, text_column: str) -> Iterator[str]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number},"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SourceError(f"{where} is not JSON ({error.msg}); each line must be one JSON object") from error
+            if not isinstance(row, dict):
+                raise SourceError(f"{where} is not a JSON object, but {_one_line(row)}; each line must be one")
+            if text_column not in row:
+                raise SourceError(_no_column(where, text_column, list(row)))
+            yield _text(row[text_column], f"{where} column {text_column!r}")
+
+
+def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
+    with pyarrow.parquet.ParquetFile(path) as table:
+        names = table.schema_arrow.names
+        if text_column not in names:
+            raise SourceError(_no_column(str(path), text_column, names))
+        row = 0
+        for batch in table.iter_batches(batch_size=1000, columns=[text_column]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _text(value, f"{path}, row {row}, column {text_column!r}")
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    "txt": _read_txt,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+}
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SourceError(f"{where} is not text, but {_one_line(value)}; remove it, or name another with --text_column")
+    value.encode()  # JSON can carry half a surrogate pair, which is no text
+    return value
+
+
+def _one_line(value: object) -> str:
+    """Message of an error, or a value, short enough for a message."""
+    text = " ".join(str(value).split()) or type(value).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,122 @@
+"""Settings of the recipe: YAML, sections per optimizer, command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import gpt2
+from pretraining import arguments, optimizers
+
+import mars_hf
+
+# Keys that only a GPU accepts.
+ON_CPU = ["--bf16", "false", "--tf32", "false", "--use_cpu", "true"]
+PAPER = {  # PAPER.md 3.2: layers, heads, width, micro-batch, accumulation; lr and lr_1d of MARS; lr of AdamW; min_lr
+    "gpt2-small": (12, 12, 768, 15, 4, 6e-3, 3e-3, 6e-4, 3e-5),
+    "gpt2-medium": (24, 16, 1024, 15, 4, 3e-3, 1.5e-3, 3e-4, 6e-5),
+    "gpt2-large": (36, 20, 1280, 5, 12, 2e-3, 1e-3, 2e-4, 1e-5),
+    "gpt2-xl": (48, 25, 1600, 5, 12, 2e-3, 1e-3, 2e-4, 1e-5),
+}
+
+
+def parse(tmp_path, *argv):
+    return arguments.parse([*argv, "--output_dir", str(tmp_path / "out")])
+
+
+def test_the_default_is_the_embedded_job():
+    run = arguments.parse([])
+    assert run.config.name == "embedded.yaml"
+    assert run.optimizer.optimizer == "mars_adamw"
+    assert run.training.output_dir == "runs/embedded-mars_adamw"
+    assert arguments.parse(["--optimizer", "adamw"]).training.output_dir == "runs/embedded-adamw"
+
+
+def test_every_shipped_config_is_known():
+    assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == {"embedded", *PAPER}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_paper_configs_hold_the_published_settings(tmp_path, name):
+    layers, heads, width, batch, accumulation, lr, lr_1d, adamw_lr, min_lr = PAPER[name]
+    run = parse(tmp_path, "--config", name, *ON_CPU)
+    model, training = run.model, run.training
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (layers, heads, width, 1024)
+    assert (model.vocab_size, model.bias, model.dropout) == (50304, False, 0.0)
+    assert model.scale_attn_by_inverse_layer_idx and model.activation_function == "gelu_new"
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (batch, accumulation)
+    assert batch * accumulation * 8 == 480
+    assert (training.max_steps, training.warmup_steps) == (100_000, 2000)
+    assert (training.learning_rate, run.optimizer.lr_1d) == (lr, lr_1d)
+    assert (training.weight_decay, run.optimizer.weight_decay_1d) == (1e-2, 0.1)
+    assert training.lr_scheduler_kwargs == {"min_lr": min_lr}
+    # Trainer averages over accumulation where the official trainer sums: thresholds and eps shrink with it.
+    assert training.max_grad_norm == pytest.approx(1 / accumulation, rel=1e-4)
+    assert run.optimizer.clip_threshold == pytest.approx(1 / accumulation, rel=1e-4)
+    assert run.optimizer.eps == pytest.approx(1e-8 / accumulation, rel=1e-3)
+    adamw = parse(tmp_path, "--config", name, "--optimizer", "adamw", *ON_CPU)
+    assert (adamw.training.learning_rate, adamw.training.weight_decay) == (adamw_lr, 0.1)
+    assert (adamw.optimizer.beta1, adamw.optimizer.beta2) == (0.9, 0.95)
+
+
+def test_command_line_overrides_config_and_section(tmp_path):
+    run = parse(tmp_path, "--learning_rate", "0.5", "--n_layer", "1", "--gamma", "0.1")
+    assert (run.training.learning_rate, run.model.n_layer, run.optimizer.gamma) == (0.5, 1, 0.1)
+
+
+def test_a_config_of_ones_own(tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "n_layer: 3\nlearning_rate: 1e-3\noptimizer: adamw\nuse_cpu: true\noptimizers: {adamw: {beta1: 0.8}}\n"
+    )
+    run = parse(tmp_path, "--config", str(config))
+    assert (run.model.n_layer, run.optimizer.optimizer, run.optimizer.beta1) == (3, "adamw", 0.8)
+    assert run.training.learning_rate == 1e-3  # a string in YAML 1.1
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "message"),
+    [
+        ("n_layers: 3", [], "unknown n_layers"),
+        ("n_layer: 3\noptimizers: {sgd: {}}", [], "unknown sgd"),
+        ("- 3", [], "holds list"),
+        ("a: [", [], "not YAML"),
+        ("n_layer: 3", ["--optimizer", "sgd"], "accepted: mars_adamw, mars_lion, adamw"),
+        ("n_layer: 3", ["--n_layers", "4"], "--n_layers"),
+        (None, ["--config", "gpt2-tiny"], "gpt2-small"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, capsys, text, argv, message):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+        argv = ["--config", str(tmp_path / "c.yaml"), *argv]
+    try:
+        arguments.parse(argv)
+    except (SystemExit, ValueError) as error:
+        assert message in capsys.readouterr().err + str(error)
+    else:
+        pytest.fail("nothing was raised")
+
+
+def test_optimizers_of_a_run(tmp_path):
+    model = gpt2()
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "mars_lion", "--clip_threshold", "0"))
+    lion = make()(model, **settings)
+    assert isinstance(lion, mars_hf.Mars)
+    assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
+    argv = ["--optimizer", "adamw", "--no_decay", "*.wte.weight", "--beta1", "0.8"]
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
+    adamw = make()(model, **settings)
+    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
+    decayed = {id(p) for group in adamw.param_groups if group["weight_decay"] for p in group["params"]}
+    for name, param in model.named_parameters():
+        assert (id(param) in decayed) == (param.ndim == 2 and "wte" not in name)
+
+
+def test_settings_of_mars_are_refused_for_adamw(tmp_path):
+    with pytest.raises(ValueError, match="adamw has no gamma"):
+        optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "adamw", "--gamma", "0.1"))
+
+
+def _settings(tmp_path, *argv):
+    run = parse(tmp_path, *argv)
+    return run.optimizer, run.training
