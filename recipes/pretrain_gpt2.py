@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(
             f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start again"
         )
+    _check_processes(training)
     set_seed(training.seed)
     if training.device.type == "cpu":  # accelerate launch leaves one thread
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -108,6 +109,16 @@ def main(argv: list[str] | None = None) -> None:
     if trainer.is_world_process_zero() and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
+
+
+def _check_processes(training: arguments.PretrainingArguments) -> None:
+    """Stop if the launcher started processes that do not know of each other: each would train alone, into one folder."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != training.world_size:
+        raise SystemExit(
+            f"{launched} processes were launched, but each sees {training.world_size}: a config for GPUs on a machine "
+            "without them? Use accelerate_configs/cpu_ddp.yaml and --use_cpu true on CPU"
+        )
 
 
 def _embedded(output: Path, settings: arguments.DataArguments) -> Path:

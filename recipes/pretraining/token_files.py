@@ -150,7 +150,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
-    """A split cut into consecutive blocks; labels are the inputs, the model shifts them itself."""
+    """A split cut into consecutive blocks; labels are the inputs, which the model shifts, the first one left out."""
 
     def __init__(self, directory: Path, split: str, block_size: int, max_blocks: int | None = None) -> None:
         """Map the file into memory.
@@ -181,4 +181,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         block = self.tokens[index * self.block_size : (index + 1) * self.block_size]
         ids = torch.from_numpy(block.astype(np.int64))
-        return {"input_ids": ids, "labels": ids}
+        labels = ids.clone()
+        # Nothing predicts the first token. Trainer divides the loss by the number of labels that count, so leaving it
+        # in would understate every loss by one part in block_size.
+        labels[0] = -100
+        return {"input_ids": ids, "labels": labels}

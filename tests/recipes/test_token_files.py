@@ -36,7 +36,7 @@ def test_blocks(tmp_path):
     blocks = token_files.TokenDataset(tmp_path / "data", "train", block_size=4)
     assert len(blocks) == 1
     assert torch.equal(blocks[0]["input_ids"], torch.tensor([1, 2, 3, 0]))
-    assert torch.equal(blocks[0]["labels"], blocks[0]["input_ids"])
+    assert torch.equal(blocks[0]["labels"], torch.tensor([-100, 2, 3, 0]))
     assert len(token_files.TokenDataset(tmp_path / "data", "train", 2)) == 3
     assert len(token_files.TokenDataset(tmp_path / "data", "train", 2, max_blocks=2)) == 2
     with pytest.raises(ValueError, match=r"val\.bin .* has 2 tokens, less than one block of 4"):

@@ -1,0 +1,135 @@
+"""A stand-in for the Hub on this machine: takes what huggingface_hub pushes and serves it back."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import unquote, urlsplit
+
+
+class HubServer:
+    """Use as a context manager; `url` is the endpoint, `files` what was committed, `requests` what was asked."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.requests: list[str] = []
+        self.objects: dict[str, bytes] = {}
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> HubServer:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def environment(self, home: str) -> dict[str, str]:
+        """What makes huggingface_hub in another process talk to this server."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_TOKEN": "hf_for_tests_only",
+            "HF_HOME": home,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: ClassVar[HubServer]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            data = b""
+            while size := int(self.rfile.readline(), 16):
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return data
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _answer(self, value: object = None, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value or {}).encode()
+        self.send_response(status)
+        for name, text in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        body, path = self._body(), urlsplit(self.path).path
+        self.hub.requests.append(f"POST {path}")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, [asked.get("organization") or "me", asked["name"]]))
+            self._answer({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"})
+        elif "/preupload/" in path:
+            files = json.loads(body)["files"]
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin", ".png")) else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in files
+            ]
+            self._answer({"files": modes})
+        elif path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            wanted = [
+                {**item, "actions": {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}} for item in objects
+            ]
+            self._answer({"transfer": "basic", "objects": wanted})
+        elif "/commit/" in path:
+            for line in body.splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "file":
+                    self.hub.files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    self.hub.files[value["path"]] = self.hub.objects[value["oid"]]
+            self._answer({"commitOid": "0" * 40, "commitUrl": f"{self.hub.url}/me/x/commit/{'0' * 40}"})
+        else:  # validate-yaml and the like
+            self._answer({"errors": [], "warnings": []})
+
+    def do_PUT(self) -> None:
+        body, oid = self._body(), self.path.rpartition("/")[2]
+        self.hub.requests.append(f"PUT {urlsplit(self.path).path}")
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self._answer({"error": "wrong hash"}, status=400)
+        self.hub.objects[oid] = body
+        return self._answer()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append(f"{self.command} {path}")
+        listing = [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in self.hub.files.items()
+        ]
+        if "/resolve/" in path:
+            name = path.split("/resolve/")[1].partition("/")[2]
+            if name not in self.hub.files:
+                return self._answer({}, status=404, headers={"X-Error-Code": "EntryNotFound"})
+            data = self.hub.files[name]
+            headers = {"ETag": hashlib.sha256(data).hexdigest(), "X-Repo-Commit": "0" * 40}
+            return self._answer(data, headers=headers)
+        if "/tree/" in path:
+            return self._answer(listing)
+        if path.startswith("/api/models/"):
+            siblings = [{"rfilename": name} for name in self.hub.files]
+            return self._answer({"id": "me/x", "sha": "0" * 40, "siblings": siblings})
+        return self._answer({}, status=404)
+
+    do_HEAD = do_GET

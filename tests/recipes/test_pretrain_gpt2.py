@@ -1,0 +1,235 @@
+"""The main job, run as users run it, at a small size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pretrain_gpt2
+import pytest
+import torch
+from hub_server import HubServer
+from PIL import Image
+from pretraining import data
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "recipes" / "pretrain_gpt2.py"
+TINY = [
+    *("--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
+    *("--max_steps", "8", "--warmup_steps", "2", "--logging_steps", "2", "--eval_steps", "4", "--max_eval_blocks", "8"),
+    *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--sample_tokens", "8"),
+    *("--cpu_threads", "1", "--disable_tqdm", "true"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """The embedded corpus, tokenized once for all tests."""
+    return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
+
+
+def run(output: Path, tokens: Path, *argv: str) -> dict:
+    threads = torch.get_num_threads()
+    try:
+        pretrain_gpt2.main([*TINY, "--data_dir", str(tokens), "--output_dir", str(output), *argv])
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads((output / "metrics.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal_weights(a: Path, b: Path) -> None:
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_close_weights(a: Path, b: Path, bar: float) -> None:
+    first, second = weights(a), weights(b)
+    for name in first:
+        scale = first[name].abs().max()
+        assert (first[name] - second[name]).abs().max() <= bar * scale, name
+
+
+def launch(*argv: str, config: str | None = None, **environment: str) -> subprocess.CompletedProcess:
+    chosen = ["--config_file", str(ROOT / "accelerate_configs" / f"{config}.yaml")] if config else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *chosen, str(SCRIPT), *argv]
+    finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tokens) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "mars"
+    run(output, tokens)
+    return output
+
+
+def test_what_a_run_leaves(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished)
+    tokenizer = AutoTokenizer.from_pretrained(finished)
+    assert model.config.use_cache
+    assert len(tokenizer) == model.config.vocab_size == 512
+    ids = tokenizer("import os", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > ids.shape[1]
+    with Image.open(finished / "loss_curve.png") as picture:
+        picture.verify()
+        assert picture.size[0] > 400
+
+
+def test_metrics(finished, tokens):
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert metrics["steps"] == 8 and metrics["tokens"] == 8 * 4 * 32
+    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    per_token = data.load(tokens).bytes_per_token
+    assert metrics["bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) / per_token)
+    assert metrics["tokens_per_second"] > 0 and metrics["train_loss"] > 0
+
+
+def test_eval_loss_is_the_mean_over_held_out_blocks(finished, tokens):
+    from pretraining.token_files import TokenDataset
+
+    model = AutoModelForCausalLM.from_pretrained(finished).eval()
+    blocks = TokenDataset(tokens, "val", 32, max_blocks=8)
+    with torch.no_grad():
+        losses = [model(**{k: v[None] for k, v in blocks[i].items()}).loss.item() for i in range(8)]
+    metrics = json.loads((finished / "metrics.json").read_text())
+    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+def test_the_card_names_the_optimizer_and_its_settings(finished):
+    card = (finished / "README.md").read_text()
+    assert "mars-adamw" in card and "library_name: transformers" in card
+    row = next(line for line in card.splitlines() if line.startswith("| matrix"))
+    assert "(0.95, 0.99)" in row and "0.025" in row
+
+
+def test_a_run_is_reproducible(finished, tokens, tmp_path):
+    run(tmp_path / "again", tokens)
+    assert_equal_weights(finished, tmp_path / "again")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "mars_lion"])
+def test_other_optimizers(finished, tokens, tmp_path, optimizer):
+    metrics = run(tmp_path / "run", tokens, "--optimizer", optimizer)
+    assert metrics["optimizer"] == optimizer
+    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert ("torch.optim" in card) if optimizer == "adamw" else ("mars-lion" in card)
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(weights(finished).values(), weights(tmp_path / "run").values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("extra", [[], ["--dropout", "0.1", "--gradient_accumulation_steps", "2"]])
+@pytest.mark.parametrize("optimizer", ["mars_adamw", "adamw"])
+def test_resuming_continues_to_the_bit(tokens, tmp_path, optimizer, extra):
+    argv = ["--save_strategy", "steps", "--save_steps", "3", "--optimizer", optimizer, *extra]
+    run(tmp_path / "whole", tokens, *argv)
+    # As after a kill between steps 3 and 6: the checkpoint is there, the rest is not.
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    metrics = run(tmp_path / "resumed", tokens, *argv, "--resume_from_checkpoint", "true")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "resumed")
+    assert metrics["eval_loss"] == json.loads((tmp_path / "whole" / "metrics.json").read_text())["eval_loss"]
+    by_path = str(tmp_path / "whole" / "checkpoint-6")
+    run(tmp_path / "by_path", tokens, *argv, "--resume_from_checkpoint", by_path)
+    assert_equal_weights(tmp_path / "whole", tmp_path / "by_path")
+
+
+def test_a_finished_run_is_not_overwritten_silently(finished, tokens):
+    before = (finished / "metrics.json").read_bytes()
+    with pytest.raises(SystemExit, match="--overwrite_output_dir"):
+        run(finished, tokens)
+    assert (finished / "metrics.json").read_bytes() == before
+
+
+def test_nothing_to_resume_from(tokens, tmp_path):
+    with pytest.raises(SystemExit, match="no checkpoint in"):
+        run(tmp_path / "run", tokens, "--resume_from_checkpoint", "true")
+    with pytest.raises(SystemExit, match="no such folder"):
+        run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(tmp_path / "nowhere"))
+
+
+def test_processes_that_do_not_know_of_each_other_stop(tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a config for GPUs leaves it on a machine without
+    with pytest.raises(SystemExit, match="2 processes were launched, but each sees 1"):
+        run(tmp_path / "run", tokens)
+
+
+def test_a_paper_config_trains_from_prepared_tokens(tokens, tmp_path):
+    argv = ["--config", "gpt2-small", "--bf16", "false", "--tf32", "false", "--use_cpu", "true", "--vocab_size", "576"]
+    argv += ["--dataloader_num_workers", "0", "--gradient_accumulation_steps", "2"]
+    metrics = run(tmp_path / "run", tokens, *argv)
+    assert metrics["tokens"] == 8 * 4 * 32 * 2
+    trained = weights(tmp_path / "run")
+    assert trained["transformer.wte.weight"].shape[0] == 576
+    assert not any(value.any() for name, value in trained.items() if name.endswith(".bias"))
+
+
+def test_the_sample_is_printed(tokens, tmp_path, capsys):
+    run(tmp_path / "run", tokens, "--sample_prompt", "import sys")
+    assert "--- sample ---\nimport sys" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_ddp_on_two_cpu_processes_gives_the_weights_of_one(tokens, tmp_path):
+    # eps 1e-6 and no biases: key biases have no gradient but rounding noise, which Adam would turn into steps.
+    shared = [*TINY, "--data_dir", str(tokens), "--bias", "false", "--eps", "1e-6", "--sample_tokens", "0"]
+    launch(*shared, "--output_dir", str(tmp_path / "ddp"), "--per_device_train_batch_size", "2", config="cpu_ddp")
+    launch(*shared, "--output_dir", str(tmp_path / "one"), "--per_device_train_batch_size", "4", config="single_cpu")
+    assert_close_weights(tmp_path / "one", tmp_path / "ddp", bar=5e-5)
+    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "ddp"))
+    assert one["tokens"] == two["tokens"]
+    assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_push_to_hub(tokens, tmp_path):
+    argv = [*TINY, "--data_dir", str(tokens)]
+    with HubServer() as hub:
+        environment = hub.environment(str(tmp_path / "home"))
+        launch(*argv, "--output_dir", str(tmp_path / "kept"), config="single_cpu", **environment)
+        assert hub.requests == []  # nothing is sent unless asked
+
+        pushed = ["--push_to_hub", "true", "--hub_model_id", "me/x", "--output_dir", str(tmp_path / "pushed")]
+        launch(*argv, *pushed, config="single_cpu", **environment)
+        assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json"} <= set(hub.files)
+        assert not any(name.endswith(("train.bin", "optimizer.pt")) for name in hub.files)
+        card = hub.files["README.md"].decode()
+        assert "# x" in card and "mars-adamw" in card and "| 0.025 |" in card
+        assert hub.files["model.safetensors"] == (tmp_path / "pushed" / "model.safetensors").read_bytes()
+
+        script = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "model, tokenizer = (c.from_pretrained('me/x') for c in (AutoModelForCausalLM, AutoTokenizer))\n"
+            "print(model.config.n_embd, tokenizer.decode(tokenizer('import os').input_ids))\n"
+        )
+        loaded = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        assert loaded.stdout.strip() == "16 import os", loaded.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_default_job_learns(tmp_path):
+    """The first command of the README, in full."""
+    finished = launch("--output_dir", str(tmp_path / "run"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["eval_loss"] <= 0.6 * metrics["eval_loss_at_step_0"]
+    assert "--- sample ---" in finished.stdout
+    assert "500/500" in finished.stderr  # the progress bar
