@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _check_processes(training: arguments.PretrainingArguments) -> None:
-    """Stop if the launcher started processes that do not know of each other: each would train alone, into one folder."""
+    """Stop if launched processes do not know of each other: each would train alone, into one folder."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != training.world_size:
         raise SystemExit(
