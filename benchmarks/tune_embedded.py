@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,18 @@ CONTENDERS = {
     "adamw (0.95, 0.99)": ["--optimizer", "adamw", "--beta1", "0.95", "--beta2", "0.99"],
 }
 # The whole held-out split, once, at the end.
-COMMON = ["--max_eval_blocks", "100000", "--eval_strategy", "no", "--sample_tokens", "0", "--disable_tqdm", "true"]
+COMMON = [
+    "--max_eval_blocks",
+    "100000",
+    "--eval_strategy",
+    "no",
+    "--eval_on_start",
+    "false",
+    "--sample_tokens",
+    "0",
+    "--disable_tqdm",
+    "true",
+]
 
 
 def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
@@ -119,11 +130,16 @@ def main() -> None:
     done = {(row["contender"], row["learning_rate"], row["seed"]) for row in result["runs"]}
     wanted = [(name, lr, seed) for seed in SEEDS for lr in LEARNING_RATES for name in CONTENDERS]
     missing = [] if arguments.report else [key for key in wanted if key not in done]
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = [pool.submit(run, *key, scratch) for key in missing]
-        for job in tqdm(jobs, unit="run", disable=not jobs):
-            result["runs"].append(job.result())
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        try:
+            for job in tqdm(as_completed(jobs), total=len(jobs), unit="run", disable=not jobs):
+                result["runs"].append(job.result())
+                RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     report(result["runs"])
 
 
