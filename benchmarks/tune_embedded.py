@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 
-LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (1, 2)
 CONTENDERS = {
     "mars_adamw": ["--optimizer", "mars_adamw"],

@@ -7,54 +7,88 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mars_hf.sharding import Group, all_reduce
+
+HERE = object()  # a group of this rank alone; None is the default process group
+
 
 class StepMetrics:
-    """Sums over the parameters that took the MARS rule in one step.
+    """Sums over the parameters that took the MARS rule.
 
     `add` queues work on the parameters' device and never waits for it; `read` waits once. All sums are additive over
-    parameters, so that pieces can be put together in any order.
+    parameters and over pieces of parameters, so that they can be put together across ranks.
     """
 
     def __init__(self) -> None:
         """Start with empty sums."""
-        self._parts: list[Tensor] = []
-        self._matrices = 0
-        self._elements = 0
+        self._sums: dict[tuple[Group, torch.device], Tensor] = {}
+        self._sharded: dict[Group, torch.device] = {}
+
+    def join(self, group: Group, device: torch.device) -> None:
+        """Take part in the sums over a process group's ranks, also when nothing of a parameter is here."""
+        self._sharded.setdefault(group, device)
 
     def add(
         self,
         gradients: Sequence[Tensor],
         last_gradients: Sequence[Tensor],
-        corrected_norms: Sequence[Tensor],
+        corrected: Sequence[Tensor],
+        norms: Sequence[Tensor],
+        shares: Sequence[float],
         clip_threshold: float | None,
-        updates: Sequence[Tensor],
+        group: Group = HERE,
     ) -> None:
-        """Add parameters: g_t, g_{t-1}, the norms of c_t before clipping, and x_{t+1} - x_t."""
-        for g, last, norm, update in zip(gradients, last_gradients, corrected_norms, updates, strict=True):
-            clipped = torch.zeros_like(norm) if clip_threshold is None else (norm > clip_threshold).to(norm.dtype)
-            sums = [clipped, norm.square(), _dot(g, g), _dot(last, last), _dot(g, last), _dot(update, update)]
-            self._parts.append(torch.stack([value.float() for value in sums]))
-            self._matrices += 1
-            self._elements += update.numel()
+        """Add pieces of parameters, whole ones included.
+
+        Args:
+            gradients: g_t.
+            last_gradients: g_{t-1}.
+            corrected: c_t before clipping.
+            norms: norm of the whole c_t that each piece belongs to.
+            shares: part of its parameter that each piece is.
+            clip_threshold: as the rule takes it.
+            group: process group that the other pieces are on; left out: there are none.
+        """
+        for g, last, c, norm, share in zip(gradients, last_gradients, corrected, norms, shares, strict=True):
+            clipped = torch.zeros_like(norm) if clip_threshold is None else (norm > clip_threshold) * share
+            counts = torch.full_like(norm, share)
+            self._accumulate(group, [counts, clipped, _dot(c, c), _dot(g, g), _dot(last, last), _dot(g, last)], 0)
+
+    def add_updates(self, updates: Sequence[Tensor], group: Group = HERE) -> None:
+        """Add x_{t+1} - x_t of the same pieces."""
+        for update in updates:
+            square = _dot(update, update)
+            self._accumulate(group, [square, torch.full_like(square, update.numel())], 6)
 
     def read(self) -> dict[str, float]:
-        """The metrics as floats; empty when no parameter took the MARS rule.
+        """The metrics as floats, the same on every rank; empty when no parameter took the MARS rule.
 
         - `mars/clip_fraction`: share of the parameters whose c_t was longer than `clip_threshold`.
         - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t||, before clipping, over all of them together.
         - `mars/grad_cosine`: cosine of g_t and g_{t-1}; 0 at the first step, which has no g_{t-1}.
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
-        if not self._parts:
+        total = torch.zeros(8, dtype=torch.float64)
+        for group, device in self._sharded.items():
+            sums = self._sums.pop((group, device), torch.zeros(8, device=device))
+            total += all_reduce(sums, group).cpu().double()
+        for sums in self._sums.values():
+            total += sums.cpu().double()
+        count, clipped, corrected, gradient, last, product, update, elements = total.tolist()
+        if not count:
             return {}
-        total = torch.stack([part.cpu() for part in self._parts]).double().sum(0).tolist()
-        clipped, corrected, gradient, last, product, update = total
         return {
-            "mars/clip_fraction": clipped / self._matrices,
+            "mars/clip_fraction": clipped / count,
             "mars/corrected_norm_ratio": (corrected / gradient) ** 0.5 if gradient > 0 else 0.0,
             "mars/grad_cosine": product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0,
-            "mars/update_rms": (update / self._elements) ** 0.5 if self._elements else 0.0,
+            "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
         }
+
+    def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
+        device = values[0].device
+        if (group, device) not in self._sums:
+            self._sums[group, device] = torch.zeros(8, device=device)
+        self._sums[group, device][first : first + len(values)] += torch.stack([value.float() for value in values])
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

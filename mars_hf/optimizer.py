@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, param_groups, rules
-from mars_hf.metrics import StepMetrics
+from mars_hf import hyperparameters, param_groups, rules, sharding
+from mars_hf.metrics import HERE, StepMetrics
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -82,7 +82,7 @@ class Mars(torch.optim.Optimizer):
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
-    _collect_metrics: bool = False
+    _layout: sharding.Layout | None = None
 
     def __init__(
         self,
@@ -149,6 +149,11 @@ class Mars(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
+        if self._layout is None:
+            self._layout = sharding.Layout(self.param_groups)
+        else:
+            for group in self.param_groups[before:]:
+                self._layout.extend(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled optimizer; settings that are younger than the pickle take their defaults."""
@@ -207,29 +212,77 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        placements = self._locate()
         for group in self.param_groups:
             for param in group["params"]:
-                _check_gradient(param, group["role"])
-        self._metrics = StepMetrics() if self._collect_metrics else None
+                _check_gradient(param)
+        sums = self._sum_norms(placements)
         for group in self.param_groups:
             for batch in self._batches(group):
-                self._update(group, batch)
+                self._update(group, batch, placements, sums)
         return loss
 
     def update_last_grad(self) -> None:
         """Commit the last gradient after a step; nothing to do in approx mode, where `step()` has done it."""
 
     def collect_metrics(self, enabled: bool) -> None:
-        """Whether the next steps measure what they do (extra reads of the gradients; no wait for the device)."""
-        self._collect_metrics = enabled
+        """Whether the next steps measure what they do (extra reads of the gradients; no wait for the device).
+
+        Starts afresh: what has been measured and not been read is dropped.
+        """
+        self._metrics = StepMetrics() if enabled else None
 
     def pop_metrics(self) -> dict[str, float]:
-        """The metrics of the last measured step, once; empty if there are none. Waits for the device.
+        """The metrics of the steps measured since they were last read; empty if there are none. Waits for the device.
 
-        See `metrics.StepMetrics.read` for their definition.
+        See `metrics.StepMetrics.read` for their definition. Where parameters are sharded, every rank must call it.
         """
-        metrics, self._metrics = self._metrics, None
-        return metrics.read() if metrics is not None else {}
+        if self._metrics is None:
+            return {}
+        metrics, self._metrics = self._metrics, StepMetrics()
+        return metrics.read()
+
+    def _locate(self) -> dict[Tensor, sharding.Placement]:
+        """Where the pieces of the tensors that take the MARS rule belong; whole parameters are not in it."""
+        if self._layout is None:  # unpickled
+            self._layout = sharding.Layout(self.param_groups)
+        found = {}
+        slot = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                placement = self._layout.locate(param, slot) if _takes_mars(group) else None
+                if placement is not None:
+                    found[param] = placement
+                slot += 1
+        return found
+
+    def _sum_norms(self, placements: dict[Tensor, sharding.Placement]) -> sharding.WholeSums | None:
+        """Squared norms of the corrected gradients whose pieces are on several ranks; None if nobody asks for them.
+
+        One all-reduce. The corrected gradients are made again by the update, batch by batch, rather than kept.
+        """
+        groups = [group for group in self.param_groups if _takes_mars(group) and self._wants_norms(group)]
+        asked = [param for group in groups for param in group["params"] if param in placements]
+        if not asked or self._layout is None:
+            return None
+        dtype = torch.promote_types(torch.float32, self._state_dtype(asked[0]))
+        slots = self._layout.slots(vectors=any(group["optimize_1d"] for group in groups))
+        sums = sharding.WholeSums(slots, sharding.local(asked[0]).device, dtype)
+        for param in asked:
+            sums.join(placements[param])
+        for group in groups:
+            for batch in self._batches(group):
+                sharded = [param for param in batch if param in placements]
+                if sharded:
+                    corrected = self._correct(group, sharded, self._gradients(group, sharded))
+                    for param, c in zip(sharded, corrected, strict=True):
+                        norms = rules.norms(sharding.cut(c, placements[param]), foreach=False)
+                        sums.add(placements[param], [norm.square() for norm in norms])
+        sums.reduce(verify=not self._layout.all_seen(asked))
+        return sums
+
+    def _wants_norms(self, group: dict[str, Any]) -> bool:
+        return group["clip_threshold"] is not None or self._metrics is not None
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
         """Parameters with a gradient that are updated together: with foreach, those of one device and dtypes."""
@@ -241,57 +294,125 @@ class Mars(torch.optim.Optimizer):
                 batches.setdefault(key, []).append(param)
         yield from batches.values()
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+        """g_t of each parameter on this rank, in the dtype of its state."""
+        dtype = self._state_dtype(params[0])
+        gradients = [sharding.local(param.grad).to(dtype) for param in params if param.grad is not None]
+        return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
+
+    def _correct(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        """c_t of each parameter on this rank, before clipping."""
+        last_gradients = [sharding.local(self._state_of(param, group)["last_grad"]) for param in params]
+        return rules.correct(
+            gradients, last_gradients, gamma=group["gamma"], beta1=group["betas"][0], foreach=len(params) > 1
+        )
+
+    def _clipped(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        gradients: list[Tensor],
+        placements: dict[Tensor, sharding.Placement],
+        sums: sharding.WholeSums | None,
+    ) -> list[Tensor]:
+        """c_t of each parameter on this rank, clipped by the norm of the whole parameter."""
+        corrected = self._correct(group, params, gradients)
+        if not self._wants_norms(group):
+            return corrected
+        whole = not any(param in placements for param in params)
+        norms = rules.norms(corrected, foreach=len(params) > 1) if whole else []
+        pieces = corrected if whole else []
+        for param, c in zip(params, corrected, strict=True) if not whole else ():
+            placement = placements.get(param)
+            pieces += sharding.cut(c, placement)
+            if placement is None or sums is None:
+                norms += rules.norms([c], foreach=False)
+            else:
+                norms += [value.sqrt().to(c.device, c.dtype) for value in sums.of(placement)]
+        if self._metrics is not None:
+            self._measure(group, params, gradients, corrected, norms, placements)
+        if group["clip_threshold"] is not None and pieces:
+            rules.clip(pieces, norms, clip_threshold=group["clip_threshold"], foreach=len(pieces) > 1)
+        return corrected
+
+    def _measure(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        gradients: list[Tensor],
+        corrected: list[Tensor],
+        norms: list[Tensor],
+        placements: dict[Tensor, sharding.Placement],
+    ) -> None:
+        """Hand the pieces of a batch to the metrics, before they are clipped."""
+        assert self._metrics is not None
+        remaining = iter(norms)
+        for param, g, c in zip(params, gradients, corrected, strict=True):
+            placement = placements.get(param)
+            last = sharding.local(self.state[param]["last_grad"])
+            g_pieces, last_pieces, c_pieces = (sharding.cut(t, placement) for t in (g, last, c))
+            self._metrics.add(
+                g_pieces,
+                last_pieces,
+                c_pieces,
+                [next(remaining) for _ in c_pieces],
+                sharding.shares(placement),
+                group["clip_threshold"],
+                placement.group if placement else HERE,
+            )
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        placements: dict[Tensor, sharding.Placement],
+        sums: sharding.WholeSums | None,
+    ) -> None:
         """One update of parameters of one group, one device and one dtype."""
-        mars = group["role"] == "matrix" or group["optimize_1d"]
-        lion = mars and group["mars_type"] == "mars-lion"
-        states = [self._state_of(param, group, mars=mars, lion=lion) for param in params]
+        mars = _takes_mars(group)
+        states = [self._state_of(param, group) for param in params]
+        gradients = self._gradients(group, params)
+        here = [sharding.local(param) for param in params]
+        work = [x.to(self._state_dtype(params[0])) for x in here]  # `here` itself unless of lower precision
+        before = [x.clone() for x in work] if mars and self._metrics is not None else []
+        first = self._clipped(group, params, gradients, placements, sums) if mars else gradients
         for state in states:
             state["step"] += 1
-        dtype = self._state_dtype(params[0])
-        work = [param.to(dtype) for param in params]  # the parameters themselves unless of lower precision
-        gradients = [param.grad.to(dtype) for param in params if param.grad is not None]
-        if group["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        before = [x.clone() for x in work] if mars and self._collect_metrics else []
 
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        shared = {"lr": lr, "beta1": beta1, "weight_decay": group["weight_decay"], "foreach": len(params) > 1}
-        exp_avgs = [state["exp_avg"] for state in states]
-        first = gradients
-        if mars:
-            last_gradients = [state["last_grad"] for state in states]
-            first, norms = rules.correct(
-                gradients,
-                last_gradients,
-                gamma=group["gamma"],
-                beta1=beta1,
-                clip_threshold=group["clip_threshold"],
-                foreach=shared["foreach"],
-            )
-        if lion:
-            rules.lion(work, first, exp_avgs, **shared)
+        def buffers(key: str) -> list[Tensor]:
+            return [sharding.local(state[key]) for state in states]
+
+        beta1, beta2 = group["betas"]
+        shared = {
+            "lr": float(group["lr"]),
+            "beta1": beta1,
+            "weight_decay": group["weight_decay"],
+            "foreach": len(params) > 1,
+        }
+        if mars and group["mars_type"] == "mars-lion":
+            rules.lion(work, first, buffers("exp_avg"), **shared)
         else:
             rules.adamw(
                 work,
                 first,
                 gradients if group["second_moment"] == "gradient" else first,
-                exp_avgs,
-                [state["exp_avg_sq"] for state in states],
-                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+                buffers("exp_avg"),
+                buffers("exp_avg_sq"),
+                buffers("max_exp_avg_sq") if group["amsgrad"] else [],
                 [state["step"].item() for state in states],
                 beta2=beta2,
                 eps=group["eps"],
                 **shared,
             )
-        if before and self._metrics is not None:
-            norms = norms or [torch.linalg.vector_norm(c) for c in first]
-            updates = [x - old for x, old in zip(work, before, strict=True)]
-            self._metrics.add(gradients, last_gradients, norms, group["clip_threshold"], updates)
+        for param, x, old in zip(params, work, before, strict=True) if before else ():
+            assert self._metrics is not None
+            placement = placements.get(param)
+            updates = sharding.cut(x - old, placement)
+            self._metrics.add_updates(updates, placement.group if placement else HERE)
         if mars:
-            torch._foreach_copy_(last_gradients, gradients)
-        if work[0] is not params[0]:
-            torch._foreach_copy_(params, work)
+            torch._foreach_copy_(buffers("last_grad"), gradients)
+        if work[0] is not here[0]:
+            torch._foreach_copy_(here, work)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         """The dtype of a parameter's state: the one it was loaded with, or at least float32."""
@@ -299,16 +420,16 @@ class Mars(torch.optim.Optimizer):
             return self.state[param]["exp_avg"].dtype
         return torch.float32 if param.dtype in _LOW_PRECISION else param.dtype
 
-    def _state_of(self, param: Tensor, group: dict[str, Any], *, mars: bool, lion: bool) -> dict[str, Any]:
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with whatever its rule needs and it does not have yet."""
         dtype = self._state_dtype(param)
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         needed = ["exp_avg"]
-        if not lion:
+        if not (_takes_mars(group) and group["mars_type"] == "mars-lion"):
             needed += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-        if mars:
+        if _takes_mars(group):
             needed.append("last_grad")
         for key in needed:
             if key not in state:
@@ -352,7 +473,12 @@ def create(
     return Mars(model_or_params, **hyperparameters_)
 
 
-def _check_gradient(param: Tensor, role: str) -> None:
+def _takes_mars(group: dict[str, Any]) -> bool:
+    """Whether the parameters of a group take the MARS rule; plain AdamW otherwise."""
+    return group["role"] == "matrix" or group["optimize_1d"]
+
+
+def _check_gradient(param: Tensor) -> None:
     """Raise RuntimeError for a gradient MARS cannot use."""
     grad = param.grad
     if grad is None:
@@ -368,8 +494,4 @@ def _check_gradient(param: Tensor, role: str) -> None:
             f"gradient of dtype {grad.dtype} for a parameter of shape {shape}: MARS takes real floating point "
             "gradients only (float16, bfloat16, float32, float64)"
         )
-    if role == "matrix" and param.ndim < 2:
-        raise RuntimeError(
-            f"a matrix has arrived as a tensor of shape {shape}: an engine has flattened it, and the norm of its "
-            "corrected gradient cannot be taken over a piece. DeepSpeed ZeRO and FSDP1 are not supported; use DDP"
-        )
+    sharding.check_gradient_placement(param, grad)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters
+from mars_hf import hyperparameters, sharding
 
 # The names transformers.Trainer keeps out of weight decay.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
@@ -71,6 +71,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         param = entry[1] if isinstance(entry, tuple) else entry
         if not isinstance(param, Tensor):
             raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+        sharding.reject_fsdp1(param)
         role = group.get("role") or role_of(param, settings["matrix_ndim"])
         if role == "matrix" and len(shape_of(param)) < 2:
             raise ValueError(

@@ -11,63 +11,59 @@ v_t `exp_avg_sq`, x_t parameter.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 
-class Correction(NamedTuple):
-    """What `correct` returns: the corrected gradients and the norms they had before clipping."""
-
-    gradients: list[Tensor]
-    norms: list[Tensor] | None
-
-
 def correct(
-    gradients: list[Tensor],
-    last_gradients: list[Tensor],
-    *,
-    gamma: float,
-    beta1: float,
-    clip_threshold: float | None,
-    foreach: bool,
-) -> Correction:
-    """Corrected gradient c_t = g_t + gamma beta1/(1-beta1) (g_t - g_{t-1}), clipped to norm `clip_threshold`.
+    gradients: list[Tensor], last_gradients: list[Tensor], *, gamma: float, beta1: float, foreach: bool
+) -> list[Tensor]:
+    """Corrected gradient c_t = g_t + gamma beta1/(1-beta1) (g_t - g_{t-1}), before clipping.
 
     Args:
         gradients: g_t, any shapes, floating point; not modified.
         last_gradients: g_{t-1}, shapes and dtypes of `gradients`; not modified.
         gamma: scale of the correction.
         beta1: decay rate of the first moment.
-        clip_threshold: upper bound of the 2-norm of each corrected gradient, taken over the whole tensor; None for no
-            clipping, then no norm is taken.
         foreach: see the module's docstring.
 
     Returns:
-        New tensors, and their norms before clipping as 0-d tensors (None without clipping).
+        New tensors.
 
-    Source: equations 2.3 and 3.9 of the paper with the previous gradient in the place of the stale one.
+    Source: Algorithm 2 of the paper, with the gradient of the step before in the place of the stale one.
     """
     k = gamma * beta1 / (1 - beta1)
     if foreach:
         corrected = list(torch._foreach_sub(gradients, last_gradients))
         torch._foreach_mul_(corrected, k)
         torch._foreach_add_(corrected, gradients)
-        if clip_threshold is None:
-            return Correction(corrected, None)
-        norms = list(torch._foreach_norm(corrected))
+        return corrected
+    return [(g - last).mul_(k).add_(g) for g, last in zip(gradients, last_gradients, strict=True)]
+
+
+def norms(tensors: list[Tensor], *, foreach: bool) -> list[Tensor]:
+    """2-norm of each tensor, as 0-d tensors."""
+    return list(torch._foreach_norm(tensors)) if foreach else [torch.linalg.vector_norm(t) for t in tensors]
+
+
+def clip(corrected: list[Tensor], norms: list[Tensor], *, clip_threshold: float, foreach: bool) -> None:
+    """Scale corrected gradients down to norm `clip_threshold`, in place.
+
+    Args:
+        corrected: c_t, or pieces of it; modified.
+        norms: 2-norm of the whole c_t each entry belongs to; not modified.
+        clip_threshold: upper bound of the norm.
+        foreach: see the module's docstring.
+
+    Source: Algorithm 2 of the paper, parameter by parameter as in the official code.
+    """
+    if foreach:
         divisors = torch._foreach_div(norms, clip_threshold)
         torch._foreach_clamp_min_(divisors, 1.0)
         torch._foreach_div_(corrected, divisors)
-        return Correction(corrected, norms)
-    corrected = [(g - last).mul_(k).add_(g) for g, last in zip(gradients, last_gradients, strict=True)]
-    if clip_threshold is None:
-        return Correction(corrected, None)
-    norms = [torch.linalg.vector_norm(c) for c in corrected]
+        return
     for c, norm in zip(corrected, norms, strict=True):
         c.div_(norm.div(clip_threshold).clamp_min_(1.0))
-    return Correction(corrected, norms)
 
 
 def adamw(
@@ -152,7 +148,7 @@ def lion(
         weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
         foreach: see the module's docstring.
 
-    Source: Algorithm 3 of the paper.
+    Source: MARS-Lion of the paper.
     """
     if foreach:
         torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)

@@ -100,7 +100,7 @@ def test_only_steps_that_will_be_logged_are_measured(tmp_path, settings, measure
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            if callbacks.innermost(optimizer)._collect_metrics:
+            if callbacks.innermost(optimizer)._metrics is not None:
                 seen.add(state.global_step + 1)
 
     mars_trainer(arguments(tmp_path, **settings), callbacks=[mars_hf.LastGradientCallback(), Watch()]).train()

@@ -561,13 +561,13 @@ def test_unusable_gradients_are_named_before_anything_changes(gradient, message)
     assert not optimizer.state[good]
 
 
-def test_a_flattened_matrix_is_refused():
+def test_a_flat_tensor_of_unknown_origin_is_refused():
     param = nn.Parameter(torch.ones(3, 2))
     optimizer = Mars([param])
     flat = nn.Parameter(torch.ones(6))
     flat.grad = torch.ones(6)
     optimizer.param_groups[0]["params"] = [flat]
-    with pytest.raises(RuntimeError, match="flattened"):
+    with pytest.raises(RuntimeError, match="a flat tensor of shape"):
         optimizer.step()
 
 

@@ -16,23 +16,26 @@ def tensors(seed: int, positive: bool = False) -> list[torch.Tensor]:
     return [t.abs() for t in made] if positive else made
 
 
-@pytest.mark.parametrize("clip_threshold", [None, 0.1, 1.0, 1e6])
-def test_correct(clip_threshold):
+def test_correct():
     g, last = tensors(1), tensors(2)
     copies = [t.clone() for t in (*g, *last)]
-    settings = {"gamma": 0.025, "beta1": 0.95, "clip_threshold": clip_threshold}
-    loop, batch = (rules.correct(g, last, **settings, foreach=foreach) for foreach in (False, True))
-    for a, b, x, y in zip(loop.gradients, batch.gradients, g, last, strict=True):
-        c = x.double() + 0.475 * (x.double() - y.double())
-        if clip_threshold is not None:
-            c = c / max(1.0, c.norm().item() / clip_threshold)
-        torch.testing.assert_close(a.double(), c, rtol=1e-5, atol=1e-7)
+    loop, batch = (rules.correct(g, last, gamma=0.025, beta1=0.95, foreach=foreach) for foreach in (False, True))
+    for a, b, x, y in zip(loop, batch, g, last, strict=True):
+        torch.testing.assert_close(a.double(), x.double() + 0.475 * (x.double() - y.double()), rtol=1e-5, atol=1e-6)
         assert torch.equal(a, b)
     assert all(torch.equal(a, b) for a, b in zip((*g, *last), copies, strict=True))
-    if clip_threshold is None:
-        assert loop.norms is None and batch.norms is None
-    else:
-        assert [n.item() for n in loop.norms] == pytest.approx([n.item() for n in batch.norms])
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("clip_threshold", [0.1, 1.0, 1e6])
+def test_clip(clip_threshold, foreach):
+    c = tensors(1)
+    norms = rules.norms(c, foreach=foreach)
+    assert [norm.item() for norm in norms] == pytest.approx([x.double().norm().item() for x in c])
+    expected = [x.double() / max(1.0, x.double().norm().item() / clip_threshold) for x in c]
+    rules.clip(c, norms, clip_threshold=clip_threshold, foreach=foreach)
+    for x, y in zip(c, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
