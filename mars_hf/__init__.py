@@ -10,12 +10,18 @@ from mars_hf.optimizer import Mars, create
 if TYPE_CHECKING:
     from mars_hf.callbacks import LastGradientCallback
     from mars_hf.registry import factory, register
+    from mars_hf.trainer import MarsTrainer
 
 __version__ = "0.1.0"
-__all__ = ["LastGradientCallback", "Mars", "create", "factory", "register"]
+__all__ = ["LastGradientCallback", "Mars", "MarsTrainer", "create", "factory", "register"]
 
 # Loaded when first used: they need transformers, which takes seconds to import.
-_LAZY = {"LastGradientCallback": "callbacks", "factory": "registry", "register": "registry"}
+_LAZY = {
+    "LastGradientCallback": "callbacks",
+    "MarsTrainer": "trainer",
+    "factory": "registry",
+    "register": "registry",
+}
 
 
 def __getattr__(name: str) -> Any:

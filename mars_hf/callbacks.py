@@ -53,7 +53,7 @@ class LastGradientCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         """Find the Mars that will step, or raise."""
-        self._mars = _require_mars(optimizer, self._given, args)
+        self._mars = _require_mars(optimizer, self._given)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Measure this step if it will be logged."""
@@ -94,7 +94,7 @@ class DefaultMarsCallback(LastGradientCallback):
     ) -> None:
         """Guard runs that asked for MARS by name."""
         asked_by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
-        self._mars = _require_mars(optimizer, None, args) if asked_by_name else None
+        self._mars = _require_mars(optimizer, None) if asked_by_name else None
 
     def on_log(
         self,
@@ -131,18 +131,22 @@ def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
     return args.logging_strategy == IntervalStrategy.EPOCH
 
 
-def _require_mars(optimizer: Any, given: Mars | None, args: TrainingArguments) -> Mars:
+def _require_mars(optimizer: Any, given: Mars | None) -> Mars:
     """The Mars that will step; RuntimeError with the remedy if there is none, or not the one given."""
     steps = innermost(optimizer)
     if isinstance(steps, Mars) and (given is None or steps is given):
         return steps
     found = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
     if type(steps).__name__ == "DeepSpeedCPUAdam":
-        remedy = 'offload_optimizer replaced it: set "zero_force_ds_cpu_optimizer": false in the DeepSpeed JSON'
-    elif args.deepspeed or getattr(args, "deepspeed_plugin", None) is not None:
         remedy = (
-            "DeepSpeed drops an optimizer handed over as optimizers=(...) and one from its own JSON wins: use "
-            "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)) or optim='mars_adamw', and no 'optimizer' section"
+            'offload_optimizer replaced it; set "zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON, as '
+            "accelerate_configs/ds_config/zero2_offload.json does"
+        )
+    elif "DeepSpeed" in type(optimizer).__name__:
+        remedy = (
+            "DeepSpeed drops an optimizer handed over as optimizers=(...), and takes one of its JSON's 'optimizer' "
+            "section before any other; use mars_hf.MarsTrainer, or Trainer with optimizer_cls_and_kwargs="
+            "mars_hf.factory(...) or optim='mars_adamw', and a JSON without 'optimizer' section"
         )
     else:
         remedy = (
