@@ -35,7 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (1, 2)
 CONTENDERS = {
-    "mars_adamw": ["--optimizer", "mars_adamw"],
+    "mars (0.95, 0.99)": ["--optimizer", "mars_adamw", "--beta1", "0.95", "--beta2", "0.99"],
+    "mars (0.9, 0.95)": ["--optimizer", "mars_adamw", "--beta1", "0.9", "--beta2", "0.95"],
     "adamw (0.9, 0.95)": ["--optimizer", "adamw", "--beta1", "0.9", "--beta2", "0.95"],
     "adamw (0.95, 0.99)": ["--optimizer", "adamw", "--beta1", "0.95", "--beta2", "0.99"],
 }

@@ -127,6 +127,13 @@ class Mars(torch.optim.Optimizer):
             "foreach": foreach,
         }
         hyperparameters.check(defaults)
+        if not isinstance(params, Tensor):  # torch's own error for that is good
+            params = list(params)
+            if not params:
+                raise ValueError(
+                    "params is an empty parameter list ([]); accepted: tensors, (name, tensor) pairs, groups of them, "
+                    "such as model.parameters() of a model that has some"
+                )
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -61,6 +61,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; ends the program with a message when something in it cannot be."""
     parser = _parser()
     settings = parser.parse_args(argv)
+    # datasets would read a path in its own way, and copy it to its cache.
+    if settings.dataset and settings.dataset not in sources.ALIASES and Path(settings.dataset).exists():
+        settings.dataset, settings.files = None, [settings.dataset]
     if settings.files:
         given = [name for name in ("dataset_config", "train_split") if getattr(settings, name) is not None]
         if given:
@@ -188,7 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--dataset", type=_text, help="openwebtext (Skylion007/openwebtext), or any data set's name on the Hub"
+        "--dataset",
+        type=_text,
+        help="openwebtext (Skylion007/openwebtext), any data set's name on the Hub, or a local path as in --files",
     )
     source.add_argument(
         "--files",

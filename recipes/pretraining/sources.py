@@ -36,8 +36,6 @@ def load_hub(
     Raises:
         SourceError: it is neither cached nor reachable, or it has no such configuration, split or column.
     """
-    if Path(name).exists():  # datasets would read it in its own way, and copy it to its cache
-        raise SourceError(f"--dataset {name} is a path on this machine; give a name on the Hub, or use --files {name}")
     try:
         dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except ConnectionError as error:

@@ -402,6 +402,12 @@ def test_bad_options(tmp_path, capsys, options, expected):
     assert expected in capsys.readouterr().err
 
 
+def test_a_local_path_given_as_dataset_is_read_as_files(tmp_path):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    run("--dataset", corpus, "--output_dir", tmp_path / "out")
+    assert_prepared(tmp_path / "out", TEXTS)
+
+
 @pytest.mark.parametrize("name", ["openwebtext", "someone/not-cached"])
 def test_hub_out_of_reach(tmp_path, capsys, name):
     message = refused(capsys, "--dataset", name, "--output_dir", tmp_path / "out")
