@@ -376,7 +376,6 @@ def test_bad_paths(tmp_path, capsys):
     mixed = refused(capsys, "--files", text, write_jsonl(tmp_path / "b.jsonl", ["y"]), *output)
     assert "jsonl and txt files together; give files of one kind" in mixed
     assert "have no columns" in refused(capsys, "--files", text, "--text_column", "body", *output)
-    assert f"use --files {text}" in refused(capsys, "--dataset", text, *output)
     assert not (tmp_path / "out").exists()
 
 
