@@ -277,6 +277,8 @@ class Mars(torch.optim.Optimizer):
         sums = sharding.WholeSums(slots, sharding.local(asked[0]).device, dtype)
         for param in asked:
             sums.join(placements[param])
+            if self._metrics is not None:
+                self._metrics.join(placements[param].group, sharding.local(param).device)
         for group in groups:
             for batch in self._batches(group):
                 sharded = [param for param in batch if param in placements]
