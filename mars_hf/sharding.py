@@ -233,24 +233,36 @@ def _in_dtensor(tensor: Any, slot: int) -> Placement | None:
 
 
 def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
-    """DeepSpeed ZeRO-1 and 2 and its bf16 optimizer: `_hp_mapping` on each parameter that has a piece on this rank."""
+    """DeepSpeed ZeRO-1 and 2 and its bf16 optimizer: each rank's tensor is one stretch of a group's flat buffer.
+
+    Each parameter is a view of that buffer, so its storage offset is its place there. `_hp_mapping`, which DeepSpeed
+    leaves on the parameters, tells which buffer it is; its addresses are wrong with `round_robin_gradients`.
+    """
     linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if hasattr(origin, "_hp_mapping")]
     if not linked:
         return None
-    storage = tensor.untyped_storage().data_ptr()
-    pieces = []
-    for slot, origin in linked:
-        mapping = origin._hp_mapping
-        if mapping is not None and mapping.hp_fragment.untyped_storage().data_ptr() == storage:
-            address = mapping.hp_fragment_address
-            pieces.append(Piece(slot, address.start, address.numel, origin.numel()))
     groups = {id(origin._dp_group): origin._dp_group for _, origin in linked}
     if len(groups) > 1:
         raise RuntimeError(
             f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "
             "which is not supported"
         )
-    return Placement(tuple(pieces), next(iter(groups.values())))
+    group = next(iter(groups.values()))
+    here = tensor.untyped_storage().data_ptr()
+    buffers = {
+        origin.untyped_storage().data_ptr()
+        for _, origin in linked
+        if origin._hp_mapping is not None and origin._hp_mapping.hp_fragment.untyped_storage().data_ptr() == here
+    }
+    pieces = []
+    first = dist.get_rank(group) * tensor.numel()
+    for slot, origin in linked:
+        if origin.untyped_storage().data_ptr() in buffers:
+            start = max(origin.storage_offset(), first)
+            end = min(origin.storage_offset() + origin.numel(), first + tensor.numel())
+            if start < end:
+                pieces.append(Piece(slot, start - first, end - start, origin.numel()))
+    return Placement(tuple(pieces), group)
 
 
 def _in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:

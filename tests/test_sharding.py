@@ -29,13 +29,13 @@ def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
 
 
 def zero12(params) -> nn.Parameter:
-    """What ZeRO-1/2 leaves on parameters, and the flat tensor it steps on, with padding at its end."""
-    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in params] + [torch.zeros(3)]))
+    """What ZeRO-1/2 makes of parameters: views of one buffer with padding at its end, and a copy of that to step on."""
+    buffer = torch.cat([param.detach().flatten() for param in params] + [torch.zeros(3)])
+    flat = nn.Parameter(buffer.clone())
     start = 0
     for param in params:
-        address = SimpleNamespace(start=start, numel=param.numel())
-        fragment = flat.detach()[start : start + param.numel()]
-        param._hp_mapping = SimpleNamespace(hp_fragment_address=address, hp_fragment=fragment)
+        param.data = buffer[start : start + param.numel()].view_as(param)
+        param._hp_mapping = SimpleNamespace(hp_fragment=flat.detach()[start : start + param.numel()])
         param._dp_group = None
         start += param.numel()
     return flat
@@ -65,8 +65,8 @@ def test_flat_partitions_get_the_update_of_their_parameters(alone):
 def test_pieces_that_do_not_make_up_their_parameters_are_refused(alone):
     param = nn.Parameter(torch.randn(4, 3))
     optimizer = mars_hf.Mars([param])
-    flat = zero12([param])
-    param._hp_mapping.hp_fragment_address.numel = 7
+    flat = nn.Parameter(zero12([param]).detach()[:7])  # the other ranks' parts are nowhere
+    param._hp_mapping.hp_fragment = flat.detach()
     optimizer.param_groups[0]["params"] = [flat]
     flat.grad = torch.ones_like(flat)
     with pytest.raises(RuntimeError, match=r"are 0\.5833 of it, not 1"):

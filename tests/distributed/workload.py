@@ -1,0 +1,142 @@
+"""What every engine trains: one tiny GPT-2, its data and its hyperparameters. No engine is known here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+STEPS = 20
+ACCUMULATION = 2
+MICRO_BATCH = 4  # sequences of one micro-batch, over all ranks
+BLOCK = 12
+VOCAB = 61
+MAX_GRAD_NORM = 1.0
+# Between the norms of the large and of the small parameters, so that c_t is clipped in some and not in others.
+CLIP_THRESHOLD = 0.2
+_LR = {"mars-adamw": 6e-3, "mars-lion": 1e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of the optimizer and what is special about the model's gradients."""
+
+    mars_type: str = "mars-adamw"
+    optimize_1d: bool = False
+    frozen: bool = False  # position embeddings do not train
+    skipping: bool = False  # the branch has no gradient in every other step
+    clip_threshold: float | None = CLIP_THRESHOLD
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What `mars_hf.create` takes; eps and all, so that nothing depends on defaults.
+
+        eps is 1e-5 because the key biases have no gradient but rounding noise (softmax does not see them), which a
+        smaller eps would turn into steps: other noise, other steps.
+        """
+        return {
+            "lr": _LR[self.mars_type],
+            "eps": 1e-5,
+            "gamma": 0.025,
+            "weight_decay": 0.1,
+            "mars_type": self.mars_type,
+            "optimize_1d": self.optimize_1d,
+            "clip_threshold": self.clip_threshold,
+        }
+
+
+CASES = {
+    "adamw": Case(),
+    "adamw_1d": Case(optimize_1d=True),
+    "adamw_frozen": Case(frozen=True),
+    "adamw_skipping": Case(skipping=True),
+    "adamw_1d_skipping": Case(optimize_1d=True, skipping=True),
+    "lion": Case("mars-lion"),
+    "lion_1d": Case("mars-lion", optimize_1d=True),
+    "lion_1d_frozen": Case("mars-lion", optimize_1d=True, frozen=True),
+    "adamw_unclipped": Case(clip_threshold=None),
+}
+
+
+class TinyGPT2(GPT2LMHeadModel):
+    """GPT-2 with a bottleneck of two units behind its last layer.
+
+    Sizes are odd so that partitions cut through matrices; of the bottleneck's two rows some ranks hold nothing.
+    """
+
+    def __init__(self, config: GPT2Config) -> None:
+        """Blocks of GPT-2 at `config`, and the branch."""
+        super().__init__(config)
+        self.narrow = nn.Linear(config.n_embd, 2)
+        self.wide = nn.Linear(2, config.n_embd)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_branch: bool = True) -> dict[str, Tensor]:
+        """The loss; without `use_branch` the branch gets no gradient."""
+        hidden = self.transformer(input_ids).last_hidden_state
+        if use_branch:
+            hidden = hidden + self.wide(torch.tanh(self.narrow(hidden)))
+        logits = self.lm_head(hidden)[:, :-1].float()
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def build_model(case: Case) -> TinyGPT2:
+    """The same weights at every call."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=18,
+        n_head=3,
+        n_layer=2,
+        n_positions=16,
+        vocab_size=VOCAB,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = TinyGPT2(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 2:
+                param.mul_(5.0)  # gradients that differ between layers and outgrow the clip
+    model.transformer.wpe.weight.requires_grad_(not case.frozen)
+    return model
+
+
+class Tokens(Dataset):
+    """All sequences of a run, in the order they are trained on."""
+
+    def __init__(self) -> None:
+        """Random tokens, half of them repeated so that there is something to learn."""
+        generator = torch.Generator().manual_seed(7)
+        half = torch.randint(0, VOCAB, (STEPS * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
+        self.ids = torch.cat([half, half], dim=1)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sequence as Trainer takes it."""
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+    def micro_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
+        """The share of a rank in one micro-batch."""
+        start = (step * ACCUMULATION + micro) * MICRO_BATCH
+        return self.ids[start : start + MICRO_BATCH].chunk(world)[rank]
+
+
+def uses_branch(case: Case, step: int) -> bool:
+    """Whether the branch takes part in a step; it does in the first, where engines look for unused parameters."""
+    return not case.skipping or step % 2 == 0
+
+
+def lr_factor(step: int) -> float:
+    """Cosine from 1 to 0 over the run, as Trainer's."""
+    return 0.5 * (1 + math.cos(math.pi * step / STEPS))
