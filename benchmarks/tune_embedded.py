@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
+PICTURE = ROOT / "docs" / "images" / "tune_embedded.png"
 
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (1, 2)
@@ -115,7 +116,7 @@ def report(rows: list[dict[str, Any]]) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(RESULTS.with_suffix(".png"), dpi=120)
+    figure.savefig(PICTURE, dpi=120)
     print("\n".join(lines))
     for name, (lr, loss) in best(rows).items():
         print(f"{name}: best {loss:.4f} at lr {lr:g}")
