@@ -132,7 +132,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str
 
 def needs_deepspeed(kind: str) -> None:
     if kind in ("deepspeed", "ways_zero2"):
-        reason = "DeepSpeed is not installed (extra: test or deepspeed)"
+        reason = "DeepSpeed is not installed: pip install -e '.[deepspeed]'"
         if importlib.util.find_spec("deepspeed") is None:  # importing it takes seconds; the launches do
             pytest.importorskip("deepspeed", reason=reason)
 
