@@ -44,6 +44,8 @@ class LastGradientCallback(TrainerCallback):
         RuntimeError: at train begin, when another optimizer would step; the message says how to mend it.
     """
 
+    _ahead_of_reporters = False
+
     def __init__(self, optimizer: Mars | None = None) -> None:
         """See the class."""
         self._given = optimizer
@@ -74,8 +76,11 @@ class LastGradientCallback(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        """Reached with metrics still unread only if this Trainer was made before mars_hf.callbacks was imported."""
-        if _merge_metrics(optimizer, logs, state):
+        """Put the metrics where printers and the history see them, and reporters if they come after this callback.
+
+        DefaultMarsCallback does it ahead of them, unless the Trainer was made before mars_hf.callbacks was imported.
+        """
+        if _merge_metrics(optimizer, logs, state) and not self._ahead_of_reporters:
             logger.warning_once(
                 "LastGradientCallback was imported after the Trainer was made: its metrics are in state.log_history "
                 "but trackers do not see them. Pass it as Trainer(callbacks=[mars_hf.LastGradientCallback()])."
@@ -89,24 +94,14 @@ class DefaultMarsCallback(LastGradientCallback):
     that chose MARS by name (`optim="mars_adamw"`), whose scripts know nothing of callbacks.
     """
 
+    _ahead_of_reporters = True
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         """Guard runs that asked for MARS by name."""
         asked_by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
         self._mars = _require_mars(optimizer, None) if asked_by_name else None
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        optimizer: Any = None,
-        **_: Any,
-    ) -> None:
-        """Put the metrics where reporters, printers and the history see them."""
-        _merge_metrics(optimizer, logs, state)
 
 
 def _merge_metrics(optimizer: Any, logs: dict[str, float] | None, state: TrainerState) -> bool:

@@ -167,7 +167,7 @@ class Mars(torch.optim.Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             for key in hyperparameters.GROUP_KEYS:
-                group.setdefault(key, _SIGNATURE_DEFAULTS[key])
+                group.setdefault(key, DEFAULTS[key])
 
     def __repr__(self) -> str:
         """One line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -446,8 +446,11 @@ class Mars(torch.optim.Optimizer):
         return state
 
 
-_SIGNATURE_DEFAULTS = {
-    name: parameter.default for name, parameter in inspect.signature(Mars.__init__).parameters.items()
+# Every hyperparameter of Mars and its default, as its constructor has them.
+DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(Mars.__init__).parameters.items()
+    if name not in ("self", "params")
 }
 
 
@@ -468,11 +471,10 @@ def create(
         UnknownHyperparameterError: a setting `Mars` does not have.
         ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing.
     """
-    accepted = [name for name in _SIGNATURE_DEFAULTS if name not in ("self", "params")]
-    hyperparameters.reject_unknown(hyperparameters_, [*accepted, "no_decay"], "mars_hf.create")
+    hyperparameters.reject_unknown(hyperparameters_, [*DEFAULTS, "no_decay"], "mars_hf.create")
     patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
     if isinstance(model_or_params, nn.Module):
-        matrix_ndim = hyperparameters_.get("matrix_ndim", _SIGNATURE_DEFAULTS["matrix_ndim"])
+        matrix_ndim = hyperparameters_.get("matrix_ndim", DEFAULTS["matrix_ndim"])
         hyperparameters.check({"matrix_ndim": matrix_ndim})
         return Mars(
             param_groups.from_model(model_or_params, matrix_ndim=matrix_ndim, no_decay=patterns), **hyperparameters_

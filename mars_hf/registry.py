@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mars_hf import hyperparameters
-from mars_hf.optimizer import Mars, create
+from mars_hf.optimizer import DEFAULTS, Mars, create
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,12 +31,7 @@ _ARGUMENT_NAMES = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(Mars.__init__).parameters.items()
-    if name not in ("self", "params")
-}
-_ACCEPTED = (*_DEFAULTS, *_PAIR_KEYS, "no_decay")
+_ACCEPTED = (*DEFAULTS, *_PAIR_KEYS, "no_decay")
 
 
 class MarsFactory:
@@ -101,7 +96,7 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict
     resolved = {key: value for key, value in flat.items() if key not in _PAIR_KEYS}
     for key, (pair, index) in _PAIR_KEYS.items():
         if key in flat:
-            values = list(resolved.get(pair, _DEFAULTS[pair]))
+            values = list(resolved.get(pair, DEFAULTS[pair]))
             values[index] = flat[key]
             resolved[pair] = tuple(values)
     hyperparameters.check(resolved)
@@ -215,7 +210,7 @@ def _calling_trainer_arguments() -> TrainingArguments | None:
 
 def _parse_value(key: str, text: str) -> Any:
     lowered = text.lower()
-    default = _DEFAULTS.get(key)
+    default = DEFAULTS.get(key)
     if lowered in ("none", "null"):
         return None
     if key == "no_decay":
