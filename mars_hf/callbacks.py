@@ -29,7 +29,8 @@ def innermost(optimizer: Any) -> Any:
 class LastGradientCallback(TrainerCallback):
     """Makes sure that MARS is what steps, commits its last gradient and logs four metrics.
 
-    - At train begin it walks down to the optimizer that will step and raises if that is not Mars.
+    - At train begin it walks down to the optimizer that will step and raises if that is not Mars, or an exact Mars
+      (`is_approx=False`) in a Trainer that does not take stale gradients.
     - After each optimizer step it calls `Mars.update_last_grad()` (nothing to do in approx mode).
     - On every log line with a training loss it adds `mars/clip_fraction`, `mars/corrected_norm_ratio`,
       `mars/grad_cosine` and `mars/update_rms` of the step just taken (`metrics.StepMetrics.read` defines them). They
@@ -41,7 +42,8 @@ class LastGradientCallback(TrainerCallback):
         optimizer: the Mars that must be the one that steps; None accepts any Mars.
 
     Raises:
-        RuntimeError: at train begin, when another optimizer would step; the message says how to mend it.
+        RuntimeError: at train begin, when another optimizer would step, or exact MARS without MarsTrainer; the message
+            says how to mend it.
     """
 
     _ahead_of_reporters = False
@@ -99,9 +101,11 @@ class DefaultMarsCallback(LastGradientCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
-        """Guard runs that asked for MARS by name."""
+        """Guard runs that asked for MARS by name, and exact ones."""
         asked_by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
         self._mars = _require_mars(optimizer, None) if asked_by_name else None
+        if isinstance(innermost(optimizer), Mars):
+            _require_stale_gradients(innermost(optimizer))
 
 
 def _merge_metrics(optimizer: Any, logs: dict[str, float] | None, state: TrainerState) -> bool:
@@ -130,6 +134,7 @@ def _require_mars(optimizer: Any, given: Mars | None) -> Mars:
     """The Mars that will step; RuntimeError with the remedy if there is none, or not the one given."""
     steps = innermost(optimizer)
     if isinstance(steps, Mars) and (given is None or steps is given):
+        _require_stale_gradients(steps)
         return steps
     found = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
     if type(steps).__name__ == "DeepSpeedCPUAdam":
@@ -149,6 +154,15 @@ def _require_mars(optimizer: Any, given: Mars | None) -> Mars:
             "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
         )
     raise RuntimeError(f"the optimizer that would step is {found}; {remedy}")
+
+
+def _require_stale_gradients(mars: Mars) -> None:
+    """RuntimeError for an exact Mars that nobody supplies with stale gradients."""
+    if mars.is_exact and not mars.expects_stale_gradients:
+        raise RuntimeError(
+            "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer in "
+            "its place, or is_approx=True"
+        )
 
 
 # By name, because a reloaded module (a notebook's autoreload) makes a new class.

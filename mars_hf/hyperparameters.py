@@ -112,14 +112,6 @@ def _mars_type(name: str, value: Any) -> None:
     _one_of(MARS_TYPES)(name, value)
 
 
-def _is_approx(name: str, value: Any) -> None:
-    _flag(name, value)
-    if not value:
-        raise NotImplementedError(
-            f"{name}=False (exact MARS, two gradients a step) is not implemented yet; use {name}=True"
-        )
-
-
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "lr": _non_negative,
     "betas": _betas,
@@ -127,7 +119,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "weight_decay": _non_negative,
     "gamma": _non_negative,
     "mars_type": _mars_type,
-    "is_approx": _is_approx,
+    "is_approx": _flag,
     "clip_threshold": _threshold,
     "amsgrad": _flag,
     "optimize_1d": _flag,

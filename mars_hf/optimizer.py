@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,12 +21,16 @@ class Mars(torch.optim.Optimizer):
 
     For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1)::
 
-        c_t = g_t + k (g_t - g_{t-1})                     corrected gradient; g_0 = 0
+        c_t = g_t + k (g_t - last_t)                      corrected gradient; last_1 = 0
         c_t = c_t / max(1, ||c_t|| / clip_threshold)      norm over the whole parameter
         m_t = beta1 m_{t-1} + (1 - beta1) c_t
         mars-adamw:  v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
                      x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
         mars-lion:   x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
+
+    last_t is g_{t-1}, the gradient of the step before, with `is_approx`; otherwise the stale gradient, that of this
+    step's batch at x_{t-1}, which somebody has to supply: `MarsTrainer` does, a loop of your own calls
+    `previous_params()`, `update_previous_grad()` and `update_last_grad()`.
 
     A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`, unless
     `optimize_1d`. Call `step()` after the backward pass, as with any torch optimizer; gradients are expected as they
@@ -44,7 +49,7 @@ class Mars(torch.optim.Optimizer):
         weight_decay: decoupled decay of the matrices, >= 0.
         gamma: scale of the variance reduction, >= 0; 0 is AdamW on the clipped gradient.
         mars_type: `"mars-adamw"` or `"mars-lion"`.
-        is_approx: True takes the gradient of the step before in the place of the stale gradient.
+        is_approx: True takes the gradient of the step before in the place of the stale gradient; False is exact MARS.
         clip_threshold: largest norm of a corrected gradient, > 0; None for no clipping.
         amsgrad: divide by the running maximum of the second moment (mars-adamw and vectors).
         optimize_1d: vectors take the MARS rule with the settings of the matrices; `*_1d` settings are then unused.
@@ -60,15 +65,19 @@ class Mars(torch.optim.Optimizer):
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
             value and the accepted ones.
-        NotImplementedError: `mars_type` `"mars-shampoo"` and `"mars-m"`, `is_approx=False`.
-        RuntimeError: in `step()`, a sparse, complex or integer gradient; nothing has been changed then.
+        NotImplementedError: `mars_type` `"mars-shampoo"` and `"mars-m"`.
+        RuntimeError: in `step()`, a sparse, complex or integer gradient, or an exact step without stale gradients;
+            nothing has been changed then.
 
     State, per parameter, made at its first step:
         step: 0-d float32 on CPU, number of steps taken.
         exp_avg: shape of the parameter; m_t.
         exp_avg_sq: the same; v_t (not for mars-lion's matrices).
         max_exp_avg_sq: the same; with `amsgrad`.
-        last_grad: the same; g_t, a copy of our own (parameters under the MARS rule).
+        last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
+            from `update_last_grad()` to the end of `step()`.
+        previous_grad: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
+        previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
 
@@ -83,6 +92,9 @@ class Mars(torch.optim.Optimizer):
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
     _layout: sharding.Layout | None = None
+
+    # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
+    expects_stale_gradients = False
 
     def __init__(
         self,
@@ -179,7 +191,7 @@ class Mars(torch.optim.Optimizer):
         torch alone would cast them to the parameters' dtype, and share memory with `state_dict`.
 
         Raises:
-            ValueError: the state belongs to another optimizer, or to groups with other roles.
+            ValueError: the state belongs to another optimizer, or to groups with another role, rule or form.
         """
         saved_groups = state_dict["param_groups"]
         for index, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=False)):
@@ -188,11 +200,13 @@ class Mars(torch.optim.Optimizer):
                     f"param group {index} of this state has no 'role', so it was not saved by Mars (its keys: "
                     f"{', '.join(saved)}); load a checkpoint of Mars, or start with a fresh optimizer"
                 )
-            if saved["role"] != own["role"]:
-                raise ValueError(
-                    f"param group {index} was saved with role={saved['role']!r} and is {own['role']!r} here; build "
-                    "the optimizer from the same parameters, in the same order, as when it was saved"
-                )
+            for key in ("role", "mars_type", "is_approx"):
+                if saved[key] != own[key]:
+                    raise ValueError(
+                        f"param group {index} was saved with {key}={saved[key]!r} and is {own[key]!r} here; build the "
+                        "optimizer from the same parameters, in the same order and with the same settings, as when it "
+                        "was saved"
+                    )
         super().load_state_dict(state_dict)
         saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -223,14 +237,73 @@ class Mars(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 _check_gradient(param)
+        if self.is_exact:
+            self._require_stale_gradients()
         sums = self._sum_norms(placements)
+        if self.is_exact:
+            self._keep_params()
         for group in self.param_groups:
             for batch in self._batches(group):
                 self._update(group, batch, placements, sums)
+        for param in self._exact_params():
+            self.state[param].pop("last_grad", None)  # used up
         return loss
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether any parameter needs stale gradients."""
+        return any(not group["is_approx"] for group in self.param_groups)
+
+    @property
+    def has_previous_params(self) -> bool:
+        """Whether `previous_params()` has x_{t-1} to offer: in exact mode, from the first step on."""
+        return any("previous_param" in state for state in self.state.values())
+
+    @contextlib.contextmanager
+    def previous_params(self) -> Iterator[None]:
+        """The model at x_{t-1}, for as long as the context lasts: where the stale gradient is taken.
+
+        Values are exchanged in place, one parameter after the other, so whatever holds the parameters sees them.
+
+        Raises:
+            RuntimeError: no exact step has been taken yet.
+        """
+        if not self.has_previous_params:
+            raise RuntimeError("there are no previous parameters: they are kept by step(), with is_approx=False")
+        self._exchange_params()
+        try:
+            yield
+        finally:
+            self._exchange_params()
+
+    @torch.no_grad()
+    def update_previous_grad(self) -> None:
+        """Keep a copy of the gradients, as the stale ones of this batch; nothing to do in approx mode.
+
+        The gradients are expected as `step()` takes them: accumulated, averaged over ranks, globally clipped.
+
+        Source: the official implementation's method of this name.
+        """
+        for group in self.param_groups:
+            for param in group["params"] if _takes_mars(group) and not group["is_approx"] else ():
+                self.state[param].pop("previous_grad", None)
+                if param.grad is not None:
+                    _check_gradient(param)
+                    kept = torch.zeros_like(param, dtype=self._state_dtype(param), memory_format=torch.preserve_format)
+                    sharding.local(kept).copy_(self._gradients(group, [param])[0])
+                    self.state[param]["previous_grad"] = kept
+
     def update_last_grad(self) -> None:
-        """Commit the last gradient after a step; nothing to do in approx mode, where `step()` has done it."""
+        """Commit what `update_previous_grad()` has kept to the next `step()`; nothing to do in approx mode.
+
+        Source: the official implementation's method of this name.
+        """
+        states = [self.state[param] for param in self._exact_params()]
+        if any("previous_grad" in state for state in states):
+            for state in states:
+                state.pop("last_grad", None)
+                if "previous_grad" in state:
+                    state["last_grad"] = state.pop("previous_grad")
 
     def collect_metrics(self, enabled: bool) -> None:
         """Whether the next steps measure what they do (extra reads of the gradients; no wait for the device).
@@ -248,6 +321,46 @@ class Mars(torch.optim.Optimizer):
             return {}
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
+
+    def _exact_params(self) -> list[Tensor]:
+        """The parameters that are corrected by a stale gradient."""
+        return [
+            param
+            for group in self.param_groups
+            if _takes_mars(group) and not group["is_approx"]
+            for param in group["params"]
+        ]
+
+    def _require_stale_gradients(self) -> None:
+        """Raise RuntimeError in an exact step, other than the first one, for which nobody has supplied any."""
+        states = [self.state[param] for param in self._exact_params() if param.grad is not None]
+        if any("step" in state for state in states) and not any("last_grad" in state for state in states):
+            raise RuntimeError(
+                "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
+                "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
+            )
+
+    def _keep_params(self) -> None:
+        """Keep x_t, unless the loop takes its stale gradients ahead of time, before the parameters move."""
+        if any("previous_grad" in state for state in self.state.values()):
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "previous_param" in self.state[param]:
+                    self.state[param]["previous_param"].copy_(param)
+                else:
+                    self.state[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
+
+    @torch.no_grad()
+    def _exchange_params(self) -> None:
+        """x_t and x_{t-1} change places, where there are both."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "previous_param" in self.state[param]:
+                    here, kept = sharding.local(param), sharding.local(self.state[param]["previous_param"])
+                    current = here.clone()
+                    here.copy_(kept)
+                    kept.copy_(current)
 
     def _locate(self) -> dict[Tensor, sharding.Placement]:
         """Where the pieces of the tensors that take the MARS rule belong; whole parameters are not in it."""
@@ -418,7 +531,7 @@ class Mars(torch.optim.Optimizer):
             placement = placements.get(param)
             updates = sharding.cut(x - old, placement)
             self._metrics.add_updates(updates, placement.group if placement else HERE)
-        if mars:
+        if mars and group["is_approx"]:
             torch._foreach_copy_(buffers("last_grad"), gradients)
         if work[0] is not here[0]:
             torch._foreach_copy_(here, work)

@@ -1,4 +1,4 @@
-"""A Trainer that steps with the optimizer it was given, under every engine."""
+"""A Trainer for MARS: it steps with the optimizer it was given, under every engine, and knows the exact form."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from transformers.trainer_callback import TrainerCallback
 
 from mars_hf.callbacks import LastGradientCallback
 from mars_hf.optimizer import Mars
+from mars_hf.stale import StalePass, StalePassCallback
 
 
 class MarsTrainer(Trainer):
-    """transformers.Trainer that keeps its optimizer.
+    """transformers.Trainer that keeps its optimizer and runs exact MARS.
 
     Trainer drops an instance handed over as `optimizers=(optimizer, scheduler)` under DeepSpeed and refuses it under
     FSDP. This one hands it over where Trainer would make its own. If it is a Mars, LastGradientCallback is added with
@@ -26,6 +27,9 @@ class MarsTrainer(Trainer):
 
     Raises:
         ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which make others.
+        NotImplementedError: when training begins, exact MARS under DeepSpeed.
+
+    Source of the exact form: Algorithm 1 and 2 of arXiv 2411.10438.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,19 +47,47 @@ class MarsTrainer(Trainer):
                     )
         if isinstance(self._kept_optimizer, Mars):
             given["callbacks"] = _guarded(given.get("callbacks"), self._kept_optimizer)
+        self._stale_pass = StalePass(self)
         super().__init__(**given)
+        self.add_callback(StalePassCallback(self._stale_pass))
+
+    @property
+    def in_stale_pass(self) -> bool:
+        """Whether `compute_loss` is being called for the stale gradient: for losses that keep count of something."""
+        return self._stale_pass.running
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer that was given, or what Trainer makes."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, Mars) and optimizer.is_exact:
+            if self.is_deepspeed_enabled:
+                raise NotImplementedError(
+                    "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and "
+                    "exact MARS needs two; use DDP or FSDP2, or is_approx=True"
+                )
+            optimizer.expects_stale_gradients = True
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The scheduler that was given, or what Trainer makes."""
         if self.lr_scheduler is None and self._kept_scheduler is not None:
             self.lr_scheduler = self._kept_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The micro-batches of a step, as Trainer collects them."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._stale_pass.hold(batches, num_items)
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a micro-batch."""
+        self._stale_pass.before_micro_batch()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._stale_pass.after_micro_batch()
+        return loss
 
 
 def _guarded(callbacks: list[Any] | None, optimizer: Mars) -> list[TrainerCallback | type[TrainerCallback]]:

@@ -37,8 +37,11 @@ class Reference:
         self.last = torch.zeros_like(self.x)
         self.t = 0
 
-    def step(self, gradient: torch.Tensor) -> torch.Tensor:
+    def step(self, gradient: torch.Tensor, stale: torch.Tensor | None = None) -> torch.Tensor:
+        """One step; the exact form where the stale gradient is given."""
         g = gradient.double()
+        if stale is not None:
+            self.last = stale.double()
         beta1, beta2 = self.betas
         self.t += 1
         c = g
