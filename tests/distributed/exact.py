@@ -1,0 +1,151 @@
+"""Trains exact MARS with MarsTrainer under the engines named on the command line; see test_exact_parity.py.
+
+    torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed] ...
+
+Each run leaves OUTPUT/<run>.safetensors with the full weights after its last step; `refused` leaves the error's text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import DistributedDataParallelKwargs
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from train import fresh_accelerate, import_deepspeed, use_fsdp2_on_cpu
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
+
+import mars_hf
+
+STEPS = 20
+ROWS = 48
+MICRO_BATCH = 4  # rows of a micro-batch, over all ranks
+SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
+LR_1D = 1e-3
+WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel"}
+
+
+class Rows(Dataset):
+    """Rows of which each has another number of labels, so that a mean over ranks is no mean over labels."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 61, (ROWS, 12), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.ids[index].clone()
+        labels[: 1 + index % 7] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def build_model() -> GPT2LMHeadModel:
+    """Odd sizes, so that shards are uneven."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": 61}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+class Fsdp2Trainer(mars_hf.MarsTrainer):
+    """FSDP2 as accelerate sets it up on accelerators; on CPUs it would fall back to DDP."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_fsdp2_on_cpu(self.accelerator)
+        self.is_fsdp_enabled = True
+
+
+def make_trainer(engine: str, accumulation: int, folder: Path, **settings: Any) -> mars_hf.MarsTrainer:
+    model = build_model()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO_BATCH // dist.get_world_size(),
+        gradient_accumulation_steps=accumulation,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **settings},
+    )
+    mars = mars_hf.create(model, **SETTINGS, lr_1d=LR_1D, is_approx=False)
+    kind = Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer
+    return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
+
+
+def train(spec: str, output: Path) -> dict[str, torch.Tensor]:
+    name, accumulation, *flags = spec.split("-")
+    engine, _, option = name.partition("_")
+    settings = {"ddp_static_graph": True} if option == "static" else {}
+    folder = output / f"{spec}-checkpoints"
+    if "resumed" in flags:
+        make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=11).train()
+        dist.barrier()
+        with fresh_accelerate():
+            pass
+        trainer = make_trainer(engine, int(accumulation), folder)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-11"))
+    else:
+        trainer = make_trainer(engine, int(accumulation), folder, **settings)
+        if option == "view":
+            handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+            trainer.accelerator.ddp_handler = handler
+        trainer.train()
+    if type(trainer.model_wrapped).__name__ != WRAPPED[engine]:
+        raise RuntimeError(f"the model is wrapped in {type(trainer.model_wrapped).__name__}, not {WRAPPED[engine]}")
+    found = dict(trainer.model.named_parameters())
+    return {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in found.items()}
+
+
+def refused(folder: Path) -> str:
+    """What MarsTrainer says under DeepSpeed."""
+    import_deepspeed().init_distributed("gloo")
+    zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    trainer = make_trainer("ddp", 1, folder, deepspeed={**zero, **sizes})
+    try:
+        trainer.train()
+    except NotImplementedError as error:
+        return str(error)
+    raise RuntimeError("nothing was refused")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("runs", nargs="+")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for spec in args.runs:
+        with fresh_accelerate():
+            if spec == "refused":
+                text = refused(args.output / spec)
+                if dist.get_rank() == 0:
+                    (args.output / "refused.txt").write_text(text)
+                continue
+            results = train(spec, args.output)
+        if dist.get_rank() == 0:
+            save_file(
+                {name: value.contiguous() for name, value in results.items()}, args.output / f"{spec}.safetensors"
+            )
+            shutil.rmtree(args.output / f"{spec}-checkpoints", ignore_errors=True)
+        gc.collect()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
