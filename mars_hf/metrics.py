@@ -29,36 +29,26 @@ class StepMetrics:
         self._sharded.setdefault(group, device)
 
     def add(
-        self,
-        gradients: Sequence[Tensor],
-        last_gradients: Sequence[Tensor],
-        corrected: Sequence[Tensor],
-        norms: Sequence[Tensor],
-        shares: Sequence[float],
-        clip_threshold: float | None,
-        group: Group = HERE,
+        self, sums: Tensor, squares: Tensor, shares: Sequence[float], clip_threshold: float | None, group: Group = HERE
     ) -> None:
         """Add pieces of parameters, whole ones included.
 
         Args:
-            gradients: g_t.
-            last_gradients: g_{t-1}.
-            corrected: c_t before clipping.
-            norms: norm of the whole c_t that each piece belongs to.
+            sums: over the pieces, as `rules.sums` takes them.
+            squares: squared norm of the whole c_t that each piece belongs to.
             shares: part of its parameter that each piece is.
             clip_threshold: as the rule takes it.
             group: process group that the other pieces are on; left out: there are none.
         """
-        for g, last, c, norm, share in zip(gradients, last_gradients, corrected, norms, shares, strict=True):
-            clipped = torch.zeros_like(norm) if clip_threshold is None else (norm > clip_threshold) * share
-            counts = torch.full_like(norm, share)
-            self._accumulate(group, [counts, clipped, _dot(c, c), _dot(g, g), _dot(last, last), _dot(g, last)], 0)
+        parts = torch.tensor(shares, dtype=sums.dtype).to(sums.device, non_blocking=True)
+        clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
+        gg, gl, ll, cc = sums.sum(dim=1).unbind()
+        self._accumulate(group, [parts.sum(), clipped.sum(), cc, gg, ll, gl], 0)
 
-    def add_updates(self, updates: Sequence[Tensor], group: Group = HERE) -> None:
-        """Add x_{t+1} - x_t of the same pieces."""
-        for update in updates:
-            square = _dot(update, update)
-            self._accumulate(group, [square, torch.full_like(square, update.numel())], 6)
+    def add_update(self, update: Tensor, group: Group = HERE) -> None:
+        """Add x_{t+1} - x_t of a piece."""
+        square = torch.sum(update * update)
+        self._accumulate(group, [square, torch.full_like(square, update.numel())], 6)
 
     def read(self) -> dict[str, float]:
         """The metrics as floats, the same on every rank; empty when no parameter took the MARS rule.
@@ -89,7 +79,3 @@ class StepMetrics:
         if (group, device) not in self._sums:
             self._sums[group, device] = torch.zeros(8, device=device)
         self._sums[group, device][first : first + len(values)] += torch.stack([value.float() for value in values])
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return torch.sum(a * b)

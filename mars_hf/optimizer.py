@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, param_groups, rules, sharding
+from mars_hf import engines, hyperparameters, param_groups, sharding
+from mars_hf.batches import Batch
 from mars_hf.metrics import HERE, StepMetrics
+from mars_hf.norms import Norms
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -239,12 +241,16 @@ class Mars(torch.optim.Optimizer):
                 _check_gradient(param)
         if self.is_exact:
             self._require_stale_gradients()
-        sums = self._sum_norms(placements)
+        batches = self._gather(placements)
+        self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
         for group in self.param_groups:
-            for batch in self._batches(group):
-                self._update(group, batch, placements, sums)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["step"] += 1
+        for batch in batches:
+            self._update(batch)
         for param in self._exact_params():
             self.state[param].pop("last_grad", None)  # used up
         return loss
@@ -290,7 +296,9 @@ class Mars(torch.optim.Optimizer):
                 if param.grad is not None:
                     _check_gradient(param)
                     kept = torch.zeros_like(param, dtype=self._state_dtype(param), memory_format=torch.preserve_format)
-                    sharding.local(kept).copy_(self._gradients(group, [param])[0])
+                    sharding.local(kept).copy_(sharding.local(param.grad))
+                    if group["maximize"]:
+                        sharding.local(kept).neg_()
                     self.state[param]["previous_grad"] = kept
 
     def update_last_grad(self) -> None:
@@ -376,165 +384,54 @@ class Mars(torch.optim.Optimizer):
                 slot += 1
         return found
 
-    def _sum_norms(self, placements: dict[Tensor, sharding.Placement]) -> sharding.WholeSums | None:
-        """Squared norms of the corrected gradients whose pieces are on several ranks; None if nobody asks for them.
+    def _gather(self, placements: dict[Tensor, sharding.Placement]) -> list[Batch]:
+        """The tensors that have a gradient, sorted into batches."""
+        batches: dict[Any, Batch] = {}
+        for index, group in enumerate(self.param_groups):
+            mars = _takes_mars(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                placement = placements.get(param)
+                key = (
+                    *(index, param.device, param.dtype, param.grad.dtype, self._state_dtype(param)),
+                    None if placement is None else (placement.group,),
+                )
+                if key not in batches:
+                    scale = torch.full((), -1.0, device=param.device) if group["maximize"] else None
+                    batches[key] = Batch(group, engines.choose(group, param.device), mars, scale=scale)
+                batches[key].add(param, placement, self._state_of(param, group))
+        return [batch for batch in batches.values() if batch.params]  # on this rank, a tensor may be all padding
 
-        One all-reduce. The corrected gradients are made again by the update, batch by batch, rather than kept.
-        """
+    def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
+        """Set the factors of the batches under the MARS rule that clip; nothing where nobody asks for norms."""
         groups = [group for group in self.param_groups if _takes_mars(group) and self._wants_norms(group)]
-        asked = [param for group in groups for param in group["params"] if param in placements]
-        if not asked or self._layout is None:
-            return None
-        dtype = torch.promote_types(torch.float32, self._state_dtype(asked[0]))
-        slots = self._layout.slots(vectors=any(group["optimize_1d"] for group in groups))
-        sums = sharding.WholeSums(slots, sharding.local(asked[0]).device, dtype)
-        for param in asked:
-            sums.join(placements[param])
-            if self._metrics is not None:
-                self._metrics.join(placements[param].group, sharding.local(param).device)
-        for group in groups:
-            for batch in self._batches(group):
-                sharded = [param for param in batch if param in placements]
-                if sharded:
-                    corrected = self._correct(group, sharded, self._gradients(group, sharded))
-                    for param, c in zip(sharded, corrected, strict=True):
-                        norms = rules.norms(sharding.cut(c, placements[param]), foreach=False)
-                        sums.add(placements[param], [norm.square() for norm in norms])
-        sums.reduce(verify=not self._layout.all_seen(asked))
-        return sums
+        asked = [batch for batch in batches if batch.mars and self._wants_norms(batch.group)]
+        sharded = [param for group in groups for param in group["params"] if param in placements]
+        norms = Norms(asked, max_grad_norm=None, metrics=self._metrics)
+        if sharded:
+            assert self._layout is not None
+            norms.reduce(
+                [placements[param] for param in sharded],
+                self._layout.slots(vectors=any(group["optimize_1d"] for group in groups)),
+                sharding.local(sharded[0]).device,
+                verify=not self._layout.all_seen(sharded),
+            )
+        norms.apply()
 
     def _wants_norms(self, group: dict[str, Any]) -> bool:
         return group["clip_threshold"] is not None or self._metrics is not None
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """Parameters with a gradient that are updated together: with foreach, those of one device and dtypes."""
-        batches: dict[Any, list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None:
-                foreach = param.device.type != "cpu" if group["foreach"] is None else group["foreach"]
-                key = (param.device, param.dtype, self._state_dtype(param)) if foreach else id(param)
-                batches.setdefault(key, []).append(param)
-        yield from batches.values()
-
-    def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """g_t of each parameter on this rank, in the dtype of its state."""
-        dtype = self._state_dtype(params[0])
-        gradients = [sharding.local(param.grad).to(dtype) for param in params if param.grad is not None]
-        return list(torch._foreach_neg(gradients)) if group["maximize"] else gradients
-
-    def _correct(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """c_t of each parameter on this rank, before clipping."""
-        last_gradients = [sharding.local(self._state_of(param, group)["last_grad"]) for param in params]
-        return rules.correct(
-            gradients, last_gradients, gamma=group["gamma"], beta1=group["betas"][0], foreach=len(params) > 1
-        )
-
-    def _clipped(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        gradients: list[Tensor],
-        placements: dict[Tensor, sharding.Placement],
-        sums: sharding.WholeSums | None,
-    ) -> list[Tensor]:
-        """c_t of each parameter on this rank, clipped by the norm of the whole parameter."""
-        corrected = self._correct(group, params, gradients)
-        if not self._wants_norms(group):
-            return corrected
-        whole = not any(param in placements for param in params)
-        norms = rules.norms(corrected, foreach=len(params) > 1) if whole else []
-        pieces = corrected if whole else []
-        for param, c in zip(params, corrected, strict=True) if not whole else ():
-            placement = placements.get(param)
-            pieces += sharding.cut(c, placement)
-            if placement is None or sums is None:
-                norms += rules.norms([c], foreach=False)
-            else:
-                norms += [value.sqrt().to(c.device, c.dtype) for value in sums.of(placement)]
-        if self._metrics is not None:
-            self._measure(group, params, gradients, corrected, norms, placements)
-        if group["clip_threshold"] is not None and pieces:
-            rules.clip(pieces, norms, clip_threshold=group["clip_threshold"], foreach=len(pieces) > 1)
-        return corrected
-
-    def _measure(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        gradients: list[Tensor],
-        corrected: list[Tensor],
-        norms: list[Tensor],
-        placements: dict[Tensor, sharding.Placement],
-    ) -> None:
-        """Hand the pieces of a batch to the metrics, before they are clipped."""
-        assert self._metrics is not None
-        remaining = iter(norms)
-        for param, g, c in zip(params, gradients, corrected, strict=True):
-            placement = placements.get(param)
-            last = sharding.local(self.state[param]["last_grad"])
-            g_pieces, last_pieces, c_pieces = (sharding.cut(t, placement) for t in (g, last, c))
-            self._metrics.add(
-                g_pieces,
-                last_pieces,
-                c_pieces,
-                [next(remaining) for _ in c_pieces],
-                sharding.shares(placement),
-                group["clip_threshold"],
-                placement.group if placement else HERE,
-            )
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        placements: dict[Tensor, sharding.Placement],
-        sums: sharding.WholeSums | None,
-    ) -> None:
-        """One update of parameters of one group, one device and one dtype."""
-        mars = _takes_mars(group)
-        states = [self._state_of(param, group) for param in params]
-        gradients = self._gradients(group, params)
-        here = [sharding.local(param) for param in params]
-        work = [x.to(self._state_dtype(params[0])) for x in here]  # `here` itself unless of lower precision
-        before = [x.clone() for x in work] if mars and self._metrics is not None else []
-        first = self._clipped(group, params, gradients, placements, sums) if mars else gradients
-        for state in states:
-            state["step"] += 1
-
-        def buffers(key: str) -> list[Tensor]:
-            return [sharding.local(state[key]) for state in states]
-
-        beta1, beta2 = group["betas"]
-        shared = {
-            "lr": float(group["lr"]),
-            "beta1": beta1,
-            "weight_decay": group["weight_decay"],
-            "foreach": len(params) > 1,
-        }
-        if mars and group["mars_type"] == "mars-lion":
-            rules.lion(work, first, buffers("exp_avg"), **shared)
-        else:
-            rules.adamw(
-                work,
-                first,
-                gradients if group["second_moment"] == "gradient" else first,
-                buffers("exp_avg"),
-                buffers("exp_avg_sq"),
-                buffers("max_exp_avg_sq") if group["amsgrad"] else [],
-                [state["step"].item() for state in states],
-                beta2=beta2,
-                eps=group["eps"],
-                **shared,
-            )
-        for param, x, old in zip(params, work, before, strict=True) if before else ():
-            assert self._metrics is not None
-            placement = placements.get(param)
-            updates = sharding.cut(x - old, placement)
-            self._metrics.add_updates(updates, placement.group if placement else HERE)
-        if mars and group["is_approx"]:
-            torch._foreach_copy_(buffers("last_grad"), gradients)
-        if work[0] is not here[0]:
-            torch._foreach_copy_(here, work)
+    def _update(self, batch: Batch) -> None:
+        """Update a batch; piece by piece where updates are measured, so that one copy of a piece is all it takes."""
+        if self._metrics is None or not batch.mars:
+            batch.update()
+            return
+        for piece in batch:
+            before = piece.params[0].clone()
+            piece.update()
+            change = piece.params[0].to(piece.exp_avgs[0].dtype) - before.to(piece.exp_avgs[0].dtype)
+            self._metrics.add_update(change, batch.process_group if batch.is_sharded else HERE)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         """The dtype of a parameter's state: the one it was loaded with, or at least float32."""

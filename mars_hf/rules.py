@@ -1,160 +1,191 @@
 """The paper's formulas on lists of tensors. No state, no I/O.
 
-Every rule takes lists of equal length, one entry a parameter, and a flag `foreach`: False works on one tensor after the
-other, True hands whole lists to PyTorch's `torch._foreach_*` functions (fewer kernel launches, the same arithmetic in
-the same order). Tensors of one list share device and dtype when `foreach` is True. Numbers stay Python floats or 0-d
-tensors on the parameters' device, so that no rule waits for the device.
+Two functions make a step: `sums`, a pass that reads, and `update`, a pass that writes. What lies between them, norms
+over whole parameters and the factors that follow from them, is in `clipping`. `kernels` has the same two, fast.
 
-Symbols (paper, arXiv 2411.10438): g_t gradient, g_{t-1} last gradient, c_t corrected gradient, m_t `exp_avg`,
+Symbols (paper, arXiv 2411.10438): g_t gradient, last_t last gradient, c_t corrected gradient, m_t `exp_avg`,
 v_t `exp_avg_sq`, x_t parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def correct(
-    gradients: list[Tensor], last_gradients: list[Tensor], *, gamma: float, beta1: float, foreach: bool
-) -> list[Tensor]:
-    """Corrected gradient c_t = g_t + gamma beta1/(1-beta1) (g_t - g_{t-1}), before clipping.
+def sums(
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    *,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    k: float = 0.0,
+    foreach: bool = False,
+) -> Tensor:
+    """Sums of products over each tensor, from which all norms of a step follow.
 
     Args:
-        gradients: g_t, any shapes, floating point; not modified.
-        last_gradients: g_{t-1}, shapes and dtypes of `gradients`; not modified.
-        gamma: scale of the correction.
-        beta1: decay rate of the first moment.
-        foreach: see the module's docstring.
+        gradients: any shapes, floating point, one device; not modified.
+        last_grads: shapes of `gradients`; empty for a rule without last gradient.
+        scale: 0-d; g = scale * gradient. None is 1.
+        last_scales: one for each tensor; last = last_scales[i] * last_grads[i]. None is 1.
+        k: of the correction, c = g + k (g - last).
+        foreach: True hands whole lists to PyTorch's `torch._foreach_*` functions (fewer launches, the same arithmetic
+            in the same order, temporaries for all tensors at once); False takes one tensor after the other.
 
     Returns:
-        New tensors.
-
-    Source: Algorithm 2 of the paper, with the gradient of the step before in the place of the stale one.
+        float32 (float64 if any tensor is), 4 rows, one column a tensor: <g, g>, <g, last>, <last, last>, <c, c>.
     """
-    k = gamma * beta1 / (1 - beta1)
-    if foreach:
-        corrected = list(torch._foreach_sub(gradients, last_gradients))
-        torch._foreach_mul_(corrected, k)
-        torch._foreach_add_(corrected, gradients)
-        return corrected
-    return [(g - last).mul_(k).add_(g) for g, last in zip(gradients, last_gradients, strict=True)]
+    columns = []
+    for part in _parts(len(gradients), foreach):
+        g, last, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k)
+        gg = _squares(g)
+        gl = torch.stack([torch.sum(a * b) for a, b in zip(g, last, strict=True)]) if last else torch.zeros_like(gg)
+        ll = _squares(last) if last else torch.zeros_like(gg)
+        columns.append(torch.stack([gg, gl, ll, _squares(c)]))
+    return torch.cat(columns, dim=1)
 
 
-def norms(tensors: list[Tensor], *, foreach: bool) -> list[Tensor]:
-    """2-norm of each tensor, as 0-d tensors."""
-    return list(torch._foreach_norm(tensors)) if foreach else [torch.linalg.vector_norm(t) for t in tensors]
-
-
-def clip(corrected: list[Tensor], norms: list[Tensor], *, clip_threshold: float, foreach: bool) -> None:
-    """Scale corrected gradients down to norm `clip_threshold`, in place.
-
-    Args:
-        corrected: c_t, or pieces of it; modified.
-        norms: 2-norm of the whole c_t each entry belongs to; not modified.
-        clip_threshold: upper bound of the norm.
-        foreach: see the module's docstring.
-
-    Source: Algorithm 2 of the paper, parameter by parameter as in the official code.
-    """
-    if foreach:
-        divisors = torch._foreach_div(norms, clip_threshold)
-        torch._foreach_clamp_min_(divisors, 1.0)
-        torch._foreach_div_(corrected, divisors)
-        return
-    for c, norm in zip(corrected, norms, strict=True):
-        c.div_(norm.div(clip_threshold).clamp_min_(1.0))
-
-
-def adamw(
+def update(
     params: list[Tensor],
     gradients: list[Tensor],
-    squared: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
-    steps: list[float],
+    last_grads: list[Tensor],
     *,
+    rule: str,
+    steps: Sequence[float],
     lr: float,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    factors: Tensor | None = None,
+    k: float = 0.0,
+    blend: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    foreach: bool,
+    second_moment: str = "corrected",
+    keep_last: bool = True,
+    foreach: bool = False,
 ) -> None:
-    """AdamW with decoupled weight decay, in place: MARS-AdamW when `gradients` are corrected gradients.
+    """One update, in place. Arithmetic is in float32, or float64 if any tensor is; lower precisions are rounded once.
+
+    With g, last and c as in `sums`, and c multiplied by the tensor's factor::
+
+        e = beta1 e + (1 - beta1) c                     kept in exp_avg
+        m = e + blend (c - e)
+        adamw:  v = beta2 v + (1 - beta2) c^2
+                x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+        lion:   x = x (1 - lr weight_decay) - lr sign(m)
+        last = g
 
     Args:
-        params: x_t; modified.
-        gradients: what the first moment averages (c_t for MARS, g_t for AdamW); not modified.
-        squared: what the second moment averages the squares of; not modified.
-        exp_avgs: m; modified.
-        exp_avg_sqs: v; modified.
-        max_exp_avg_sqs: running maxima of v (AMSGrad); modified; an empty list turns AMSGrad off.
-        steps: t of each parameter, from 1.
+        params: x; modified.
+        gradients: not modified.
+        exp_avgs: e; modified.
+        exp_avg_sqs: v; modified; empty for lion.
+        max_exp_avg_sqs: running maxima of v, which take its place (AMSGrad); modified; empty without.
+        last_grads: modified; empty for a rule without last gradient.
+        rule: `"adamw"` or `"lion"`.
+        steps: t of each tensor, from 1.
         lr: step size.
-        beta1: decay rate of m.
+        scale: as `sums`.
+        last_scales: as `sums`.
+        factors: of c, one for each tensor; None is 1.
+        k: as `sums`.
+        blend: 0, or gamma for the form that needs no last gradient.
+        beta1: decay rate of e.
         beta2: decay rate of v.
         eps: added to the bias-corrected root of v.
         weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        foreach: see the module's docstring.
+        second_moment: what v averages the squares of: `"corrected"`, c, or `"gradient"`, g.
+        keep_last: whether `last_grads` take g.
+        foreach: as `sums`.
 
     Source: Algorithm 2 of the paper; order of operations of torch.optim.AdamW, so that gamma=0 without clipping is
     AdamW.
     """
-    corrections1 = [1 - beta1**step for step in steps]
-    roots2 = [(1 - beta2**step) ** 0.5 for step in steps]
-    if foreach:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, squared, squared, value=1 - beta2)
-        if max_exp_avg_sqs:
-            torch._foreach_maximum_(max_exp_avg_sqs, exp_avg_sqs)
-        denominators = torch._foreach_sqrt(max_exp_avg_sqs or exp_avg_sqs)
-        torch._foreach_div_(denominators, roots2)
-        torch._foreach_add_(denominators, eps)
-        torch._foreach_addcdiv_(params, exp_avgs, denominators, [-lr / c1 for c1 in corrections1])
-        return
-    for i, param in enumerate(params):
-        param.mul_(1 - lr * weight_decay)
-        exp_avgs[i].lerp_(gradients[i], 1 - beta1)
-        exp_avg_sqs[i].mul_(beta2).addcmul_(squared[i], squared[i], value=1 - beta2)
-        second_moment = exp_avg_sqs[i]
-        if max_exp_avg_sqs:
-            second_moment = torch.maximum(max_exp_avg_sqs[i], exp_avg_sqs[i], out=max_exp_avg_sqs[i])
-        denominator = second_moment.sqrt().div_(roots2[i]).add_(eps)
-        param.addcdiv_(exp_avgs[i], denominator, value=-lr / corrections1[i])
+    for part in _parts(len(params), foreach):
+        dtype = _arithmetic([*params[part], *gradients[part], *exp_avgs[part]])
+        g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
+        if factors is not None:
+            c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
+        x, e = _in(params[part], dtype), _in(exp_avgs[part], dtype)
+        torch._foreach_lerp_(e, c, 1 - beta1)
+        m = list(torch._foreach_lerp(e, c, blend)) if blend else e
+        torch._foreach_mul_(x, 1 - lr * weight_decay)
+        if rule == "lion":
+            torch._foreach_add_(x, torch._foreach_sign(m), alpha=-lr)
+        else:
+            v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
+            s = g if second_moment == "gradient" else c
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, s, s, value=1 - beta2)
+            if peak:
+                torch._foreach_maximum_(peak, v)
+            denominators = torch._foreach_sqrt(peak or v)
+            torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in steps[part]])
+            torch._foreach_add_(denominators, eps)
+            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
+            _put(v, exp_avg_sqs[part])
+            _put(peak, max_exp_avg_sqs[part])
+        _put(e, exp_avgs[part])
+        _put(x, params[part])
+        if keep_last and last_grads:
+            torch._foreach_copy_(last_grads[part], g)
 
 
-def lion(
-    params: list[Tensor],
+def _squares(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).square()
+
+
+def _parts(count: int, foreach: bool) -> list[slice]:
+    """What is worked on at once: everything, or one tensor after the other."""
+    return [slice(0, count)] if foreach else [slice(index, index + 1) for index in range(count)]
+
+
+def _of(values: Tensor | None, part: slice) -> list[Tensor]:
+    return [] if values is None else list(values[part].unbind())
+
+
+def _correct(
     gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    weight_decay: float,
-    foreach: bool,
-) -> None:
-    """MARS-Lion, in place: a step of size lr along the sign of the averaged corrected gradient.
+    last_grads: list[Tensor],
+    scale: Tensor | None,
+    last_scales: list[Tensor],
+    k: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """g, last and c, in the dtype of the arithmetic; c is never one of the tensors given, unless there is no last."""
+    dtype = _arithmetic([*gradients, *last_grads]) if dtype is None else dtype
+    g, last = _in(gradients, dtype), _in(last_grads, dtype)
+    if scale is not None:
+        g = list(torch._foreach_mul(g, scale.to(dtype)))
+    if not last:
+        return g, last, g
+    if last_scales:
+        last = list(torch._foreach_mul(last, [value.to(dtype) for value in last_scales]))
+    c = list(torch._foreach_sub(g, last))
+    torch._foreach_mul_(c, k)
+    torch._foreach_add_(c, g)
+    return g, last, c
 
-    Args:
-        params: x_t; modified.
-        gradients: c_t; not modified.
-        exp_avgs: m; modified.
-        lr: step size.
-        beta1: decay rate of m.
-        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        foreach: see the module's docstring.
 
-    Source: MARS-Lion of the paper.
-    """
-    if foreach:
-        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-        torch._foreach_add_(params, torch._foreach_sign(exp_avgs), alpha=-lr)
-        return
-    for param, c, exp_avg in zip(params, gradients, exp_avgs, strict=True):
-        exp_avg.lerp_(c, 1 - beta1)
-        param.mul_(1 - lr * weight_decay).add_(exp_avg.sign(), alpha=-lr)
+def _arithmetic(tensors: list[Tensor]) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _in(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors themselves where they have this dtype, else copies."""
+    return [t.to(dtype) for t in tensors]
+
+
+def _put(results: list[Tensor], tensors: list[Tensor]) -> None:
+    """Round results into the tensors they were made from; nothing to do where they are those."""
+    for result, tensor in zip(results, tensors, strict=True):
+        if result is not tensor:
+            tensor.copy_(result)

@@ -105,26 +105,25 @@ class Layout:
 class WholeSums:
     """Sums over whole parameters from sums over pieces: one all-reduce a process group, all parameters together."""
 
-    def __init__(self, slots: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-        """Start with zero for the parameters in these slots; the same ones on every rank."""
+    def __init__(self, slots: Sequence[int], rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Start with zeros, `rows` of them for each of the parameters in these slots; the same ones on every rank."""
         self._index = {slot: index for index, slot in enumerate(slots)}
-        self._zeros = torch.zeros(len(slots), device=device, dtype=dtype)
+        self._zeros = torch.zeros(rows, len(slots), device=device, dtype=dtype)
         self._sums: dict[Group, Tensor] = {}
         self._counts: dict[Group, dict[int, list[int]]] = {}
 
     def join(self, placement: Placement) -> None:
-        """Take part in the sum over a placement's ranks, also when nothing of a parameter is here."""
+        """Take part in the sums over a placement's ranks, also when nothing of a parameter is here."""
         if placement.group not in self._sums:
             self._sums[placement.group] = self._zeros.clone()
         counts = self._counts.setdefault(placement.group, {})
         for piece in placement.pieces:
             counts.setdefault(self._index[piece.slot], [0, piece.whole])[0] += piece.numel
 
-    def add(self, placement: Placement, sums: Sequence[Tensor]) -> None:
-        """Add one sum per piece of a placement."""
-        total = self._sums[placement.group]
-        for piece, value in zip(placement.pieces, sums, strict=True):
-            total[self._index[piece.slot]] += value.to(total.device)
+    def add(self, group: Group, slots: Sequence[int], sums: Tensor) -> None:
+        """Add sums over pieces: one column for each slot."""
+        total = self._sums[group]
+        total.index_add_(1, self._columns(slots), sums.to(total))
 
     def reduce(self, *, verify: bool) -> None:
         """Add up over the ranks.
@@ -139,19 +138,26 @@ class WholeSums:
             sent = total
             if verify:
                 # Float32 counts exactly up to 2**24, so shares of the whole are sent, not elements.
-                shares = torch.zeros_like(total)
+                shares = torch.zeros_like(total[:1])
                 for index, (numel, whole) in self._counts[group].items():
-                    shares[index] = numel / whole
+                    shares[0, index] = numel / whole
                 sent = torch.cat([total, shares])
             reduced = all_reduce(sent, group)
             total.copy_(reduced[: len(total)])
             if verify:
-                _check_shares(reduced[len(total) :], self._counts[group])
+                _check_shares(reduced[-1], self._counts[group])
 
-    def of(self, placement: Placement) -> list[Tensor]:
-        """The sums over the parameters that a placement's pieces belong to, as 0-d tensors."""
-        total = self._sums[placement.group]
-        return [total[self._index[piece.slot]] for piece in placement.pieces]
+    def of(self, group: Group, slots: Sequence[int]) -> Tensor:
+        """The sums over the whole parameters in these slots: one column each."""
+        return self._sums[group][:, self._columns(slots)]
+
+    def total(self, row: int) -> Tensor:
+        """The sum of a row over all parameters, 0-d."""
+        return torch.stack([sums[row].sum() for sums in self._sums.values()]).sum()
+
+    def _columns(self, slots: Sequence[int]) -> Tensor:
+        indices = torch.tensor([self._index[slot] for slot in slots], dtype=torch.int64)
+        return indices.to(self._zeros.device, non_blocking=True)
 
 
 def all_reduce(values: Tensor, group: Group) -> Tensor:

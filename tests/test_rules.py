@@ -1,60 +1,136 @@
-"""The formulas on lists: both paths give one result, and inputs that must not change do not."""
+"""The formulas on lists: against float64 written out, both paths with one result, and inputs that must not change."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from mars_hf import rules
 
 SHAPES = ((3, 4), (1,), (0, 2), (17, 5))
+K = 0.475
 
 
-def tensors(seed: int, positive: bool = False) -> list[torch.Tensor]:
+def tensors(seed: int, positive: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return [t.abs() for t in made] if positive else made
+    return [(t.abs() if positive else t).to(dtype) for t in made]
 
 
-def test_correct():
-    g, last = tensors(1), tensors(2)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums(dtype, scales, foreach):
+    g, last = tensors(1, dtype=dtype), tensors(2)
     copies = [t.clone() for t in (*g, *last)]
-    loop, batch = (rules.correct(g, last, gamma=0.025, beta1=0.95, foreach=foreach) for foreach in (False, True))
-    for a, b, x, y in zip(loop, batch, g, last, strict=True):
-        torch.testing.assert_close(a.double(), x.double() + 0.475 * (x.double() - y.double()), rtol=1e-5, atol=1e-6)
-        assert torch.equal(a, b)
+    scale = torch.tensor(-0.3) if scales else None
+    last_scales = torch.tensor([0.5, 2.0, 1.0, 3.0]) if scales else None
+    found = rules.sums(g, last, scale=scale, last_scales=last_scales, k=K, foreach=foreach)
+    assert found.shape == (4, len(SHAPES))
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for column, a, b, own in zip(found.T, g, last, last_scales if scales else [1.0] * 4, strict=True):
+        a, b = a.double() * (scale.double() if scales else 1.0), b.double() * own
+        c = a + K * (a - b)
+        expected = torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum(), (c * c).sum()])
+        torch.testing.assert_close(column.double(), expected, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(a, b) for a, b in zip((*g, *last), copies, strict=True))
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("clip_threshold", [0.1, 1.0, 1e6])
-def test_clip(clip_threshold, foreach):
-    c = tensors(1)
-    norms = rules.norms(c, foreach=foreach)
-    assert [norm.item() for norm in norms] == pytest.approx([x.double().norm().item() for x in c])
-    expected = [x.double() / max(1.0, x.double().norm().item() / clip_threshold) for x in c]
-    rules.clip(c, norms, clip_threshold=clip_threshold, foreach=foreach)
-    for x, y in zip(c, expected, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-7)
+def test_sums_without_a_last_gradient(foreach):
+    g = tensors(1)
+    found = rules.sums(g, [], foreach=foreach)
+    expected = torch.stack([t.double().square().sum() for t in g]).float()
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(found[3], found[0])
+    assert not found[1:3].any()
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_adamw_paths_agree_to_the_bit(amsgrad):
-    results = []
-    for foreach in (False, True):
-        x, g, m, v, peak = tensors(1), tensors(2), tensors(3), tensors(4, True), tensors(5, True)
-        rules.adamw(
-            *(x, g, g, m, v, peak if amsgrad else [], [1.0, 2.0, 3.0, 4.0]),
-            **{"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "foreach": foreach},
-        )
-        results.append([*x, *m, *v, *peak])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "amsgrad": {"amsgrad": True},
+    "gradient": {"second_moment": "gradient"},
+    "lion": {"rule": "lion"},
+    "blend": {"blend": 0.3, "last": False},
+    "lion blend": {"rule": "lion", "blend": 0.3, "last": False},
+    "plain": {"last": False},
+    "scaled": {"scale": torch.tensor(0.4), "last_scales": torch.tensor([0.5, 2.0, 1.0, 3.0])},
+    "clipped": {"factors": torch.tensor([0.5, 1.0, 1.0, 0.01])},
+    "not kept": {"keep_last": False},
+}
 
 
-def test_lion_paths_agree_to_the_bit():
-    results = []
-    for foreach in (False, True):
-        x, c, m = tensors(1), tensors(2), tensors(3)
-        rules.lion(x, c, m, lr=0.1, beta1=0.9, weight_decay=0.1, foreach=foreach)
-        results.append([*x, *m])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def run(foreach: bool, dtype: torch.dtype, case: dict[str, Any]) -> list[list[Tensor]]:
+    settings = {
+        "rule": "adamw",
+        "k": K,
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        **case,
+    }
+    last = tensors(6, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    lists = [
+        tensors(1, dtype=dtype),
+        tensors(2, dtype=dtype),
+        tensors(3, dtype=last[0].dtype),
+        tensors(4, True, dtype=last[0].dtype) if settings["rule"] == "adamw" else [],
+        tensors(5, True, dtype=last[0].dtype) if settings.pop("amsgrad", False) else [],
+        last if settings.pop("last", True) else [],
+    ]
+    rules.update(*lists, steps=[1.0, 2.0, 3.0, 4.0], foreach=foreach, **settings)
+    return lists
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_paths_agree_to_the_bit(case):
+    for one, other in zip(run(False, torch.float32, CASES[case]), run(True, torch.float32, CASES[case]), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_update_is_the_formula(case, dtype, foreach):
+    found = run(foreach, dtype, CASES[case])
+    settings = CASES[case]
+    started = (
+        tensors(1, dtype=dtype),
+        tensors(2, dtype=dtype),
+        tensors(3),
+        tensors(4, True),
+        tensors(5, True),
+        tensors(6),
+    )
+    for index, (x, g, e, v, peak, last) in enumerate(zip(*started, strict=True)):
+        x, g, e, v, peak, last = (t.double() for t in (x, g, e, v, peak, last))
+        g = g * settings.get("scale", torch.tensor(1.0)).double()
+        c = g
+        if settings.get("last", True):
+            own = settings["last_scales"][index].double() if "last_scales" in settings else 1.0
+            c = g + K * (g - own * last)
+            kept = last if settings.get("keep_last") is False else g
+            torch.testing.assert_close(found[5][index].double(), kept, rtol=1e-6, atol=1e-7)
+        c = c * settings["factors"][index].double() if "factors" in settings else c
+        e = 0.9 * e + 0.1 * c
+        m = e + settings.get("blend", 0.0) * (c - e)
+        if settings.get("rule") == "lion":
+            direction = m.sign()
+        else:
+            s = g if settings.get("second_moment") == "gradient" else c
+            v = 0.95 * v + 0.05 * s * s
+            peak = torch.maximum(peak, v)
+            t = index + 1
+            root = (peak if settings.get("amsgrad") else v).sqrt() / (1 - 0.95**t) ** 0.5
+            direction = m / (1 - 0.9**t) / (root + 1e-8)
+            torch.testing.assert_close(found[3][index].double(), v, rtol=1e-5, atol=1e-6)
+        expected = x * (1 - 0.1 * 0.1) - 0.1 * direction
+        torch.testing.assert_close(found[2][index].double(), e, rtol=1e-5, atol=1e-6)
+        bar = {"rtol": 8e-3, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(found[0][index].double(), expected, **bar)
+    assert all(torch.equal(a, b) for a, b in zip(found[1], tensors(2, dtype=dtype), strict=True))

@@ -1,0 +1,106 @@
+"""Between the pass that reads and the pass that writes: norms over whole parameters and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars_hf import clipping, sharding
+from mars_hf.batches import Batch
+from mars_hf.metrics import HERE, StepMetrics
+from mars_hf.sharding import Placement
+
+# Rows of the sums.
+GG, GL, LL, CC = range(4)
+
+
+class Norms:
+    """The norms of one step.
+
+    Sums are taken over the pieces on this rank when it is made, put together across ranks by `reduce` where parameters
+    are sharded, and turned into factors and scale of the batches by `apply`.
+    """
+
+    def __init__(self, batches: Sequence[Batch], *, max_grad_norm: float | None, metrics: StepMetrics | None) -> None:
+        """Take the sums.
+
+        Args:
+            batches: all of a step if `max_grad_norm` is given, else those whose norms are asked for.
+            max_grad_norm: gradients are to be scaled to this global norm; None for no scaling.
+            metrics: what to report to; None if nobody asks.
+        """
+        self._sums = [
+            (batch, batch.engine.sums(batch.gradients, batch.last_grads, **batch.correction)) for batch in batches
+        ]
+        self._max_grad_norm = max_grad_norm
+        self._metrics = metrics
+        # With a global norm, <c, c> depends on the sums of all parameters.
+        self._rows = slice(GG, LL + 1) if max_grad_norm is not None else slice(CC, CC + 1)
+        self._whole: sharding.WholeSums | None = None
+
+    def reduce(
+        self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
+    ) -> None:
+        """Put the sums of pieces together across ranks: one all-reduce a process group.
+
+        All ranks take part, also those that hold nothing of some parameters.
+
+        Args:
+            placements: of the sharded parameters, those without gradient included.
+            slots: of all parameters that may be sharded; the same ones on every rank.
+            device: of the parameters.
+            verify: as `sharding.WholeSums.reduce`.
+        """
+        sharded = [(batch, sums) for batch, sums in self._sums if batch.is_sharded]
+        dtype = max((sums.dtype for _, sums in sharded), key=lambda dtype: dtype.itemsize, default=torch.float32)
+        rows = self._rows.stop - self._rows.start
+        self._whole = sharding.WholeSums(slots, rows, device, dtype)
+        for placement in placements:
+            self._whole.join(placement)
+            if self._metrics is not None:
+                self._metrics.join(placement.group, device)
+        for batch, sums in sharded:
+            self._whole.add(batch.process_group, batch.slots, sums[self._rows])
+        self._whole.reduce(verify=verify)
+
+    def apply(self) -> Tensor | None:
+        """Set scale and factors of the batches, and report metrics.
+
+        Returns:
+            The global norm of all gradients, 0-d, if `max_grad_norm` is given.
+        """
+        norm = scale = None
+        if self._max_grad_norm is not None:
+            total = self._total()
+            norm, scale = total.sqrt(), clipping.global_scale(total, self._max_grad_norm)
+        for batch, sums in self._sums:
+            own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
+            if batch.mars:
+                self._clip(batch, sums, own_scale)
+            if own_scale is not None:
+                batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
+        return norm
+
+    def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
+        whole = sums[self._rows]
+        if batch.is_sharded and self._whole is not None:
+            whole = self._whole.of(batch.process_group, batch.slots).to(sums)
+        square = whole[0] if scale is None else clipping.corrected_square(whole, batch.k, scale)
+        threshold = batch.group["clip_threshold"]
+        if threshold is not None:
+            batch.factors = clipping.factors(square, threshold)
+        if self._metrics is not None:
+            if scale is not None:
+                corrected = clipping.corrected_square(sums, batch.k, scale)
+                sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+            group = batch.process_group if batch.is_sharded else HERE
+            self._metrics.add(sums, square, batch.shares, threshold, group)
+
+    def _total(self) -> Tensor:
+        """Squared norm of all gradients together."""
+        here = [sums[GG].sum() for batch, sums in self._sums if not batch.is_sharded]
+        if self._whole is not None:
+            here.append(self._whole.total(GG))
+        return torch.stack([value.to(here[0].device, torch.float64) for value in here]).sum().float()
