@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mars_hf import engines, sharding
+from mars_hf import engines, rounding, sharding, states
+from mars_hf.param_groups import takes_mars
 from mars_hf.sharding import Group, Placement
+
+# The list of a batch that each state is in.
+_LISTS = {
+    "exp_avg": "exp_avgs",
+    "exp_avg_sq": "exp_avg_sqs",
+    "max_exp_avg_sq": "max_exp_avg_sqs",
+    "last_grad": "last_grads",
+    "compensation": "compensations",
+}
 
 
 @dataclass
@@ -22,7 +33,7 @@ class Batch:
 
     group: dict[str, Any]
     engine: engines.Engine
-    mars: bool
+    moves_gradients: bool = False
     owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
     params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -30,12 +41,19 @@ class Batch:
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     max_exp_avg_sqs: list[Tensor] = field(default_factory=list)
     last_grads: list[Tensor] = field(default_factory=list)
+    compensations: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)  # how much of its parameter a piece is
     slots: list[int] = field(default_factory=list)  # of the parameters, where other pieces of them are on other ranks
     process_group: Group = None  # of those ranks
     scale: Tensor | None = None  # of the gradients, 0-d
+    last_scales: Tensor | None = None  # of the last gradients, one a piece
     factors: Tensor | None = None  # of the corrected gradients, one a piece
+
+    @property
+    def mars(self) -> bool:
+        """Whether these take the MARS rule; plain AdamW otherwise."""
+        return takes_mars(self.group)
 
     @property
     def is_sharded(self) -> bool:
@@ -50,46 +68,68 @@ class Batch:
 
     @property
     def correction(self) -> dict[str, Any]:
-        """What g and c are made with, as `rules.sums` takes it."""
-        return {"scale": self.scale, "k": self.k}
-
-    def update(self) -> None:
-        """Move the parameters by one step; `steps` have been counted."""
-        group = self.group
-        self.engine.update(
-            *(self.params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
-            rule="lion" if self.mars and group["mars_type"] == "mars-lion" else "adamw",
-            steps=self.steps,
-            lr=group["lr"],
-            factors=self.factors,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            second_moment=group["second_moment"],
-            keep_last=group["is_approx"],
-            **self.correction,
-        )
+        """How g, last and c are made, as `rules.sums` takes it."""
+        return {"scale": self.scale, "last_scales": self.last_scales, "k": self.k}
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches of one piece each."""
         lists = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
         for index in range(len(self.params)):
             one = slice(index, index + 1)
-            factors = None if self.factors is None else self.factors[one]
-            yield replace(self, factors=factors, **{name: getattr(self, name)[one] for name in lists})
+            own: dict[str, Any] = {name: getattr(self, name)[one] for name in lists}
+            for name in ("factors", "last_scales"):
+                own[name] = None if getattr(self, name) is None else getattr(self, name)[one]
+            yield replace(self, **own)
+
+    def update(self) -> None:
+        """Move the parameters by one step; `steps` have been counted."""
+        if self.group["rounding"] != "nearest" and self.params[0].dtype == torch.bfloat16:
+            for index, piece in enumerate(self):
+                piece._update_and_round(index)
+        else:
+            self._update(self.params)
+
+    def _update(self, params: list[Tensor]) -> None:
+        group = self.group
+        self.engine.update(
+            *(params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
+            rule="lion" if self.mars and group["mars_type"] == "mars-lion" else "adamw",
+            steps=self.steps,
+            lr=group["lr"],
+            factors=self.factors,
+            blend=0.0 if self.last_grads or not self.mars else group["gamma"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            second_moment=group["second_moment"],
+            keep_last=group["is_approx"] and not self.moves_gradients,
+            **self.correction,
+        )
+
+    def _update_and_round(self, index: int) -> None:
+        """One piece, updated in float32; as its parameter's neighbours hold values that bfloat16 cannot."""
+        (param,) = self.params
+        values = param.float()
+        if self.compensations:
+            values += self.compensations[0]
+        self._update([values])
+        if self.compensations:
+            param.copy_(rounding.kahan(values, self.compensations[0]))
+        else:
+            # The same on every rank that holds the same parameter.
+            seed = int(self.steps[0].item()) * 1_000_003 + index
+            param.copy_(rounding.stochastic(values, torch.Generator(param.device).manual_seed(seed)))
 
     def add(self, owner: Tensor, placement: Placement | None, state: Mapping[str, Any]) -> None:
         """Add the pieces of one of the optimizer's tensors."""
-        assert owner.grad is not None
-        whole = {
-            "params": owner.detach(),
-            "gradients": owner.grad,
-            "exp_avgs": state["exp_avg"],
-            **{key: state[name] for key, name in _STATE_LISTS.items() if name in state},
-        }
-        for key, tensor in whole.items():
-            getattr(self, key).extend(sharding.cut(sharding.local(tensor), placement))
+        tensors = {"params": owner.detach(), "gradients": owner.grad}
+        tensors |= {name: state[key] for key, name in _LISTS.items() if key in state}
+        here: Mapping[str, Tensor] = {name: sharding.local(tensor) for name, tensor in tensors.items()}
+        if self.engine.is_flat:
+            here = _in_memory_order(here)
+        for name, tensor in here.items():
+            getattr(self, name).extend(sharding.cut(tensor, placement))
         count = len(self.params) - len(self.steps)
         self.owners += [owner] * count
         self.steps += [state["step"]] * count
@@ -99,4 +139,90 @@ class Batch:
             self.process_group = placement.group
 
 
-_STATE_LISTS = {"exp_avg_sqs": "exp_avg_sq", "max_exp_avg_sqs": "max_exp_avg_sq", "last_grads": "last_grad"}
+def gather(
+    param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any], placements: Mapping[Tensor, Placement]
+) -> list[Batch]:
+    """Sort the tensors that have a gradient into batches; states are filled where they lack something.
+
+    Args:
+        param_groups: of the optimizer.
+        all_states: state of every parameter; modified.
+        placements: of the sharded parameters.
+    """
+    sorted_: dict[tuple[Any, ...], list[Tensor]] = {}
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param.grad is not None:
+                state = states.fill(param, group, all_states[param])
+                placement = placements.get(param)
+                key = (
+                    *(index, param.device, param.dtype, param.grad.dtype),
+                    tuple((name, state[name].dtype) for name in _LISTS if name in state),
+                    None if placement is None else (placement.group,),
+                    placement is None and _may_move(param, group, state),
+                    _is_dense(param, state),
+                )
+                sorted_.setdefault(key, []).append(param)
+    batches = []
+    for key, params in sorted_.items():
+        batch = _make(param_groups[key[0]], key, params, all_states, placements)
+        if batch.params:  # an engine's flat tensor may be all padding
+            batches.append(batch)
+    return batches
+
+
+def _make(
+    group: dict[str, Any],
+    key: tuple[Any, ...],
+    params: Sequence[Tensor],
+    all_states: Mapping[Tensor, Any],
+    placements: Mapping[Tensor, Placement],
+) -> Batch:
+    _, device, dtype, gradient_dtype, state_dtypes, _, moves, dense = key
+    engine = engines.choose(
+        group,
+        device,
+        [dtype, gradient_dtype, *(of for _, of in state_dtypes)],
+        sum(sharding.local(param).numel() for param in params),
+        plain_adamw=not takes_mars(group),
+        dense=dense,
+    )
+    batch = Batch(group, engine, moves_gradients=moves)
+    for param in params:
+        batch.add(param, placements.get(param), all_states[param])
+    if group["maximize"]:
+        batch.scale = torch.full((), -1.0, device=device)
+    scales = [all_states[owner].get("last_grad_scale") for owner in batch.owners]
+    if any(scale is not None for scale in scales):
+        one = torch.ones((), device=device)
+        batch.last_scales = torch.stack([one if scale is None else scale for scale in scales])
+    return batch
+
+
+def _may_move(param: Tensor, group: dict[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether the gradient itself may become the last gradient: it owns its memory, and looks like it."""
+    grad, last = param.grad, state.get("last_grad")
+    if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:
+        return False
+    if sharding.is_dtensor(grad) or grad._is_view():
+        return False
+    owns = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    return owns and grad.dtype == last.dtype and grad.stride() == last.stride()
+
+
+def _is_dense(param: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether parameter and states fill their memory without gaps, in one order."""
+    order = _memory_order(sharding.local(param))
+    tensors = [param, *(state[name] for name in _LISTS if name in state)]
+    return all(sharding.local(tensor).permute(order).is_contiguous() for tensor in tensors)
+
+
+def _in_memory_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One-dimensional views of dense tensors of one shape; a gradient in another order than theirs is copied."""
+    order = _memory_order(tensors["params"])
+    return {name: tensor.permute(order).reshape(-1) for name, tensor in tensors.items()}
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])

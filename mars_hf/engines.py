@@ -1,32 +1,161 @@
-"""Which code does the arithmetic of a batch: the plain rules, or kernels that do the same faster."""
+"""Which code does the arithmetic of a batch: the plain rules, or kernels that do the same faster.
+
+| engine    | where | what it is                                      | taken by `fused=None`                  |
+| --------- | ----- | ----------------------------------------------- | -------------------------------------- |
+| triton    | GPU   | kernels/triton.py, two passes, any tensors      | wherever it runs                       |
+| compiled  | CPU   | kernels/compiled.py, two passes                 | from `COMPILED_FROM` elements a batch  |
+| adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
+| foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
+| for-loop  | all   | rules.py, one tensor after the other            | else                                   |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
 
 from mars_hf import rules
 
+# Compiling takes seconds, once: from this size on it is earned back within the first hundred steps.
+COMPILED_FROM = 8_000_000
 
-class Engine(NamedTuple):
-    """One way to run `sums` and `update` of a batch."""
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to run `rules.sums` and `rules.update`."""
 
     name: str
+    foreach: bool = False
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it takes one-dimensional contiguous tensors only."""
+        return False
 
     def sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
         """As `rules.sums`."""
-        return rules.sums(gradients, last_grads, foreach=self.name == "foreach", **settings)
+        return rules.sums(gradients, last_grads, foreach=self.foreach, **settings)
 
-    def update(self, *tensors: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`, with numbers as the optimizer has them."""
-        numbers = [step.item() for step in steps]
-        rules.update(*tensors, steps=numbers, lr=float(lr), foreach=self.name == "foreach", **settings)
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`, with step counts and learning rate as the optimizer has them."""
+        rules.update(*lists, steps=[step.item() for step in steps], lr=float(lr), foreach=self.foreach, **settings)
 
 
-def choose(group: dict[str, Any], device: torch.device) -> Engine:
-    """The engine for tensors of a group on one device."""
-    foreach = device.type != "cpu" if group["foreach"] is None else group["foreach"]
-    return Engine("foreach" if foreach else "for-loop")
+@dataclass(frozen=True)
+class KernelEngine(Engine):
+    """Kernels: they take numbers that change from step to step as tensors on the device."""
+
+    module: ModuleType = rules
+
+    @property
+    def is_flat(self) -> bool:
+        """They work through memory in its order."""
+        return True
+
+    def sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
+        """As `rules.sums`."""
+        return self.module.sums(gradients, last_grads, **settings)
+
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`."""
+        device = lists[0][0].device
+        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr])[0], **settings)
+
+
+@dataclass(frozen=True)
+class AdamWEngine(Engine):
+    """torch's fused AdamW, for parameters that take plain AdamW."""
+
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`, without last gradients and factors."""
+        params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
+        scale = settings["scale"]
+        torch_adamw(
+            params,
+            gradients if scale is None else list(torch._foreach_mul(gradients, scale.to(gradients[0].dtype))),
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            [step - 1 for step in steps],  # it counts itself
+            fused=True,
+            amsgrad=bool(max_exp_avg_sqs),
+            **{key: settings[key] for key in ("beta1", "beta2", "weight_decay", "eps")},
+            lr=lr,
+            maximize=False,
+        )
+
+
+def choose(
+    group: dict[str, Any],
+    device: torch.device,
+    dtypes: Collection[torch.dtype],
+    numel: int,
+    *,
+    plain_adamw: bool,
+    dense: bool,
+) -> Engine:
+    """The engine for a batch.
+
+    Args:
+        group: the parameter group, of which `foreach`, `fused` and `capturable` count.
+        device: of the tensors.
+        dtypes: of all tensors.
+        numel: elements of the parameters.
+        plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
+        dense: whether they fill their memory without gaps, as kernels need.
+
+    Raises:
+        RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
+    """
+    wanted = group["fused"]
+    if wanted is not False and group["foreach"] is None:
+        kernels = _kernels(device, dtypes, numel, always=wanted is True) if dense else None
+        if kernels is not None:
+            return kernels
+        if plain_adamw and device.type in ("cpu", "cuda") and len(set(dtypes)) == 1 and not group["capturable"]:
+            return AdamWEngine("adamw")
+    names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
+    if wanted and dense:
+        raise RuntimeError(
+            f"fused=True, and no kernels run on {device.type} for {names}: GPUs need Triton (pip install triton), CPUs "
+            "a C++ compiler; use fused=None"
+        )
+    if group["capturable"] and device.type != "cpu":
+        raise RuntimeError(
+            f"capturable=True needs the Triton kernels, which do not run on {device} for {names} (pip install triton; "
+            "leave foreach and fused at None)"
+        )
+    return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
+
+
+def _foreach(group: dict[str, Any], device: torch.device) -> bool:
+    return device.type != "cpu" if group["foreach"] is None else group["foreach"]
+
+
+def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, always: bool) -> Engine | None:
+    if device.type == "cpu" and (always or numel >= COMPILED_FROM):
+        from mars_hf.kernels import compiled
+
+        return KernelEngine("compiled", module=compiled) if compiled.supports(device, dtypes) else None
+    if device.type not in ("cpu", "meta"):
+        from mars_hf.kernels import triton
+
+        return KernelEngine("triton", module=triton) if triton.supports(device, dtypes) else None
+    return None
+
+
+def _on(device: torch.device, numbers: Sequence[float | Tensor]) -> Tensor:
+    """Numbers as a float32 tensor on a device, without waiting for it."""
+    if any(isinstance(number, Tensor) and number.device == device for number in numbers):
+        return torch.stack([torch.as_tensor(number, device=device, dtype=torch.float32) for number in numbers])
+    values = [float(number) for number in numbers]
+    if len(set(values)) == 1:
+        return torch.full((len(values),), values[0], dtype=torch.float32, device=device)
+    host = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

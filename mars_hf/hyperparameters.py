@@ -13,6 +13,8 @@ PLANNED_MARS_TYPES = ("mars-shampoo", "mars-m")
 ROLES = ("matrix", "vector")
 MATRIX_NDIMS = (">=2", "==2")
 SECOND_MOMENTS = ("corrected", "gradient")
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # lr_1d=None stands for this share of lr: the ratio of every published configuration (PAPER.md, 3.2).
 LR_1D_RATIO = 0.5
@@ -32,8 +34,15 @@ GROUP_KEYS = (
     "optimize_1d",
     "matrix_ndim",
     "second_moment",
+    "max_grad_norm",
+    "take_grad",
+    "last_grad_dtype",
+    "state_dtype",
+    "rounding",
     "maximize",
     "foreach",
+    "fused",
+    "capturable",
 )
 KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
 # Bookkeeping that torch, schedulers and trainers put into groups; it changes no arithmetic.
@@ -112,6 +121,16 @@ def _mars_type(name: str, value: Any) -> None:
     _one_of(MARS_TYPES)(name, value)
 
 
+def dtype_of(value: str | torch.dtype) -> torch.dtype:
+    """The dtype of a `last_grad_dtype` or `state_dtype`, which may be its name ("bfloat16", "torch.bfloat16")."""
+    return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
+
+
+def _optional_dtype(name: str, value: Any) -> None:
+    if value is not None and str(value).removeprefix("torch.") not in DTYPES:
+        raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, DTYPES))}, or None")
+
+
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "lr": _non_negative,
     "betas": _betas,
@@ -128,8 +147,15 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "weight_decay_1d": _non_negative,
     "matrix_ndim": _one_of(MATRIX_NDIMS),
     "second_moment": _one_of(SECOND_MOMENTS),
+    "max_grad_norm": _threshold,
+    "take_grad": _flag,
+    "last_grad_dtype": _optional_dtype,
+    "state_dtype": _optional_dtype,
+    "rounding": _one_of(ROUNDINGS),
     "maximize": _flag,
     "foreach": _optional_flag,
+    "fused": _optional_flag,
+    "capturable": _flag,
     "role": _one_of(ROLES),
 }
 
@@ -139,3 +165,7 @@ def check(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
+    if settings.get("foreach") and settings.get("fused"):
+        raise ValueError("foreach=True and fused=True contradict each other; give one of them")
+    if settings.get("capturable") and settings.get("rounding") == "stochastic":
+        raise ValueError("capturable=True and rounding='stochastic' cannot be had together; rounding='kahan' can")

@@ -29,7 +29,14 @@ class StepMetrics:
         self._sharded.setdefault(group, device)
 
     def add(
-        self, sums: Tensor, squares: Tensor, shares: Sequence[float], clip_threshold: float | None, group: Group = HERE
+        self,
+        sums: Tensor,
+        squares: Tensor,
+        shares: Sequence[float],
+        clip_threshold: float | None,
+        *,
+        has_last: bool,
+        group: Group = HERE,
     ) -> None:
         """Add pieces of parameters, whole ones included.
 
@@ -38,17 +45,19 @@ class StepMetrics:
             squares: squared norm of the whole c_t that each piece belongs to.
             shares: part of its parameter that each piece is.
             clip_threshold: as the rule takes it.
+            has_last: whether there are last gradients to compare with.
             group: process group that the other pieces are on; left out: there are none.
         """
         parts = torch.tensor(shares, dtype=sums.dtype).to(sums.device, non_blocking=True)
         clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
         gg, gl, ll, cc = sums.sum(dim=1).unbind()
-        self._accumulate(group, [parts.sum(), clipped.sum(), cc, gg, ll, gl], 0)
+        compared = parts.sum() * has_last
+        self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
 
     def add_update(self, update: Tensor, group: Group = HERE) -> None:
         """Add x_{t+1} - x_t of a piece."""
         square = torch.sum(update * update)
-        self._accumulate(group, [square, torch.full_like(square, update.numel())], 6)
+        self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
 
     def read(self) -> dict[str, float]:
         """The metrics as floats, the same on every rank; empty when no parameter took the MARS rule.
@@ -56,26 +65,30 @@ class StepMetrics:
         - `mars/clip_fraction`: share of the parameters whose c_t was longer than `clip_threshold`.
         - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t||, before clipping, over all of them together.
         - `mars/grad_cosine`: cosine of g_t and g_{t-1}; 0 at the first step, which has no g_{t-1}.
+
+          These two are left out where no last gradient is kept (see `Mars`, state).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
-        total = torch.zeros(8, dtype=torch.float64)
+        total = torch.zeros(9, dtype=torch.float64)
         for group, device in self._sharded.items():
-            sums = self._sums.pop((group, device), torch.zeros(8, device=device))
+            sums = self._sums.pop((group, device), torch.zeros(9, device=device))
             total += all_reduce(sums, group).cpu().double()
         for sums in self._sums.values():
             total += sums.cpu().double()
-        count, clipped, corrected, gradient, last, product, update, elements = total.tolist()
+        count, clipped, compared, corrected, gradient, last, product, update, elements = total.tolist()
         if not count:
             return {}
-        return {
+        found = {
             "mars/clip_fraction": clipped / count,
-            "mars/corrected_norm_ratio": (corrected / gradient) ** 0.5 if gradient > 0 else 0.0,
-            "mars/grad_cosine": product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0,
             "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
         }
+        if compared:
+            found["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient > 0 else 0.0
+            found["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0
+        return found
 
     def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
         device = values[0].device
         if (group, device) not in self._sums:
-            self._sums[group, device] = torch.zeros(8, device=device)
+            self._sums[group, device] = torch.zeros(9, device=device)
         self._sums[group, device][first : first + len(values)] += torch.stack([value.float() for value in values])

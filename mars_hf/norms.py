@@ -96,7 +96,8 @@ class Norms:
                 corrected = clipping.corrected_square(sums, batch.k, scale)
                 sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
             group = batch.process_group if batch.is_sharded else HERE
-            self._metrics.add(sums, square, batch.shares, threshold, group)
+            has_last = bool(batch.last_grads)
+            self._metrics.add(sums, square, batch.shares, threshold, has_last=has_last, group=group)
 
     def _total(self) -> Tensor:
         """Squared norm of all gradients together."""

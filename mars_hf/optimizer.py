@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import engines, hyperparameters, param_groups, sharding
-from mars_hf.batches import Batch
+from mars_hf import hyperparameters, param_groups, sharding, states
+from mars_hf.batches import Batch, gather
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+from mars_hf.param_groups import takes_mars
 
 
 class Mars(torch.optim.Optimizer):
@@ -60,9 +59,22 @@ class Mars(torch.optim.Optimizer):
         weight_decay_1d: decoupled decay of the vectors, >= 0; a group that states its own `weight_decay` keeps it.
         matrix_ndim: `">=2"` counts convolutions and expert stacks as matrices; `"==2"` is the official code's test.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
+        max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
+            in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
+            for all groups.
+        take_grad: True moves gradients into the state where that saves a copy, and sets `p.grad` to None: only for
+            those who own the loop. Views, sharded gradients and other dtypes than the state's are copied even then.
+        last_grad_dtype: of last_grad; a torch.dtype or its name; None for that of the other states.
+        state_dtype: of the states; None for float32, and float64 for float64 parameters.
+        rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
+            `"kahan"`, with what was lost kept in another bfloat16 state. Updates below half a unit in the last place,
+            which the first one loses, add up with the others.
         maximize: ascend instead of descend.
         foreach: True updates many tensors per kernel launch at the price of temporary copies, False one tensor after
-            the other; None is True on accelerators, False on CPU.
+            the other; None is True on accelerators, False on CPU, where no faster engine is chosen.
+        fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does;
+            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`).
+        capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
 
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
@@ -73,13 +85,18 @@ class Mars(torch.optim.Optimizer):
 
     State, per parameter, made at its first step:
         step: 0-d float32 on CPU, number of steps taken.
-        exp_avg: shape of the parameter; m_t.
+        exp_avg: shape of the parameter; m_t, or the average e_t of the gradients where no last gradient is needed.
         exp_avg_sq: the same; v_t (not for mars-lion's matrices).
         max_exp_avg_sq: the same; with `amsgrad`.
         last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
             from `update_last_grad()` to the end of `step()`.
         previous_grad: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
+        last_grad_scale: 0-d float32; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
         previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
+        compensation: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
+        Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
+        moment, so with `clip_threshold=None` mars-lion, and mars-adamw with `second_moment="gradient"`, keep no
+        last_grad.
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
 
@@ -94,6 +111,7 @@ class Mars(torch.optim.Optimizer):
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
     _layout: sharding.Layout | None = None
+    _grad_norm: Tensor | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -117,8 +135,15 @@ class Mars(torch.optim.Optimizer):
         weight_decay_1d: float = 0.0,
         matrix_ndim: str = ">=2",
         second_moment: str = "corrected",
+        max_grad_norm: float | None = None,
+        take_grad: bool = False,
+        last_grad_dtype: str | torch.dtype | None = None,
+        state_dtype: str | torch.dtype | None = None,
+        rounding: str = "nearest",
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
     ) -> None:
         """See the class."""
         defaults = {
@@ -137,8 +162,15 @@ class Mars(torch.optim.Optimizer):
             "weight_decay_1d": weight_decay_1d,
             "matrix_ndim": matrix_ndim,
             "second_moment": second_moment,
+            "max_grad_norm": max_grad_norm,
+            "take_grad": take_grad,
+            "last_grad_dtype": last_grad_dtype,
+            "state_dtype": state_dtype,
+            "rounding": rounding,
             "maximize": maximize,
             "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
         }
         hyperparameters.check(defaults)
         if not isinstance(params, Tensor):  # torch's own error for that is good
@@ -211,11 +243,11 @@ class Mars(torch.optim.Optimizer):
                     )
         super().load_state_dict(state_dict)
         saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for id_, param in zip(saved_ids, params, strict=True):
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        for id_, (param, group) in zip(saved_ids, params, strict=True):
             for key, value in state_dict["state"].get(id_, {}).items():
                 if isinstance(value, Tensor):
-                    device = value.device if key == "step" else param.device
+                    device = value.device if key == "step" and not group["capturable"] else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
 
     @torch.no_grad()
@@ -241,7 +273,7 @@ class Mars(torch.optim.Optimizer):
                 _check_gradient(param)
         if self.is_exact:
             self._require_stale_gradients()
-        batches = self._gather(placements)
+        batches = gather(self.param_groups, self.state, placements)
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
@@ -251,9 +283,39 @@ class Mars(torch.optim.Optimizer):
                     self.state[param]["step"] += 1
         for batch in batches:
             self._update(batch)
+            self._keep_gradients(batch)
         for param in self._exact_params():
             self.state[param].pop("last_grad", None)  # used up
         return loss
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Largest global norm of the gradients, one for all groups; may be set between steps.
+
+        Raises:
+            ValueError: groups state different ones.
+        """
+        found = {group["max_grad_norm"] for group in self.param_groups}
+        if len(found) > 1:
+            raise ValueError(f"max_grad_norm={found} in different groups: it is the norm of all gradients, give one")
+        return next(iter(found))
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        hyperparameters.check({"max_grad_norm": value})
+        for group in self.param_groups:
+            group["max_grad_norm"] = value
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Global norm of the gradients of the last step with `max_grad_norm`, before scaling; 0-d, NaN before any.
+
+        One tensor for the life of the optimizer: every such step writes into it.
+        """
+        if self._grad_norm is None:
+            device = sharding.local(self.param_groups[0]["params"][0]).device
+            self._grad_norm = torch.full((), float("nan"), device=device)
+        return self._grad_norm
 
     @property
     def is_exact(self) -> bool:
@@ -291,11 +353,12 @@ class Mars(torch.optim.Optimizer):
         Source: the official implementation's method of this name.
         """
         for group in self.param_groups:
-            for param in group["params"] if _takes_mars(group) and not group["is_approx"] else ():
+            for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
                 self.state[param].pop("previous_grad", None)
                 if param.grad is not None:
                     _check_gradient(param)
-                    kept = torch.zeros_like(param, dtype=self._state_dtype(param), memory_format=torch.preserve_format)
+                    dtype = states.last_grad_dtype(param, group, self.state[param])
+                    kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
                     sharding.local(kept).copy_(sharding.local(param.grad))
                     if group["maximize"]:
                         sharding.local(kept).neg_()
@@ -335,7 +398,7 @@ class Mars(torch.optim.Optimizer):
         return [
             param
             for group in self.param_groups
-            if _takes_mars(group) and not group["is_approx"]
+            if takes_mars(group) and not group["is_approx"]
             for param in group["params"]
         ]
 
@@ -371,56 +434,49 @@ class Mars(torch.optim.Optimizer):
                     kept.copy_(current)
 
     def _locate(self) -> dict[Tensor, sharding.Placement]:
-        """Where the pieces of the tensors that take the MARS rule belong; whole parameters are not in it."""
+        """Where the pieces of the tensors whose norms may be asked for belong; whole parameters are not in it."""
         if self._layout is None:  # unpickled
             self._layout = sharding.Layout(self.param_groups)
         found = {}
         slot = 0
         for group in self.param_groups:
             for param in group["params"]:
-                placement = self._layout.locate(param, slot) if _takes_mars(group) else None
-                if placement is not None:
-                    found[param] = placement
+                if takes_mars(group) or self.max_grad_norm is not None:
+                    placement = self._layout.locate(param, slot)
+                    if placement is not None:
+                        found[param] = placement
                 slot += 1
         return found
 
-    def _gather(self, placements: dict[Tensor, sharding.Placement]) -> list[Batch]:
-        """The tensors that have a gradient, sorted into batches."""
-        batches: dict[Any, Batch] = {}
-        for index, group in enumerate(self.param_groups):
-            mars = _takes_mars(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                placement = placements.get(param)
-                key = (
-                    *(index, param.device, param.dtype, param.grad.dtype, self._state_dtype(param)),
-                    None if placement is None else (placement.group,),
-                )
-                if key not in batches:
-                    scale = torch.full((), -1.0, device=param.device) if group["maximize"] else None
-                    batches[key] = Batch(group, engines.choose(group, param.device), mars, scale=scale)
-                batches[key].add(param, placement, self._state_of(param, group))
-        return [batch for batch in batches.values() if batch.params]  # on this rank, a tensor may be all padding
-
     def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
-        """Set the factors of the batches under the MARS rule that clip; nothing where nobody asks for norms."""
-        groups = [group for group in self.param_groups if _takes_mars(group) and self._wants_norms(group)]
-        asked = [batch for batch in batches if batch.mars and self._wants_norms(batch.group)]
+        """Set scale and factors of the batches; nothing where nobody asks for norms."""
+        max_grad_norm = self.max_grad_norm
+        asked = [batch for batch in batches if self._wants_norms(batch.group)]
+        norms = Norms(asked, max_grad_norm=max_grad_norm, metrics=self._metrics)
+        groups = [group for group in self.param_groups if self._wants_norms(group)]
         sharded = [param for group in groups for param in group["params"] if param in placements]
-        norms = Norms(asked, max_grad_norm=None, metrics=self._metrics)
         if sharded:
             assert self._layout is not None
+            if max_grad_norm is not None and not all(sharding.is_dtensor(param) for param in sharded):
+                raise RuntimeError(
+                    f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
+                    "in its JSON, and max_grad_norm=None"
+                )
+            vectors = max_grad_norm is not None or any(group["optimize_1d"] for group in groups)
             norms.reduce(
                 [placements[param] for param in sharded],
-                self._layout.slots(vectors=any(group["optimize_1d"] for group in groups)),
+                self._layout.slots(vectors=vectors),
                 sharding.local(sharded[0]).device,
                 verify=not self._layout.all_seen(sharded),
             )
-        norms.apply()
+        norm = norms.apply()
+        if norm is not None:
+            self.grad_norm.copy_(norm)
 
     def _wants_norms(self, group: dict[str, Any]) -> bool:
-        return group["clip_threshold"] is not None or self._metrics is not None
+        if group["max_grad_norm"] is not None:
+            return True
+        return takes_mars(group) and (group["clip_threshold"] is not None or self._metrics is not None)
 
     def _update(self, batch: Batch) -> None:
         """Update a batch; piece by piece where updates are measured, so that one copy of a piece is all it takes."""
@@ -433,27 +489,15 @@ class Mars(torch.optim.Optimizer):
             change = piece.params[0].to(piece.exp_avgs[0].dtype) - before.to(piece.exp_avgs[0].dtype)
             self._metrics.add_update(change, batch.process_group if batch.is_sharded else HERE)
 
-    def _state_dtype(self, param: Tensor) -> torch.dtype:
-        """The dtype of a parameter's state: the one it was loaded with, or at least float32."""
-        if "exp_avg" in self.state[param]:
-            return self.state[param]["exp_avg"].dtype
-        return torch.float32 if param.dtype in _LOW_PRECISION else param.dtype
-
-    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with whatever its rule needs and it does not have yet."""
-        dtype = self._state_dtype(param)
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        needed = ["exp_avg"]
-        if not (_takes_mars(group) and group["mars_type"] == "mars-lion"):
-            needed += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-        if _takes_mars(group):
-            needed.append("last_grad")
-        for key in needed:
-            if key not in state:
-                state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        return state
+    def _keep_gradients(self, batch: Batch) -> None:
+        """After an update: gradients that may be moved become last gradients, with the scale they still need."""
+        for owner in batch.owners if batch.last_grads and batch.group["is_approx"] else ():
+            state = self.state[owner]
+            state.pop("last_grad_scale", None)
+            if batch.moves_gradients:
+                state["last_grad"], owner.grad = owner.grad, None
+                if batch.scale is not None:
+                    state["last_grad_scale"] = batch.scale.float()
 
 
 # Every hyperparameter of Mars and its default, as its constructor has them.
@@ -492,11 +536,6 @@ def create(
     if patterns:
         raise ValueError(f"no_decay={patterns!r} matches names, which plain parameters do not have; pass the model")
     return Mars(model_or_params, **hyperparameters_)
-
-
-def _takes_mars(group: dict[str, Any]) -> bool:
-    """Whether the parameters of a group take the MARS rule; plain AdamW otherwise."""
-    return group["role"] == "matrix" or group["optimize_1d"]
 
 
 def _check_gradient(param: Tensor) -> None:

@@ -37,6 +37,11 @@ def role_of(param: Tensor, matrix_ndim: str) -> str:
     return "matrix" if (ndim == 2 if matrix_ndim == "==2" else ndim >= 2) else "vector"
 
 
+def takes_mars(group: Mapping[str, Any]) -> bool:
+    """Whether the parameters of an optimizer's group take the MARS rule; plain AdamW otherwise."""
+    return bool(group["role"] == "matrix" or group["optimize_1d"])
+
+
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split one parameter group into its matrices and its vectors, in this order, each in the order given.
 
@@ -166,7 +171,7 @@ def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
     """A table of parameter groups: role, rule, tensors, elements, learning rate, betas, decay."""
     rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
     for group in param_groups:
-        mars = group["role"] == "matrix" or group["optimize_1d"]
+        mars = takes_mars(group)
         rows.append(
             (
                 group["role"],

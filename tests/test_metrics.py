@@ -36,10 +36,12 @@ def test_metrics_of_a_step(mars_type, clip_threshold, foreach):
         cosine = torch.nn.functional.cosine_similarity(flat(g[mars]), flat(last[mars]), dim=0).item()
         metrics = optimizer.pop_metrics()
         assert metrics["mars/clip_fraction"] == len(clipped) / 2
-        assert metrics["mars/corrected_norm_ratio"] == pytest.approx(
-            (flat(c[mars]).norm() / flat(g[mars]).norm()).item()
-        )
-        assert metrics["mars/grad_cosine"] == pytest.approx(cosine, abs=1e-6)
+        if mars_type == "mars-lion" and clip_threshold is None:  # which keeps no last gradient
+            assert set(metrics) == {"mars/clip_fraction", "mars/update_rms"}
+        else:
+            ratio = (flat(c[mars]).norm() / flat(g[mars]).norm()).item()
+            assert metrics["mars/corrected_norm_ratio"] == pytest.approx(ratio)
+            assert metrics["mars/grad_cosine"] == pytest.approx(cosine, abs=1e-6)
         assert metrics["mars/update_rms"] == pytest.approx(update.square().mean().sqrt().item())
         last = g
 

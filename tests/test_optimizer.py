@@ -158,8 +158,12 @@ OPTIONS = {
     "matrix_ndim": "==2",
     "second_moment": "gradient",
     "maximize": True,
+    "max_grad_norm": 0.1,
+    "last_grad_dtype": "bfloat16",
+    "state_dtype": torch.bfloat16,
 }
-NOT_ARITHMETIC = {"self", "params", "foreach", "is_approx"}
+# Each has tests of its own.
+NOT_ARITHMETIC = {"self", "params", "foreach", "fused", "capturable", "is_approx", "take_grad", "rounding"}
 
 
 def test_the_list_of_options_is_complete():
@@ -346,7 +350,7 @@ def test_low_precision_parameters_are_updated_in_float32_and_rounded_once(dtype,
         optimizer.step()
         # The same step from the same states on float32 copies, which have nothing to round.
         wide = [nn.Parameter(x.float()) for x in before]
-        twin = Mars(wide, lr=0.05)
+        twin = Mars(wide, lr=0.05, fused=False)
         for param, x, state in zip(params, wide, states, strict=True):
             twin.state[x] = state
             x.grad = param.grad.float()

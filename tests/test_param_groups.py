@@ -64,6 +64,7 @@ def test_every_group_holds_every_setting():
         assert set(group) == {
             *("params", "role", "lr", "betas", "eps", "weight_decay", "gamma", "mars_type", "is_approx"),
             *("clip_threshold", "amsgrad", "optimize_1d", "matrix_ndim", "second_moment", "maximize", "foreach"),
+            *("max_grad_norm", "take_grad", "last_grad_dtype", "state_dtype", "rounding", "fused", "capturable"),
         }
 
 
