@@ -57,19 +57,19 @@ def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | 
     """
     dtype = _arithmetic_dtype([*gradients, *last_gradients])
     number = torch.ones((), dtype=dtype) if scale is None else scale.to(dtype)
-    found = [torch.zeros(3, 0, dtype=torch.float64)]
-    for i, gradient in enumerate(gradients):
-        tensors = (gradient, last_gradients[i] if last_gradients else None)
+    found = torch.zeros(len(gradients), 3, dtype=torch.float64)
+    for gradient, last, row in zip(gradients, last_gradients or [None] * len(gradients), found.unbind(), strict=True):
         whole = gradient.numel() // ROW * ROW
         if whole == ROW:  # torch.compile would make a kernel of its own for one row
             whole = 0
-        rest = (t if t is None else t[whole:].view(1, -1) for t in tensors)
-        total = _sum_rows(number, *rest) if whole < gradient.numel() else torch.zeros(3, dtype=torch.float64)
         if whole:
-            kernel = _sums_kernel(dtype, *(t if t is None else t.dtype for t in tensors))
-            total += kernel(number, *(t if t is None else t[:whole].view(-1, ROW) for t in tensors))
-        found.append(total.unsqueeze(1))
-    return torch.cat(found, 1).to(dtype)
+            kernel = _sums_kernel(dtype, gradient.dtype, None if last is None else last.dtype)
+            rows = (t if t is None else t[:whole].view(-1, ROW) for t in (gradient, last))
+            row += torch.stack(kernel(number, *rows)).sum(1, dtype=torch.float64)
+        if whole < gradient.numel():
+            rest = (t if t is None else t[whole:].view(1, -1) for t in (gradient, last))
+            row += torch.stack(_sum_rows(number, *rest)).squeeze(1)
+    return found.T.to(dtype)
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def update(
         1 - beta2,
         1 - rate * weight_decay,
         rate / (1 - beta1**t) if rule == "adamw" else rate,
-        (1 - beta2**t).sqrt(),
+        (1 - beta2**t).rsqrt(),
         eps,
     ]
     numbers = torch.stack([torch.as_tensor(c, dtype=torch.float64).expand_as(t) for c in columns], 1).to(dtype)
@@ -145,15 +145,14 @@ def update(
         kernel(*flags, row, *tensors)
 
 
-def _sum_rows(scale: Tensor, gradient: Tensor, last: Tensor | None) -> Tensor:
-    """Sums of g*g, g*last and last*last over two matrices, row by row first; the last two are 0 without `last`."""
+def _sum_rows(scale: Tensor, gradient: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of g*g, g*last and last*last over the rows of two matrices; without `last` the last two are 0."""
     g = gradient.to(scale.dtype) * scale
-    rows = [(g * g).sum(1)]
-    if last is not None:
-        last = last.to(scale.dtype)
-        rows += [(g * last).sum(1), (last * last).sum(1)]
-    totals = [row.sum(dtype=torch.float64) for row in rows]
-    return torch.stack(totals + [torch.zeros_like(totals[0])] * (3 - len(totals)))
+    squares = (g * g).sum(1)
+    if last is None:
+        return squares, torch.zeros_like(squares), torch.zeros_like(squares)
+    last = last.to(scale.dtype)
+    return squares, (g * last).sum(1), (last * last).sum(1)
 
 
 def _update_one(
@@ -191,7 +190,7 @@ def _update_one(
     if max_exp_avg_sq is not None:
         second = torch.maximum(max_exp_avg_sq.to(dtype), second)
         max_exp_avg_sq.copy_(second)
-    param.copy_(decayed - numbers[8] * first / (second.sqrt() / numbers[9] + numbers[10]))
+    param.copy_(decayed - numbers[8] * first / (second.sqrt() * numbers[9] + numbers[10]))
 
 
 @functools.cache
@@ -229,7 +228,7 @@ def _compile(body: Callable[..., Any], *example: object) -> Callable[..., Any]:
             try:
                 return compiled(*args)
             except Exception as error:  # from the compilation, so that nothing has been changed yet
-                _fail(f"torch.compile failed on {body.__name__}: {type(error).__name__}: {error}")
+                _fail(f"torch.compile failed on {body.__name__}: {type(error).__name__}: {error!s:.400}")
         return body(*args)
 
     kernel(*example)
@@ -244,8 +243,9 @@ def _compiler_found() -> bool:
 
         get_cpp_compiler()
     except Exception as error:
-        _fail(f"no C++ compiler for torch.compile: {type(error).__name__}: {error}")
-    return not _failures
+        _fail(f"no C++ compiler for torch.compile: {type(error).__name__}: {error!s:.400}")
+        return False
+    return True
 
 
 def _fail(reason: str) -> None:
