@@ -36,12 +36,13 @@ def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
         dtypes: theirs.
 
     Returns:
-        False for a device other than the CPU, for dtypes that are not floating point, where there is no C++ compiler,
-        and once a compilation has failed; the last two are logged, once, with the reason.
+        False for a device other than the CPU and for dtypes other than `DTYPES`; where torch.compile is turned off or
+        finds no C++ compiler, and once a compilation has failed: this is logged, once, with the reason.
     """
-    return device.type == "cpu" and all(dtype in DTYPES for dtype in dtypes) and _compiler_found() and not _failures
+    return device.type == "cpu" and all(dtype in DTYPES for dtype in dtypes) and not _failures and _can_compile()
 
 
+@torch.compiler.disable  # a compiled caller must not take the kernels apart
 @torch.no_grad()
 def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
     """Sums of g*g, g*last and last*last over each tensor, with g = scale * gradient.
@@ -58,20 +59,19 @@ def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | 
     dtype = _arithmetic_dtype([*gradients, *last_gradients])
     number = torch.ones((), dtype=dtype) if scale is None else scale.to(dtype)
     found = torch.zeros(len(gradients), 3, dtype=torch.float64)
-    for gradient, last, row in zip(gradients, last_gradients or [None] * len(gradients), found.unbind(), strict=True):
-        whole = gradient.numel() // ROW * ROW
-        if whole == ROW:  # torch.compile would make a kernel of its own for one row
-            whole = 0
+    for i, row in enumerate(found.unbind()):
+        pair = [entries[i] for entries in (gradients, last_gradients) if entries]
+        size = pair[0].numel()
+        whole = size // ROW * ROW if size >= 2 * ROW else 0  # torch.compile would make a kernel of its own for one row
         if whole:
-            kernel = _sums_kernel(dtype, gradient.dtype, None if last is None else last.dtype)
-            rows = (t if t is None else t[:whole].view(-1, ROW) for t in (gradient, last))
-            row += torch.stack(kernel(number, *rows)).sum(1, dtype=torch.float64)
-        if whole < gradient.numel():
-            rest = (t if t is None else t[whole:].view(1, -1) for t in (gradient, last))
-            row += torch.stack(_sum_rows(number, *rest)).squeeze(1)
+            kernel = _sums_kernel(dtype, *(t.dtype for t in pair))
+            row += torch.stack(kernel(number, *(t[:whole].view(-1, ROW) for t in pair))).sum(1, dtype=torch.float64)
+        if whole < size:
+            row += torch.stack(_sum_rows(number, *(t[whole:].view(1, -1) for t in pair))).squeeze(1)
     return found.T.to(dtype)
 
 
+@torch.compiler.disable  # a compiled caller must not take the kernels apart
 @torch.no_grad()
 def update(
     params: list[Tensor],
@@ -139,13 +139,13 @@ def update(
     flags = (rule == "lion", blend != 0.0, second_moment_of == "gradient")
     for i, row in enumerate(numbers.unbind()):
         tensors = [entries[i].detach() if entries else None for entries in lists]
-        kernel = _update_one
+        kernel: Callable[..., None] = _update_one
         if params[i].numel() > 1:  # torch.compile would make kernels of their own for sizes 0 and 1
             kernel = _update_kernel(flags, dtype, *(t if t is None else t.dtype for t in tensors))
         kernel(*flags, row, *tensors)
 
 
-def _sum_rows(scale: Tensor, gradient: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_rows(scale: Tensor, gradient: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of g*g, g*last and last*last over the rows of two matrices; without `last` the last two are 0."""
     g = gradient.to(scale.dtype) * scale
     squares = (g * g).sum(1)
@@ -194,8 +194,8 @@ def _update_one(
 
 
 @functools.cache
-def _sums_kernel(dtype: torch.dtype, *dtypes: torch.dtype | None) -> Callable[..., Any]:
-    """`_sum_rows` for tensors of these dtypes (None: no such tensor)."""
+def _sums_kernel(dtype: torch.dtype, *dtypes: torch.dtype) -> Callable[..., Any]:
+    """`_sum_rows` for tensors of these dtypes."""
     return _compile(_sum_rows, torch.ones((), dtype=dtype), *(_example(entry, (EXAMPLE_ROWS, ROW)) for entry in dtypes))
 
 
@@ -219,7 +219,7 @@ def _example(dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor | None
 def _compile(body: Callable[..., Any], *example: object) -> Callable[..., Any]:
     """Compile `body` for arguments like `example`; where that fails, what is returned runs `body` itself."""
     # torch.compile keeps its results, few of them, with the code object: give every kernel one of its own.
-    own = types.FunctionType(body.__code__.replace(), body.__globals__, body.__name__)
+    own = types.FunctionType(body.__code__.replace(), body.__globals__, body.__name__, body.__defaults__)
     # dynamic_threads: torch.set_num_threads holds, and the size of the example does not decide on threads.
     compiled = torch.compile(own, fullgraph=True, options={"cpp.dynamic_threads": True})
 
@@ -236,16 +236,19 @@ def _compile(body: Callable[..., Any], *example: object) -> Callable[..., Any]:
 
 
 @functools.cache
-def _compiler_found() -> bool:
-    """Whether Inductor finds a C++ compiler."""
+def _can_compile() -> bool:
+    """Whether torch.compile is on and finds a C++ compiler."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
+        on = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")(torch.zeros(()))
     except Exception as error:
-        _fail(f"no C++ compiler for torch.compile: {type(error).__name__}: {error!s:.400}")
+        _fail(f"torch.compile cannot be used: {type(error).__name__}: {error!s:.400}")
         return False
-    return True
+    if not on:
+        _fail("torch.compile is turned off")
+    return bool(on)
 
 
 def _fail(reason: str) -> None:

@@ -34,7 +34,7 @@ def fresh(monkeypatch):
     """No kernel compiled yet and no failure seen, before and after."""
 
     def forget():
-        for function in (compiled._update_kernel, compiled._sums_kernel, compiled._compiler_found):
+        for function in (compiled._update_kernel, compiled._sums_kernel, compiled._can_compile):
             function.cache_clear()
 
     forget()
@@ -216,6 +216,11 @@ def test_views_of_flat_buffers_at_odd_offsets(offset):
         assert (flat[name][:offset] == 7.0).all() and (flat[name][-offset:] == 7.0).all()
 
 
+def test_empty_lists():
+    compiled.update([], [], [], [], [], [], **settings(0))
+    assert compiled.sums([], [], None).shape == (3, 0)
+
+
 def test_parameters_of_a_model():
     made = tensors((10_000, 3))
     params = [torch.nn.Parameter(x.clone()) for x in made["p"]]
@@ -260,7 +265,6 @@ def test_sums_without_last_gradients():
     wanted = torch.stack([(0.25 * g.double() ** 2).sum() for g in made["g"]]).float()
     torch.testing.assert_close(total[0], wanted, rtol=1e-6, atol=0)
     assert not total[1:].any()
-    assert compiled.sums([], [], None).shape == (3, 0)
 
 
 def test_sums_of_nan_and_inf():
@@ -343,6 +347,22 @@ def test_no_compiler_is_told_once(fresh, monkeypatch, caplog):
         assert not compiled.supports(CPU, [torch.float32])
         assert not compiled.supports(CPU, [torch.float32])
     assert len(caplog.records) == 1 and "no g++" in caplog.text
+
+
+def test_torch_compile_turned_off_is_told_once(fresh, caplog):
+    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING):
+        assert not compiled.supports(CPU, [torch.float32])
+        assert not compiled.supports(CPU, [torch.float32])
+    assert len(caplog.records) == 1 and "turned off" in caplog.text
+
+
+def test_a_compiled_caller_takes_the_same_kernels():
+    made, other = tensors(), tensors()
+    run(made, ADAMW, settings(len(SIZES)))
+    torch._dynamo.utils.counters.clear()
+    torch.compile(run)(other, ADAMW, settings(len(SIZES)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(made["p"], other["p"], strict=True))
 
 
 def test_supports():
