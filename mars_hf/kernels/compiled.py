@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -44,30 +44,30 @@ def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
 
 @torch.compiler.disable  # a compiled caller must not take the kernels apart
 @torch.no_grad()
-def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
-    """Sums of g*g, g*last and last*last over each tensor, with g = scale * gradient.
+def sums(
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    *,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    k: float = 0.0,
+) -> Tensor:
+    """As `rules.sums`, for one-dimensional contiguous tensors.
 
-    Args:
-        gradients: g_t, one-dimensional and contiguous; not modified.
-        last_gradients: g_{t-1}, of the same sizes, or an empty list: then only the first sum is not zero.
-        scale: 0-d tensor, or None for 1.
-
-    Returns:
-        Tensor of shape (3, len(gradients)), float64 if any tensor is, else float32. Rows of 4096 elements are summed in
-        that dtype and added up in float64.
+    Rows of 4096 elements are summed in the dtype of the arithmetic and added up in float64.
     """
-    dtype = _arithmetic_dtype([*gradients, *last_gradients])
-    number = torch.ones((), dtype=dtype) if scale is None else scale.to(dtype)
-    found = torch.zeros(len(gradients), 3, dtype=torch.float64)
+    dtype = _arithmetic_dtype([*gradients, *last_grads])
+    numbers = _columns([scale, last_scales, k], len(gradients), dtype)
+    found = torch.zeros(len(gradients), 4, dtype=torch.float64)
     for i, row in enumerate(found.unbind()):
-        pair = [entries[i] for entries in (gradients, last_gradients) if entries]
+        pair = [entries[i] for entries in (gradients, last_grads) if entries]
         size = pair[0].numel()
         whole = size // ROW * ROW if size >= 2 * ROW else 0  # torch.compile would make a kernel of its own for one row
         if whole:
             kernel = _sums_kernel(dtype, *(t.dtype for t in pair))
-            row += torch.stack(kernel(number, *(t[:whole].view(-1, ROW) for t in pair))).sum(1, dtype=torch.float64)
+            row += torch.stack(kernel(numbers[i], *(t[:whole].view(-1, ROW) for t in pair))).sum(1, dtype=torch.float64)
         if whole < size:
-            row += torch.stack(_sum_rows(number, *(t[whole:].view(1, -1) for t in pair))).squeeze(1)
+            row += torch.stack(_sum_rows(numbers[i], *(t[whole:].view(1, -1) for t in pair))).squeeze(1)
     return found.T.to(dtype)
 
 
@@ -84,48 +84,27 @@ def update(
     rule: str,
     steps: Tensor,
     lr: Tensor,
-    scale: Tensor | None,
-    factors: Tensor | None,
-    k: float,
-    blend: float,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    factors: Tensor | None = None,
+    k: float = 0.0,
+    blend: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    second_moment_of: str,
+    second_moment: str = "corrected",
+    keep_last: bool = True,
 ) -> None:
-    """One step of MARS-AdamW or MARS-Lion, in place.
-
-    All tensors are one-dimensional and contiguous; lists have one entry a parameter or are empty. Arithmetic is in
-    float32, in float64 if any tensor is; results are rounded once, when they are stored.
-
-    Args:
-        params: x_t; modified.
-        gradients: before `scale`; not modified.
-        exp_avgs: m; modified.
-        exp_avg_sqs: v; modified; empty for `"lion"`.
-        max_exp_avg_sqs: running maxima of v (AMSGrad); modified; an empty list turns AMSGrad off.
-        last_grads: g_{t-1}, replaced by the scaled g_t; an empty list leaves the gradient uncorrected.
-        rule: `"adamw"` or `"lion"`.
-        steps: t of each parameter, from 1.
-        lr: step size, 0-d.
-        scale: what every gradient is multiplied with first, 0-d; None for 1.
-        factors: what each corrected gradient is multiplied with (clipping), one a parameter; None for 1.
-        k: weight of the correction, gamma beta1 / (1 - beta1).
-        blend: weight of c_t in the first moment the parameter takes, m + blend (c_t - m); the moment stored is m.
-        beta1: decay rate of m.
-        beta2: decay rate of v.
-        eps: added to the bias-corrected root of v.
-        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        second_moment_of: `"corrected"` averages c_t^2, `"gradient"` g_t^2.
-    """
+    """As `rules.update`, for one-dimensional contiguous tensors; steps and lr are tensors."""
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     dtype = _arithmetic_dtype([t for entries in lists for t in entries])
     t, rate = steps.double(), lr.double()
     columns = [
-        1.0 if scale is None else scale.double(),
+        scale,
+        last_scales,
         k,
-        1.0 if factors is None else factors.double(),
+        factors,
         1 - beta1,
         blend,
         beta2,
@@ -135,9 +114,9 @@ def update(
         (1 - beta2**t).rsqrt(),
         eps,
     ]
-    numbers = torch.stack([torch.as_tensor(c, dtype=torch.float64).expand_as(t) for c in columns], 1).to(dtype)
-    flags = (rule == "lion", blend != 0.0, second_moment_of == "gradient")
-    for i, row in enumerate(numbers.unbind()):
+    numbers = _columns(columns, len(params), dtype)
+    flags = (rule == "lion", blend != 0.0, second_moment == "gradient", keep_last)
+    for i, row in enumerate(numbers):
         tensors = [entries[i].detach() if entries else None for entries in lists]
         kernel: Callable[..., None] = _update_one
         if params[i].numel() > 1:  # torch.compile would make kernels of their own for sizes 0 and 1
@@ -145,20 +124,35 @@ def update(
         kernel(*flags, row, *tensors)
 
 
-def _sum_rows(scale: Tensor, gradient: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of g*g, g*last and last*last over the rows of two matrices; without `last` the last two are 0."""
-    g = gradient.to(scale.dtype) * scale
+def _columns(numbers: Sequence[Tensor | float | None], count: int, dtype: torch.dtype) -> list[Tensor]:
+    """One tensor of numbers for each of `count` tensors; None is 1."""
+    values = [torch.as_tensor(1.0 if number is None else number, dtype=torch.float64) for number in numbers]
+    return list(torch.stack([value.expand(count) for value in values], 1).to(dtype).unbind())
+
+
+def _corrected(gradient: Tensor, last_grad: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """g, last and c; `numbers` begins with scale, last scale and k."""
+    g = gradient.to(numbers.dtype) * numbers[0]
+    if last_grad is None:
+        return g, None, g
+    last = last_grad.to(numbers.dtype) * numbers[1]
+    return g, last, (g - last) * numbers[2] + g
+
+
+def _sum_rows(numbers: Tensor, gradient: Tensor, last_grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The four sums over the rows of two matrices."""
+    g, last, c = _corrected(gradient, last_grad, numbers)
     squares = (g * g).sum(1)
     if last is None:
-        return squares, torch.zeros_like(squares), torch.zeros_like(squares)
-    last = last.to(scale.dtype)
-    return squares, (g * last).sum(1), (last * last).sum(1)
+        return squares, torch.zeros_like(squares), torch.zeros_like(squares), squares
+    return squares, (g * last).sum(1), (last * last).sum(1), (c * c).sum(1)
 
 
 def _update_one(
     lion: bool,
     blended: bool,
     square_gradient: bool,
+    keep_last: bool,
     numbers: Tensor,
     param: Tensor,
     gradient: Tensor,
@@ -169,42 +163,38 @@ def _update_one(
 ) -> None:
     """The step of one parameter; `numbers` has the columns of `update` and the dtype of the arithmetic."""
     dtype = numbers.dtype
-    g = gradient.to(dtype) * numbers[0]
-    c = g
-    if last_grad is not None:
-        c = (g - last_grad.to(dtype)) * numbers[1] + g
+    g, _, c = _corrected(gradient, last_grad, numbers)
+    if last_grad is not None and keep_last:
         last_grad.copy_(g)
-    c = c * numbers[2]
+    c = c * numbers[3]
     old = exp_avg.to(dtype)
-    average = old + numbers[3] * (c - old)
+    average = old + numbers[4] * (c - old)
     exp_avg.copy_(average)
-    first = average + numbers[4] * (c - average) if blended else average
-    decayed = param.to(dtype) * numbers[7]
+    first = average + numbers[5] * (c - average) if blended else average
+    decayed = param.to(dtype) * numbers[8]
     if lion:
-        param.copy_(decayed - numbers[8] * first.sign())
+        param.copy_(decayed - numbers[9] * first.sign())
         return
     assert exp_avg_sq is not None
     squared = g if square_gradient else c
-    second = exp_avg_sq.to(dtype) * numbers[5] + numbers[6] * squared * squared
+    second = exp_avg_sq.to(dtype) * numbers[6] + numbers[7] * squared * squared
     exp_avg_sq.copy_(second)
     if max_exp_avg_sq is not None:
         second = torch.maximum(max_exp_avg_sq.to(dtype), second)
         max_exp_avg_sq.copy_(second)
-    param.copy_(decayed - numbers[8] * first / (second.sqrt() * numbers[9] + numbers[10]))
+    param.copy_(decayed - numbers[9] * first / (second.sqrt() * numbers[10] + numbers[11]))
 
 
 @functools.cache
 def _sums_kernel(dtype: torch.dtype, *dtypes: torch.dtype) -> Callable[..., Any]:
     """`_sum_rows` for tensors of these dtypes."""
-    return _compile(_sum_rows, torch.ones((), dtype=dtype), *(_example(entry, (EXAMPLE_ROWS, ROW)) for entry in dtypes))
+    return _compile(_sum_rows, torch.ones(3, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS, ROW)) for entry in dtypes))
 
 
 @functools.cache
-def _update_kernel(
-    flags: tuple[bool, bool, bool], dtype: torch.dtype, *dtypes: torch.dtype | None
-) -> Callable[..., Any]:
+def _update_kernel(flags: tuple[bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None) -> Callable[..., Any]:
     """`_update_one` for these flags and tensors of these dtypes (None: no such tensor)."""
-    return _compile(_update_one, *flags, torch.ones(11, dtype=dtype), *(_example(entry, (ROW,)) for entry in dtypes))
+    return _compile(_update_one, *flags, torch.ones(12, dtype=dtype), *(_example(entry, (ROW,)) for entry in dtypes))
 
 
 def _example(dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor | None:
