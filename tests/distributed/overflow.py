@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,5 +180,4 @@ def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
 
 
 if __name__ == "__main__":
-    os.environ["DS_ACCELERATOR"] = "cpu"
     main(run)

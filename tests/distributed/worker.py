@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import importlib
 import os
 import threading
 import traceback
@@ -76,5 +77,6 @@ def import_deepspeed() -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # Not deepspeed.comm.torch, which is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     return deepspeed
