@@ -225,7 +225,11 @@ def _in_dtensor(tensor: Any, slot: int) -> Placement | None:
     sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
     known = all(type(placement).__name__ in ("Shard", "Replicate") for placement in placements)
     if "tp" in names or len(sharded) > 1 or not known:
-        kind = "tensor parallelism" if "tp" in names else "more than one sharded mesh dimension"
+        kind = "a placement other than Shard and Replicate"
+        if "tp" in names:
+            kind = "tensor parallelism"
+        elif sum(not placement.is_replicate() for placement in placements) > 1:
+            kind = "more than one sharded mesh dimension"
         raise RuntimeError(
             f"a DTensor of shape {tuple(tensor.shape)} placed as {placements} on mesh {names or tuple(mesh.shape)}: "
             f"{kind} is not supported; supported is FSDP2 over one mesh dimension, with or without replication over "

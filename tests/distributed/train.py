@@ -1,25 +1,23 @@
 """Trains the workload under the engines named on the command line and writes the weights each of them ends with.
 
-    torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms] ...
+    torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms|/metrics|/hang] ...
 
 One launch does many runs, since starting processes takes longer than training. Each run leaves OUTPUT/<run>.safetensors
-(full fp32 weights, first moments and last gradients) and OUTPUT/<run>.json (the collectives of every `Mars.step`). The
-first that fails leaves OUTPUT/<run>.error<rank> and ends the launch. `local_norms` turns the sums over ranks inside
-`Mars.step` off: a wrong MARS, to see that the comparison would notice.
+(full fp32 weights, first moments and last gradients) and OUTPUT/<run>.json (the collectives of every `Mars.step`).
+
+`local_norms` turns the sums over ranks inside `Mars.step` off: a wrong MARS, to see that the comparison would notice.
+`metrics` also notes the metrics of every step. `hang` leaves one rank asleep.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import gc
 import json
 import os
 import tempfile
-import traceback
+import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker import import_deepspeed, main
 from workload import (
     ACCUMULATION,
     CASES,
@@ -70,9 +69,12 @@ class CountCollectives(TorchDispatchMode):
 class Watched:
     """What happened in every call of an optimizer's `step()`."""
 
-    def __init__(self, mars: mars_hf.Mars, *, local_norms: bool = False) -> None:
+    def __init__(self, mars: mars_hf.Mars, flags: set[str]) -> None:
         """Replace `mars.step` by one that takes notes."""
         self.calls: list[dict[str, Any]] = []
+        self.metrics: list[dict[str, float]] = []
+        self._mars = mars
+        mars.collect_metrics("metrics" in flags)
         self.normed = sum(len(group["params"]) for group in mars.param_groups if takes_mars(group))
         step, all_reduce = mars.step, dist.all_reduce
 
@@ -86,13 +88,20 @@ class Watched:
         def watched(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer meanwhile.
             mars_rule = any(takes_mars(group) and group["params"] for group in mars.param_groups)
-            damage = mock.patch.object(dist, "all_reduce", forgetful) if local_norms else contextlib.nullcontext()
-            with CountCollectives() as count, damage:
+            damage = mock.patch.object(dist, "all_reduce", forgetful)
+            with CountCollectives() as count, damage if "local_norms" in flags else contextlib.nullcontext():
                 result = step(*args, **kwargs)
             self.calls.append({"mars_rule": mars_rule, "collectives": count.numels})
             return result
 
         mars.step = watched  # type: ignore[method-assign]
+
+    def end_step(self) -> None:
+        """Read the metrics; an engine may have called `step()` several times for them."""
+        self.metrics.append(self._mars.pop_metrics())
+
+    def notes(self) -> dict[str, Any]:
+        return {"calls": self.calls, "normed": self.normed, "metrics": self.metrics}
 
 
 def takes_mars(group: dict[str, Any]) -> bool:
@@ -129,7 +138,7 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
 # --- torch: one process, DDP, FSDP2 ------------------------------------------------------------------------------
 
 
-def train_torch(engine: str, case: Case, notes: dict[str, Any], local_norms: bool) -> Results:
+def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
     """The loop anybody would write. `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_model(case)
@@ -141,7 +150,7 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], local_norms: boo
     elif engine in ("fsdp2", "hsdp"):
         shard(model, (world,) if engine == "fsdp2" else (2, world // 2))
     mars = mars_hf.create(model, **case.hyperparameters())
-    watched = Watched(mars, local_norms=local_norms)
+    watched = Watched(mars, flags)
     names = {param: name for name, param in model.named_parameters()}
     norms = []
     tokens = Tokens()
@@ -162,11 +171,12 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], local_norms: boo
             norms.append(corrected_norms(mars, names))
         mars.step()
         mars.zero_grad()
-    notes |= {"calls": watched.calls, "normed": watched.normed, "corrected_norms": norms}
+        watched.end_step()
+    notes |= {**watched.notes(), "corrected_norms": norms}
     return plain_results(model, mars)
 
 
-def shard(model: TinyGPT2, mesh_shape: tuple[int, ...]) -> None:
+def shard(model: TinyGPT2, mesh_shape: tuple[int, ...], **settings: Any) -> None:
     """FSDP2 on CPUs; with two dimensions the first one holds replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -174,8 +184,8 @@ def shard(model: TinyGPT2, mesh_shape: tuple[int, ...]) -> None:
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
 
 
 # --- DeepSpeed ---------------------------------------------------------------------------------------------------
@@ -211,23 +221,13 @@ def deepspeed_config(engine: str, world: int) -> dict[str, Any]:
     }
 
 
-def import_deepspeed() -> Any:
-    """DeepSpeed on CPUs, without the inference kernel that it would compile for more than a minute."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["DEEPSPEED_TIMEOUT"] = "1"  # minutes
-    import deepspeed
-
-    deepspeed.comm.torch.build_shm_op = lambda: None
-    return deepspeed
-
-
-def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], local_norms: bool) -> Results:
+def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_model(case)
     mars = mars_hf.create(model, **case.hyperparameters())
-    watched = Watched(mars, local_norms=local_norms)
+    watched = Watched(mars, flags)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=mars, config=deepspeed_config(engine, world))
     tokens = Tokens()
     for step in range(STEPS):
@@ -236,14 +236,15 @@ def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], local_norms:
             ids = tokens.micro_batch(step, micro, rank, world)
             wrapped.backward(wrapped(ids, ids, uses_branch(case, step))["loss"])
             wrapped.step()
-    notes |= {"calls": watched.calls, "normed": watched.normed}
-    results = deepspeed_results(model, wrapped)
+        watched.end_step()
+    notes |= watched.notes()
+    results = deepspeed_results(model, wrapped, mars)
     wrapped.destroy()
     return results
 
 
-def deepspeed_results(model: nn.Module, engine: Any) -> Results:
-    """fp32 weights and first moments, put together from all ranks."""
+def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Results:
+    """fp32 weights and states, put together from all ranks: by DeepSpeed what it can."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -251,7 +252,7 @@ def deepspeed_results(model: nn.Module, engine: Any) -> Results:
         # ZeRO-1/2 link the states of all groups after the first group's first step, when the others have none.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    results = {}
+    results = states_by_layout(model, mars)
     for name, param in model.named_parameters():
         if not param.requires_grad:
             whole = deepspeed.zero.GatheredParameters([param]) if hasattr(param, "ds_id") else contextlib.nullcontext()
@@ -265,6 +266,29 @@ def deepspeed_results(model: nn.Module, engine: Any) -> Results:
         results[f"weight.{name}"] = safe_get_full_fp32_param(param).detach().clone()
         results[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg").detach().clone()
     return results
+
+
+def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
+    """States put together from the pieces that mars_hf takes them for, rank after rank.
+
+    DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    layout = mars._layout
+    assert layout is not None
+    here = []
+    for flat, state in mars.state.items():
+        for piece in layout.locate(flat, 0).pieces:
+            param = layout._origins[piece.slot]()
+            shape = getattr(param, "ds_shape", param.shape)
+            stretch = slice(piece.start, piece.start + piece.numel)
+            here += [(f"{key}.{names[param]}", shape, state[key][stretch]) for key in STATES if key in state]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    pieces: dict[str, tuple[torch.Size, list[Tensor]]] = {}
+    for name, shape, stretch in (found for rank in everywhere for found in rank):
+        pieces.setdefault(name, (shape, []))[1].append(stretch)
+    return {name: torch.cat(parts).view(shape) for name, (shape, parts) in pieces.items()}
 
 
 # --- the ways in: Trainer and accelerate -------------------------------------------------------------------------
@@ -292,7 +316,7 @@ def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **s
     )
 
 
-def train_way_in(engine: str, case: Case, notes: dict[str, Any], local_norms: bool) -> Results:
+def train_way_in(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
     """`<way>_<backend>`: the ways a script can hand MARS over, each under ZeRO-2, DDP or FSDP2."""
     way, backend = engine.rsplit("_", 1)
     zero = None
@@ -352,7 +376,7 @@ def train_accelerate(backend: str, model: nn.Module, case: Case, zero: dict[str,
             scheduler.step()
             optimizer.zero_grad()
     if zero is not None:
-        return deepspeed_results(model, wrapped)
+        return deepspeed_results(model, wrapped, mars)
     return plain_results(accelerator.unwrap_model(wrapped), mars)
 
 
@@ -404,34 +428,17 @@ def function_of(engine: str) -> Callable[..., Results]:
     return train_torch
 
 
-def run(spec: str, output: Path) -> None:
-    """One run, or a note of why there is none."""
+def run(spec: str, file: Path) -> None:
+    """One run."""
     engine, case, *flags = spec.split("/")
-    file = output / (spec.replace("/", "-") + ".safetensors")
+    if "hang" in flags and dist.get_rank() == 1:
+        time.sleep(3600)
     notes: dict[str, Any] = {}
-    try:
-        results = function_of(engine)(engine, CASES[case], notes, local_norms="local_norms" in flags)
-        if dist.get_rank() == 0:
-            file.with_suffix(".json").write_text(json.dumps(notes))
-            save_file({name: value.contiguous().clone() for name, value in results.items()}, file)
-    except Exception:
-        file.with_suffix(f".error{dist.get_rank()}").write_text(traceback.format_exc())
-        os._exit(1)  # other ranks may hang, at exit as well: torchrun ends them, whoever launched starts the rest again
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("runs", nargs="+")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    # A rank that fails alone leaves the others waiting: not for long.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for spec in args.runs:
-        run(spec, args.output)
-        gc.collect()
-    dist.destroy_process_group()
+    results = function_of(engine)(engine, CASES[case], notes, set(flags))
+    if dist.get_rank() == 0:
+        save_file({name: value.contiguous().clone() for name, value in results.items()}, f"{file}.safetensors")
+        Path(f"{file}.json").write_text(json.dumps(notes))
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

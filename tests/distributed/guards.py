@@ -1,0 +1,172 @@
+"""Launches in which MARS would not step, or not know what it steps on, and what they say.
+
+    torchrun --nproc_per_node 2 guards.py OUTPUT WAY/CONFIG ...
+
+Each leaves OUTPUT/<run>.json: for each rank the error (null if there was none), and how many steps any optimizer took.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from train import deepspeed_config, fresh_accelerate, training_arguments
+from transformers import Trainer, default_data_collator
+from worker import import_deepspeed, main
+from workload import CASES, Tokens, build_model
+
+import mars_hf
+
+CASE = CASES["adamw"]
+FORCED = {"zero_force_ds_cpu_optimizer": True}  # DeepSpeed's default
+# torch_adam, because DeepSpeed's own Adam would be compiled.
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, and what else is in its JSON
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero2_offload": ("zero2_offload", {}),
+    "zero2_offload_forced": ("zero2_offload", FORCED),
+    "zero3_offload_forced": ("zero3_offload", FORCED),
+    "zero2_json_optimizer": ("zero2", {"optimizer": ADAMW}),
+}
+
+
+def no_compilation(builder: Any) -> Any:
+    """Stands for DeepSpeed's CPU Adam, which takes more than a minute to compile; it may be made but not step."""
+    return SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
+
+
+def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Trainer:
+    """A Trainer that is given MARS in one of the ways there are; all but `optim` with a LastGradientCallback."""
+    engine, more = DEEPSPEED[config]
+    zero = {**deepspeed_config(engine, dist.get_world_size()), **more}
+    zero["gradient_clipping"] = "auto"
+    settings = CASE.hyperparameters()
+    shared: dict[str, Any] = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator}
+    if way == "optim":
+        mars_hf.register()
+        return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
+    args = training_arguments(folder, CASE, zero)
+    if way == "factory":
+        callbacks = [mars_hf.LastGradientCallback()]
+        return Trainer(args=args, optimizer_cls_and_kwargs=mars_hf.factory(**settings), callbacks=callbacks, **shared)
+    mars = mars_hf.create(model, **settings)
+    if way == "mars_trainer":
+        return mars_hf.MarsTrainer(args=args, optimizers=(mars, None), **shared)
+    callbacks = [mars_hf.LastGradientCallback(mars)]
+    return Trainer(args=args, optimizers=(mars, None), callbacks=callbacks, **shared)
+
+
+def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
+    import_deepspeed().init_distributed("gloo")
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    with (
+        fresh_accelerate(),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(CPUAdamBuilder, "load", no_compilation),
+    ):
+        make_trainer(way, model, folder, config).train()
+
+
+def fsdp1_after_create(model: nn.Module) -> None:
+    mars = mars_hf.create(model, **CASE.hyperparameters())
+    step(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), mars)
+
+
+def fsdp1_before_create(model: nn.Module) -> None:
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    step(wrapped, mars_hf.create(wrapped, **CASE.hyperparameters()))
+
+
+def tensor_parallel(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"narrow": ColwiseParallel()})
+    only_narrow(model, mars_hf.create(model, **CASE.hyperparameters()))
+
+
+def tensor_parallel_and_fsdp2(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "model"))
+    parallelize_module(model, mesh["model"], {"narrow": ColwiseParallel()})
+    fully_shard(model.narrow, mesh=mesh["data"])
+    only_narrow(model, mars_hf.create(model, **CASE.hyperparameters()))
+
+
+def only_narrow(model: nn.Module, mars: mars_hf.Mars) -> None:
+    """A step on the gradients of a layer."""
+    model.narrow(torch.ones(1, model.config.n_embd)).sum().backward()
+    mars.step()
+
+
+def flat_buffer(model: nn.Module) -> None:
+    """As an engine nobody here knows would do it: its own flat copy in the place of the parameters."""
+    mars = mars_hf.create(model, **CASE.hyperparameters())
+    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in mars.param_groups[0]["params"]]))
+    flat.grad = torch.ones_like(flat)
+    mars.param_groups[0]["params"] = [flat]
+    mars.step()
+
+
+def partial_sums(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]))
+    mars = mars_hf.Mars([param])
+    param.grad = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()])
+    mars.step()
+
+
+def step(wrapped: nn.Module, mars: mars_hf.Mars) -> None:
+    ids = Tokens().micro_batch(0, 0, dist.get_rank(), dist.get_world_size())
+    wrapped(ids, ids)["loss"].backward()
+    mars.step()
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
+    function.__name__: function
+    for function in (
+        fsdp1_after_create,
+        fsdp1_before_create,
+        tensor_parallel,
+        tensor_parallel_and_fsdp2,
+        partial_sums,
+        flat_buffer,
+    )
+}
+
+
+def run(spec: str, file: Path) -> None:
+    """One launch that should stop."""
+    way, config = spec.split("/")
+    model = build_model(CASE)
+    error, steps = None, []
+    counting = register_optimizer_step_post_hook(lambda *_: steps.append(None))
+    try:
+        if way == "layout":
+            LAYOUTS[config](model)
+        else:
+            train_with_deepspeed(way, config, model)
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        counting.remove()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {"error": error, "steps": len(steps)})
+    if dist.get_rank() == 0:
+        Path(f"{file}.json").write_text(json.dumps(everywhere))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,183 @@
+"""Trains in fp16 with a dynamic loss scale and looks at what steps that overflow leave behind.
+
+    torchrun --nproc_per_node 2 overflow.py OUTPUT ENGINE/CASE ...
+
+Each run trains twice. The first time the loss scale starts too high, and later one rank's gradient holds a single
+infinity; the second time only the batches of the steps that were taken are seen, with the scales those had. Each run
+leaves OUTPUT/<run>.json: for each attempt at a step whether it was skipped and what it changed on any rank, and what
+differs between the two trainings after each step taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from train import deepspeed_config, shard
+from worker import import_deepspeed, main
+from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, Case, TinyGPT2, Tokens, build_model
+
+import mars_hf
+
+ATTEMPTS = 9
+POISONED = 6  # this attempt, on the last rank
+SCALE_POWER = 20  # a few powers too high
+Snapshot = dict[str, Tensor]
+
+
+class OneInfinity(torch.autograd.Function):
+    """The identity, whose gradient gets one infinite element."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = torch.inf
+        return grad
+
+
+@contextlib.contextmanager
+def poison(model: TinyGPT2, wanted: bool) -> Iterator[None]:
+    """One infinite element in the gradient of one matrix, on one rank."""
+    layer = model.wide
+    if wanted:
+        layer.forward = lambda x: nn.functional.linear(x, OneInfinity.apply(layer.weight), layer.bias)
+    yield
+    if wanted:
+        del layer.forward
+
+
+class Torch:
+    """DDP or FSDP2 with torch's GradScaler."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        self.model = build_model(case)
+        if engine == "ddp":
+            self._wrapped: Any = nn.parallel.DistributedDataParallel(self.model)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+            shard(self.model, (dist.get_world_size(),), mp_policy=policy)
+            self._wrapped = self.model
+        self._autocast = engine == "ddp"
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
+
+    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+        """One attempt at a step, at a given loss scale or the one it has come to; returns that."""
+        if scale is not None:
+            self._scaler.scale(torch.zeros(()))  # makes its scale, which update() replaces
+            self._scaler.update(scale)
+        for ids in micro_batches:
+            with torch.autocast("cpu", torch.float16, enabled=self._autocast):
+                loss = self._wrapped(ids, ids)["loss"] / ACCUMULATION
+            self._scaler.scale(loss).backward()
+        used = self._scaler.get_scale()
+        self._scaler.unscale_(self.mars)
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self._scaler.step(self.mars)
+        self._scaler.update()
+        self.mars.zero_grad()
+        return used
+
+    def snapshot(self) -> Snapshot:
+        tensors = {f"param.{name}": param for name, param in self.model.named_parameters()}
+        for name, param in self.model.named_parameters():
+            tensors |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
+        return {name: mars_hf.sharding.local(tensor.detach()).clone() for name, tensor in tensors.items()}
+
+
+class DeepSpeed:
+    """ZeRO with DeepSpeed's own scaler."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        deepspeed = import_deepspeed()
+        # True of this DeepSpeed's kernels only where the CPU has fp16 instructions; torch computes in fp16 anywhere.
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+        deepspeed.init_distributed("gloo")
+        self.model = build_model(case)
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "loss_scale_window": 2, "hysteresis": 1}
+        config = {**deepspeed_config(engine, dist.get_world_size()), "fp16": fp16}
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+
+    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+        # DeepSpeed 0.19 divides gradients by the next step's scale, so when that will grow is part of the scale.
+        parts = ("cur_scale", "cur_iter", "last_overflow_iter")
+        scaler = self._engine.optimizer.loss_scaler
+        if scale is not None:
+            vars(scaler).update(scale)
+        used = {part: getattr(scaler, part) for part in parts}
+        for ids in micro_batches:
+            self._engine.backward(self._engine(ids, ids)["loss"])
+            self._engine.step()
+        return used
+
+    def snapshot(self) -> Snapshot:
+        tensors = {f"param.{name}": getattr(p, "ds_tensor", p) for name, p in self.model.named_parameters()}
+        zero = self._engine.optimizer
+        stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+        for i, flat in enumerate(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups):
+            tensors[f"master.{i}"] = flat
+            tensors |= {f"{key}.{i}": value for key, value in self.mars.state.get(flat, {}).items()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def differing(before: Snapshot, after: Snapshot) -> list[str]:
+    """What is not the same in every bit on every rank."""
+    here = [
+        name
+        for name in sorted(before.keys() | after.keys())
+        if name not in before or name not in after or not torch.equal(before[name], after[name])
+    ]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    return sorted({name for names in everywhere for name in names})
+
+
+def run(spec: str, file: Path) -> None:
+    """One run: the training that overflows, and the one that does not."""
+    engine, case = spec.split("/")
+    make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens()
+
+    def batch(attempt: int) -> list[Tensor]:
+        return [tokens.micro_batch(attempt, micro, rank, world) for micro in range(ACCUMULATION)]
+
+    overflowing, attempts, taken = make(engine, CASES[case]), [], []
+    for attempt in range(ATTEMPTS):
+        before = overflowing.snapshot()
+        with poison(overflowing.model, attempt == POISONED and rank == world - 1), steps(overflowing.mars) as count:
+            scale = overflowing.train(batch(attempt), None)
+        after = overflowing.snapshot()
+        attempts.append({"skipped": not count, "scale": scale, "changed": differing(before, after)})
+        if count:
+            taken.append((attempt, scale, after))
+    clean, differences = make(engine, CASES[case]), []
+    for attempt, scale, after in taken:
+        clean.train(batch(attempt), scale)
+        differences.append(differing(after, clean.snapshot()))
+    if rank == 0:
+        Path(f"{file}.json").write_text(json.dumps({"attempts": attempts, "differences": differences}))
+
+
+@contextlib.contextmanager
+def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
+    """A list that has an entry for every call of `step()`."""
+    calls: list[None] = []
+    handle = mars.register_step_pre_hook(lambda *_: calls.append(None))
+    yield calls
+    handle.remove()
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,81 @@
+"""MARS that would be swapped, or given tensors it cannot explain: an error on every rank before any step."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launching import error_of, launch, needs_deepspeed
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+DROPPED = r"would step is AdamW, not Mars.*use mars_hf\.MarsTrainer.*a JSON without 'optimizer' section"
+REPLACED = r'would step is DeepSpeedCPUAdam, not Mars.*set "zero_force_ds_cpu_optimizer": false'
+SWAPS = {
+    # Plain Trainer keeps no instance under DeepSpeed.
+    **dict.fromkeys(("instance/zero2", "instance/zero3"), DROPPED),
+    **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "mars_trainer")},
+    **{f"{way}/zero2_offload_forced": REPLACED for way in ("instance", "factory", "optim", "mars_trainer")},
+    "factory/zero3_offload_forced": REPLACED,
+}
+KEPT = ("factory/zero3", "optim/zero2", "mars_trainer/zero2_offload")
+LAYOUTS = {
+    "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
+    "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
+    "layout/tensor_parallel": "tensor parallelism is not supported",
+    "layout/tensor_parallel_and_fsdp2": "more than one sharded mesh dimension is not supported",
+    "layout/partial_sums": r"Partial\(sum\).*a placement other than Shard and Replicate is not supported",
+    "layout/flat_buffer": "a flat tensor of shape .* none of the parameters Mars was built with",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """What happened on each rank of a run; all runs of its kind are made when the first one is asked for."""
+    folders: dict[bool, Any] = {}
+
+    def get(run: str) -> list[dict[str, Any]]:
+        deepspeed = run not in LAYOUTS
+        if deepspeed:
+            needs_deepspeed()
+        if deepspeed not in folders:
+            folders[deepspeed] = tmp_path_factory.mktemp("guards")
+            launch("guards.py", folders[deepspeed], [*SWAPS, *KEPT] if deepspeed else [*LAYOUTS], 2)
+        error = error_of(folders[deepspeed], run)
+        assert error is None, error
+        return json.loads((folders[deepspeed] / f"{run.replace('/', '-')}.json").read_text())
+
+    return get
+
+
+@pytest.mark.parametrize(("run", "message"), [*SWAPS.items(), *LAYOUTS.items()])
+def test_stops_before_the_first_step(outcomes, run, message):
+    for outcome in outcomes(run):
+        assert re.search(message, outcome["error"])
+        assert outcome["steps"] == 0
+
+
+@pytest.mark.parametrize("run", KEPT)
+def test_goes_on_with_mars_where_the_remedy_was_taken(outcomes, run):
+    for outcome in outcomes(run):
+        assert outcome["error"] is None
+        assert outcome["steps"] > 0
+
+
+def test_a_launch_that_hangs_fails_soon(tmp_path):
+    """All launches here have this limit, at 60 s."""
+    run = "ddp/adamw/hang"
+    launch("train.py", tmp_path, [run], 2, "--wait", "15")
+    assert "imed out" in error_of(tmp_path, run)
+
+
+def test_a_launch_that_hangs_where_no_wait_is_limited_fails_soon(tmp_path):
+    """And this one, at 100 s."""
+    run = "ddp/adamw/hang"
+    launch("train.py", tmp_path, [run], 2, "--limit", "5")
+    error = error_of(tmp_path, run)
+    assert "not done after 5 seconds" in error
+    assert "train.py" in error  # where it hung

@@ -1,0 +1,88 @@
+"""What all scripts that torchrun starts here do: many runs in one launch, and no run that hangs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WAIT = 60  # seconds for which a rank waits for the others
+LIMIT = 100  # seconds that one run may take
+
+
+def main(run: Callable[[str, Path], None]) -> None:
+    """`SCRIPT OUTPUT SPEC ...`: `run(spec, OUTPUT/<spec>)` for all of them.
+
+    The first that fails leaves OUTPUT/<spec>.error<rank> and ends the launch.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--wait", type=int, default=WAIT)
+    parser.add_argument("--limit", type=int, default=LIMIT)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["DEEPSPEED_TIMEOUT"] = "1"  # minutes
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.wait))
+    for spec in args.runs:
+        file = args.output / spec.replace("/", "-")
+        error = Path(f"{file}.error{dist.get_rank()}")
+        try:
+            with at_most(args.limit, error):
+                run(spec, file)
+        except Exception:
+            error.write_text(traceback.format_exc())
+            os._exit(1)  # other ranks may hang, at exit as well: torchrun ends them, and launch() starts the rest again
+        gc.collect()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def at_most(seconds: float, error: Path) -> Iterator[None]:
+    """End the process after `seconds`; what every thread was doing is written to `error`.
+
+    Not every process group takes over the first one's timeout, and a wait within one cannot be interrupted otherwise.
+    """
+
+    def end() -> None:
+        with error.open("w") as file:
+            file.write(f"not done after {seconds} seconds\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed on CPUs, without the shared-memory op that it would compile first; any other is an error."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    # Not deepspeed.comm.torch, which is torch itself.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    OpBuilder.jit_load = compile_nothing
+    return deepspeed
+
+
+def compile_nothing(builder: Any, verbose: bool = True) -> None:
+    raise RuntimeError(f"DeepSpeed would compile its op {builder.name}, which takes a minute")
