@@ -2,24 +2,25 @@
 
     torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed] ...
 
-Each run leaves OUTPUT/<run>.safetensors with the full weights after its last step; `refused` leaves the error's text.
+Each run leaves OUTPUT/<run>.safetensors with the full weights after its last step; `refused` leaves an error's text in
+OUTPUT/refused.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import worker
 from accelerate import DistributedDataParallelKwargs
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from train import fresh_accelerate, import_deepspeed, use_fsdp2_on_cpu
+from train import fresh_accelerate, use_fsdp2_on_cpu
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
 
 import mars_hf
@@ -85,23 +86,19 @@ def make_trainer(engine: str, accumulation: int, folder: Path, **settings: Any) 
     return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
 
 
-def train(spec: str, output: Path) -> dict[str, torch.Tensor]:
+def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
     name, accumulation, *flags = spec.split("-")
     engine, _, option = name.partition("_")
     settings = {"ddp_static_graph": True} if option == "static" else {}
-    folder = output / f"{spec}-checkpoints"
     if "resumed" in flags:
         make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=11).train()
         dist.barrier()
-        with fresh_accelerate():
-            pass
         trainer = make_trainer(engine, int(accumulation), folder)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-11"))
     else:
         trainer = make_trainer(engine, int(accumulation), folder, **settings)
         if option == "view":
-            handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-            trainer.accelerator.ddp_handler = handler
+            trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         trainer.train()
     if type(trainer.model_wrapped).__name__ != WRAPPED[engine]:
         raise RuntimeError(f"the model is wrapped in {type(trainer.model_wrapped).__name__}, not {WRAPPED[engine]}")
@@ -111,7 +108,7 @@ def train(spec: str, output: Path) -> dict[str, torch.Tensor]:
 
 def refused(folder: Path) -> str:
     """What MarsTrainer says under DeepSpeed."""
-    import_deepspeed().init_distributed("gloo")
+    worker.import_deepspeed().init_distributed("gloo")
     zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     trainer = make_trainer("ddp", 1, folder, deepspeed={**zero, **sizes})
@@ -122,30 +119,21 @@ def refused(folder: Path) -> str:
     raise RuntimeError("nothing was refused")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("runs", nargs="+")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for spec in args.runs:
-        with fresh_accelerate():
-            if spec == "refused":
-                text = refused(args.output / spec)
-                if dist.get_rank() == 0:
-                    (args.output / "refused.txt").write_text(text)
-                continue
-            results = train(spec, args.output)
-        if dist.get_rank() == 0:
-            save_file(
-                {name: value.contiguous() for name, value in results.items()}, args.output / f"{spec}.safetensors"
-            )
-            shutil.rmtree(args.output / f"{spec}-checkpoints", ignore_errors=True)
-        gc.collect()
-        dist.barrier()
-    dist.destroy_process_group()
+def run(spec: str, file: Path) -> None:
+    """Train `spec`; the weights go to <file>.safetensors, a note to <file>.json."""
+    notes, folder = {}, Path(f"{file}-checkpoints")
+    with fresh_accelerate():
+        if spec == "refused":
+            notes["refused"] = refused(folder)
+        else:
+            results = train(spec, folder)
+            if dist.get_rank() == 0:
+                save_file({name: t.contiguous() for name, t in results.items()}, f"{file}.safetensors")
+    if dist.get_rank() == 0:
+        Path(f"{file}.json").write_text(json.dumps(notes))
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    worker.main(run)

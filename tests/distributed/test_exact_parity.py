@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import exact
 import pytest
 import straight_line
 import torch
+from launching import error_of, launch, needs_deepspeed
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 BAR = 5e-5
 RUNS = ("ddp-1", "ddp-4", "ddp_view-2", "ddp_static-1", "fsdp2-1", "fsdp2-4", "ddp-4-resumed", "fsdp2-1-resumed")
-
-
-def launch(output: Path, runs: tuple[str, ...]) -> None:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    finished = subprocess.run(
-        [*launcher, str(HERE / "exact.py"), str(output), *runs],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("exact")
-    launch(output, RUNS)
+    launch("exact.py", output, list(RUNS), 2)
     return output
 
 
@@ -55,6 +39,7 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, run):
+    assert not error_of(trained, run), error_of(trained, run)
     weights = expected[run.split("-")[1]]
     found = load_file(trained / f"{run}.safetensors")
     differences = {name: ((found[name] - x).abs().max() / x.abs().max()).item() for name, x in weights.items()}
@@ -62,6 +47,7 @@ def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, ru
 
 
 def test_deepspeed_is_refused_at_the_start(tmp_path):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[deepspeed]'")
-    launch(tmp_path, ("refused",))
-    assert "is_approx=False under DeepSpeed" in (tmp_path / "refused.txt").read_text()
+    needs_deepspeed()
+    launch("exact.py", tmp_path, ["refused"], 2)
+    assert not error_of(tmp_path, "refused"), error_of(tmp_path, "refused")
+    assert "is_approx=False under DeepSpeed" in json.loads((tmp_path / "refused.json").read_text())["refused"]
