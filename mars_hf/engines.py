@@ -65,7 +65,7 @@ class KernelEngine(Engine):
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`."""
         device = lists[0][0].device
-        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr])[0], **settings)
+        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr], torch.float64)[0], **settings)
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,11 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     return None
 
 
-def _on(device: torch.device, numbers: Sequence[float | Tensor]) -> Tensor:
-    """Numbers as a float32 tensor on a device, without waiting for it."""
+def _on(device: torch.device, numbers: Sequence[float | Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers as a tensor on a device, without waiting for it."""
     if any(isinstance(number, Tensor) and number.device == device for number in numbers):
-        return torch.stack([torch.as_tensor(number, device=device, dtype=torch.float32) for number in numbers])
+        return torch.stack([torch.as_tensor(number, device=device, dtype=dtype) for number in numbers])
     values = [float(number) for number in numbers]
     if len(set(values)) == 1:
-        return torch.full((len(values),), values[0], dtype=torch.float32, device=device)
-    host = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+        return torch.full((len(values),), values[0], dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

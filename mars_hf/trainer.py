@@ -6,10 +6,10 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
-from mars_hf.callbacks import LastGradientCallback
+from mars_hf.callbacks import LastGradientCallback, innermost
 from mars_hf.optimizer import Mars
 from mars_hf.stale import StalePass, StalePassCallback
 
@@ -21,12 +21,19 @@ class MarsTrainer(Trainer):
     FSDP. This one hands it over where Trainer would make its own. If it is a Mars, LastGradientCallback is added with
     it, so that a run in which another optimizer would step stops at its beginning.
 
+    With a Mars, clipping by `max_grad_norm` is part of its step: it takes the global norm and scales in passes over the
+    gradients that it makes anyway, and `grad_norm` is logged as ever. Callbacks that look at gradients before the step
+    see them unclipped, and after it not at all, since they have become last gradients (`take_grad`). With a gradient
+    scaler (fp16), with DeepSpeed, and if the model has trainable parameters that the optimizer does not know, Trainer's
+    own clipping is used.
+
     Args:
         *args: as Trainer.
         **kwargs: as Trainer. The model must be the one that the optimizer was built from.
 
     Raises:
         ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which make others.
+            Also if Mars and TrainingArguments state different values of `max_grad_norm`.
         NotImplementedError: when training begins, exact MARS under DeepSpeed.
 
     Source of the exact form: Algorithm 1 and 2 of arXiv 2411.10438.
@@ -61,20 +68,46 @@ class MarsTrainer(Trainer):
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
         optimizer = super().create_optimizer(model)
-        if isinstance(optimizer, Mars) and optimizer.is_exact:
-            if self.is_deepspeed_enabled:
-                raise NotImplementedError(
-                    "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and "
-                    "exact MARS needs two; use DDP or FSDP2, or is_approx=True"
-                )
-            optimizer.expects_stale_gradients = True
+        if isinstance(optimizer, Mars):
+            self._adopt(optimizer)
         return optimizer
+
+    def _adopt(self, mars: Mars) -> None:
+        """Do for a Mars what only the owner of the loop can."""
+        if mars.is_exact and self.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and exact "
+                "MARS needs two; use DDP or FSDP2, or is_approx=True"
+            )
+        mars.expects_stale_gradients = mars.is_exact
+        own, given = mars.max_grad_norm, self.args.max_grad_norm
+        if own is not None and given not in (own, TrainingArguments.__dataclass_fields__["max_grad_norm"].default):
+            raise ValueError(
+                f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
+            )
+        for group in mars.param_groups:
+            group["take_grad"] = True
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The scheduler that was given, or what Trainer makes."""
         if self.lr_scheduler is None and self._kept_scheduler is not None:
             self.lr_scheduler = self._kept_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Leave the clipping to the step where it can do it; what is returned holds the norm after it."""
+        mars = innermost(self.optimizer)
+        if not isinstance(mars, Mars) or not self._can_fold(mars, model):
+            return super()._clip_grad_norm(model)
+        if mars.max_grad_norm is None:
+            mars.max_grad_norm = self.args.max_grad_norm
+        return mars.grad_norm
+
+    def _can_fold(self, mars: Mars, model: Any) -> bool:
+        if self.accelerator.scaler is not None or self.is_deepspeed_enabled:
+            return False
+        known = {id(param) for group in mars.param_groups for param in group["params"]}
+        return all(id(param) in known for param in model.parameters() if param.grad is not None)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The micro-batches of a step, as Trainer collects them."""

@@ -79,10 +79,10 @@ class Watched:
         step, all_reduce = mars.step, dist.all_reduce
 
         def forgetful(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            # What follows the norms, the first step's check that all pieces are accounted for, is let through.
-            norms = tensor[: self.normed].clone()
+            # What follows the row of norms, the first step's check that all pieces are accounted for, is let through.
+            norms = tensor[0].clone()
             all_reduce(tensor, *args, **kwargs)
-            tensor[: self.normed] = norms
+            tensor[0] = norms
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,154 @@
+"""`max_grad_norm`: the step clips as clip_grad_norm_ before it would, and MarsTrainer leaves it to the step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import arguments, gpt2, trainer
+from test_trainer import mars_trainer
+from torch import nn
+
+import mars_hf
+from mars_hf import Mars
+
+SHAPES = ((16, 12), (5,), (7, 3), (3, 2, 4))
+
+
+def make_params(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        size = (0.01, 1.0, 30.0)[step % 3]  # below the global norm, about it, far above
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype) * size
+
+
+SETTINGS = {
+    "adamw": {},
+    "lion": {"mars_type": "mars-lion"},
+    "1d": {"optimize_1d": True},
+    "gradient": {"second_moment": "gradient"},
+    "unclipped": {"clip_threshold": None},
+    "recursive": {"clip_threshold": None, "second_moment": "gradient"},
+    "maximize": {"maximize": True},
+    "storm": {"gamma": 1.0},
+}
+
+
+@pytest.mark.parametrize("take_grad", [False, True])
+@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_it_is_clip_grad_norm_before_the_step(case, path, take_grad):
+    settings = {"lr": 0.01, "weight_decay": 0.1, "clip_threshold": 0.5, **SETTINGS[case]}
+    folded, plain = make_params(), make_params()
+    one = Mars(folded, max_grad_norm=1.0, take_grad=take_grad, **path, **settings)
+    two = Mars(plain, foreach=False, **settings)
+    for step in range(7):
+        set_gradients(folded, step)
+        set_gradients(plain, step)
+        norm = nn.utils.clip_grad_norm_(plain, 1.0)
+        one.step()
+        two.step()
+        torch.testing.assert_close(one.grad_norm.double(), norm, rtol=1e-6, atol=0)
+        for a, b in zip(folded, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_a_saved_state_goes_on(tmp_path):
+    """With the scale that moved gradients are still to be multiplied by."""
+    settings = {"lr": 0.01, "max_grad_norm": 1.0, "take_grad": True}
+    params = make_params()
+    optimizer = Mars(params, **settings)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    assert optimizer.state[params[0]]["last_grad_scale"] < 1
+    resumed = copy.deepcopy(params)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    other = Mars(resumed, **settings)
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for step in range(3, 6):
+        for own, steps in ((params, optimizer), (resumed, other)):
+            set_gradients(own, step)
+            steps.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+
+def test_metrics_are_those_of_clipped_gradients():
+    folded, plain = make_params(), make_params()
+    one, two = Mars(folded, max_grad_norm=1.0), Mars(plain)
+    for optimizer in (one, two):
+        optimizer.collect_metrics(True)
+    for step in range(4):
+        set_gradients(folded, step)
+        set_gradients(plain, step)
+        nn.utils.clip_grad_norm_(plain, 1.0)
+        one.step()
+        two.step()
+        assert one.pop_metrics() == pytest.approx(two.pop_metrics(), rel=1e-5, abs=1e-9)
+
+
+def test_gradients_are_not_scaled_in_place():
+    params = make_params()
+    set_gradients(params, 2)
+    before = [param.grad.clone() for param in params]
+    Mars(params, max_grad_norm=1.0).step()
+    assert all(torch.equal(param.grad, old) for param, old in zip(params, before, strict=True))
+
+
+def test_groups_share_one_norm():
+    params = make_params()
+    with pytest.raises(ValueError, match="give one"):
+        Mars([{"params": params[:2], "max_grad_norm": 1.0}, {"params": params[2:]}]).max_grad_norm  # noqa: B018
+    optimizer = Mars(params)
+    optimizer.max_grad_norm = 2.0
+    assert {group["max_grad_norm"] for group in optimizer.param_groups} == {2.0}
+    with pytest.raises(ValueError, match="max_grad_norm=0"):
+        optimizer.max_grad_norm = 0
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e3])
+def test_mars_trainer_logs_and_clips_as_trainer(tmp_path, max_grad_norm):
+    logs, weights = [], []
+    for make in (trainer, mars_trainer):
+        model = gpt2()
+        settings = {"max_grad_norm": max_grad_norm, "max_steps": 6, "gradient_accumulation_steps": 2}
+        run = make(arguments(tmp_path, **settings), model, optimizers=(mars_hf.create(model, lr=1e-2, eps=1e-6), None))
+        run.train()
+        logs.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+        weights.append([param.detach() for param in model.parameters()])
+    assert len(logs[0]) == 6
+    assert logs[1] == pytest.approx(logs[0], rel=1e-6 if max_grad_norm != 0.1 else 2e-6)
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+def test_mars_trainer_folds(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model)
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None))
+    run.train()
+    assert mars.max_grad_norm == run.args.max_grad_norm == 1.0
+    assert "last_grad_scale" in next(iter(mars.state.values()))
+
+
+def test_parameters_unknown_to_the_optimizer_are_clipped_with_the_others(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create([{"params": list(model.transformer.h.parameters())}])
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None))
+    run.train()
+    assert mars.max_grad_norm is None
+
+
+def test_contradicting_norms_are_refused(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=0.5)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    assert mars.max_grad_norm == 0.5
+    with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
+        mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
