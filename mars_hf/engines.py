@@ -58,8 +58,10 @@ class KernelEngine(Engine):
         """They work through memory in its order."""
         return True
 
-    def sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
-        """As `rules.sums`."""
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
+        """As `rules.sums`; all rows cost one pass."""
         return self.module.sums(gradients, last_grads, **settings)
 
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:

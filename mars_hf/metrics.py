@@ -48,7 +48,7 @@ class StepMetrics:
             has_last: whether there are last gradients to compare with.
             group: process group that the other pieces are on; left out: there are none.
         """
-        parts = torch.tensor(shares, dtype=sums.dtype).to(sums.device, non_blocking=True)
+        parts = torch.tensor(shares, dtype=sums.dtype, pin_memory=sums.is_cuda).to(sums.device, non_blocking=True)
         clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
         gg, gl, ll, cc = sums.sum(dim=1).unbind()
         compared = parts.sum() * has_last

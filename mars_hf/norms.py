@@ -31,8 +31,13 @@ class Norms:
             max_grad_norm: gradients are to be scaled to this global norm; None for no scaling.
             metrics: what to report to; None if nobody asks.
         """
+        rows = {
+            "products": max_grad_norm is not None or metrics is not None,
+            "corrected": max_grad_norm is None,
+        }
         self._sums = [
-            (batch, batch.engine.sums(batch.gradients, batch.last_grads, **batch.correction)) for batch in batches
+            (batch, batch.engine.sums(batch.gradients, batch.last_grads, **rows, **batch.correction))
+            for batch in batches
         ]
         self._max_grad_norm = max_grad_norm
         self._metrics = metrics

@@ -277,10 +277,9 @@ class Mars(torch.optim.Optimizer):
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.state[param]["step"] += 1
+        moved = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if moved:
+            torch._foreach_add_([self.state[param]["step"] for param in moved], 1)
         for batch in batches:
             self._update(batch)
             self._keep_gradients(batch)

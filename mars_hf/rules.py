@@ -22,6 +22,8 @@ def sums(
     scale: Tensor | None = None,
     last_scales: Tensor | None = None,
     k: float = 0.0,
+    products: bool = True,
+    corrected: bool = True,
     foreach: bool = False,
 ) -> Tensor:
     """Sums of products over each tensor, from which all norms of a step follow.
@@ -32,6 +34,8 @@ def sums(
         scale: 0-d; g = scale * gradient. None is 1.
         last_scales: one for each tensor; last = last_scales[i] * last_grads[i]. None is 1.
         k: of the correction, c = g + k (g - last).
+        products: whether the first three rows are asked for; otherwise they may be zero.
+        corrected: the same for the fourth row.
         foreach: True hands whole lists to PyTorch's `torch._foreach_*` functions (fewer launches, the same arithmetic
             in the same order, temporaries for all tensors at once); False takes one tensor after the other.
 
@@ -40,11 +44,16 @@ def sums(
     """
     columns = []
     for part in _parts(len(gradients), foreach):
-        g, last, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k)
-        gg = _squares(g)
-        gl = torch.stack([torch.sum(a * b) for a, b in zip(g, last, strict=True)]) if last else torch.zeros_like(gg)
-        ll = _squares(last) if last else torch.zeros_like(gg)
-        columns.append(torch.stack([gg, gl, ll, _squares(c)]))
+        own_k = k if corrected else None  # without k, c is not made
+        g, last, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), own_k)
+        cc = _squares(c) if corrected or not last else None
+        gg = _squares(g) if products and (last or cc is None) else cc
+        rows = [gg, None, None, cc]
+        if products and last:
+            rows[1] = torch.stack([torch.sum(a * b) for a, b in zip(g, last, strict=True)])
+            rows[2] = _squares(last)
+        zeros = torch.zeros_like(next(row for row in rows if row is not None))
+        columns.append(torch.stack([zeros if row is None else row for row in rows]))
     return torch.cat(columns, dim=1)
 
 
@@ -157,10 +166,10 @@ def _correct(
     last_grads: list[Tensor],
     scale: Tensor | None,
     last_scales: list[Tensor],
-    k: float,
+    k: float | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """g, last and c, in the dtype of the arithmetic; c is never one of the tensors given, unless there is no last."""
+    """g, last and c in the dtype of the arithmetic; c is g where there is no last or no k."""
     dtype = _arithmetic([*gradients, *last_grads]) if dtype is None else dtype
     g, last = _in(gradients, dtype), _in(last_grads, dtype)
     if scale is not None:
@@ -169,6 +178,8 @@ def _correct(
         return g, last, g
     if last_scales:
         last = list(torch._foreach_mul(last, [value.to(dtype) for value in last_scales]))
+    if k is None:
+        return g, last, g
     c = list(torch._foreach_sub(g, last))
     torch._foreach_mul_(c, k)
     torch._foreach_add_(c, g)

@@ -156,8 +156,9 @@ class WholeSums:
         return torch.stack([sums[row].sum() for sums in self._sums.values()]).sum()
 
     def _columns(self, slots: Sequence[int]) -> Tensor:
-        indices = torch.tensor([self._index[slot] for slot in slots], dtype=torch.int64)
-        return indices.to(self._zeros.device, non_blocking=True)
+        device = self._zeros.device
+        indices = torch.tensor([self._index[slot] for slot in slots], pin_memory=device.type == "cuda")
+        return indices.to(device, non_blocking=True)
 
 
 def all_reduce(values: Tensor, group: Group) -> Tensor:

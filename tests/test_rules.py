@@ -49,6 +49,16 @@ def test_sums_without_a_last_gradient(foreach):
     assert not found[1:3].any()
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_only_the_sums_that_are_asked_for(foreach):
+    g, last = tensors(1), tensors(2)
+    whole = rules.sums(g, last, k=K, foreach=foreach)
+    products = rules.sums(g, last, k=K, corrected=False, foreach=foreach)
+    corrected = rules.sums(g, last, k=K, products=False, foreach=foreach)
+    assert torch.equal(products[:3], whole[:3])
+    assert torch.equal(corrected[3], whole[3])
+
+
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "amsgrad": {"amsgrad": True},

@@ -1,0 +1,159 @@
+"""Which code runs a batch, and that all of it gives one result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mars_hf import Mars, engines
+from mars_hf.batches import gather
+from mars_hf.kernels import compiled
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(
+    not compiled.supports(CPU, [torch.float32]), reason="torch.compile finds no C++ compiler here"
+)
+
+
+def names(optimizer: Mars) -> list[str]:
+    """Engines of the batches of a step, in their order."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    return [batch.engine.name for batch in gather(optimizer.param_groups, optimizer.state, {})]
+
+
+def two(numel: int = 64) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(numel // 8, 8)), nn.Parameter(torch.zeros(7))]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["for-loop", "adamw"]),
+        ({"fused": True}, ["compiled", "compiled"]),
+        ({"fused": False}, ["for-loop", "for-loop"]),
+        ({"foreach": True}, ["foreach", "foreach"]),
+        ({"foreach": False}, ["for-loop", "for-loop"]),
+        ({"optimize_1d": True}, ["for-loop", "for-loop"]),
+        ({"state_dtype": "bfloat16"}, ["for-loop", "for-loop"]),  # torch's fused AdamW wants one dtype
+    ],
+    ids=str,
+)
+def test_small_parameters(settings, expected):
+    assert names(Mars(two(), **settings)) == expected
+
+
+@needs_compiler
+def test_large_parameters_are_compiled(monkeypatch):
+    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    assert names(Mars(two())) == ["compiled", "adamw"]
+    assert names(Mars(two(56))) == ["for-loop", "adamw"]
+
+
+def test_without_a_compiler_the_rules_run(monkeypatch):
+    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    monkeypatch.setattr(compiled, "_failures", ["no g++"])
+    assert names(Mars(two())) == ["for-loop", "adamw"]
+    with pytest.raises(RuntimeError, match=r"fused=True.*C\+\+ compiler.*fused=None"):
+        names(Mars(two(), fused=True))
+
+
+def test_gaps_in_memory_go_to_the_rules():
+    param = nn.Parameter(torch.zeros(4, 6)[:, :3])
+    assert names(Mars([param], fused=True)) == ["for-loop"]
+
+
+@pytest.mark.parametrize("make", [lambda: torch.zeros(6, 4).t(), lambda: torch.zeros(2, 3, 4, 5).permute(0, 3, 1, 2)])
+@needs_compiler
+def test_dense_parameters_in_another_order_are_compiled(make):
+    assert names(Mars([nn.Parameter(make())], fused=True)) == ["compiled"]
+
+
+def test_foreach_and_fused_contradict_each_other():
+    with pytest.raises(ValueError, match="contradict"):
+        Mars(two(), foreach=True, fused=True)
+
+
+SHAPES = ((40, 30), (0, 3), (1, 1), (7, 1), (3, 1365), (64, 64), (17, 241), (5,), (4096,), ())
+
+
+def run(dtype: torch.dtype, transposed: bool, **settings) -> list[torch.Tensor]:
+    params = []
+    for index, shape in enumerate(SHAPES):
+        generator = torch.Generator().manual_seed(index)
+        values = torch.randn(shape, generator=generator).to(dtype)
+        params.append(nn.Parameter(values.t().contiguous().t() if transposed and values.ndim == 2 else values))
+    optimizer = Mars(params, **{"lr": 0.01, "weight_decay": 0.1, "clip_threshold": 0.5, **settings})
+    for step in range(6):
+        for index, param in enumerate(params):
+            generator = torch.Generator().manual_seed(1000 * step + index)
+            param.grad = (torch.randn(param.shape, generator=generator) * (0.01, 1.0)[step % 2]).to(dtype)
+        optimizer.step()
+    return [param.detach().double() for param in params]
+
+
+PATHS = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False},
+    "fused": {"fused": True},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("optimize_1d", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"mars_type": "mars-lion"}, {"amsgrad": True}, {"second_moment": "gradient"}),
+        *({"maximize": True, "gamma": 0.5}, {"last_grad_dtype": "bfloat16"}, {"clip_threshold": None}),
+    ],
+    ids=str,
+)
+def test_all_paths_give_one_result(settings, dtype, optimize_1d, transposed):
+    results = {
+        name: run(dtype, transposed, optimize_1d=optimize_1d, **path, **settings) for name, path in PATHS.items()
+    }
+    # One unit in the last place of a rounded parameter, where float32 results differ in theirs.
+    bar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    if settings.get("mars_type") == "mars-lion":
+        bar = max(bar, 1e-6)
+    for name in PATHS:
+        for a, b in zip(results[name], results["for-loop"], strict=True):
+            if a.numel():
+                assert (a - b).abs().max() <= bar * b.abs().max(), name
+
+
+@needs_compiler
+def test_gradients_in_another_order_than_the_parameter():
+    results = []
+    for fused in (True, False):
+        param = nn.Parameter(torch.arange(12.0).view(3, 4))
+        optimizer = Mars([param], fused=fused)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(4, 3, generator=generator).t()
+            optimizer.step()
+        results.append(param.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+@needs_compiler
+def test_learning_rate_as_a_tensor():
+    results = []
+    for lr in (0.02, torch.tensor(0.02)):
+        for fused in (True, False):
+            params = two()
+            optimizer = Mars(params, lr=lr, lr_1d=0.01, fused=fused)
+            for step in range(3):
+                for param in params:
+                    param.grad = torch.full_like(param, 1.0 + step)
+                optimizer.step()
+            results.append(torch.cat([param.detach().flatten() for param in params]))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-6, atol=1e-8)
