@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, param_groups, rules, sharding
+from mars_hf import hyperparameters, param_groups, rules, sharding, universal
 from mars_hf.metrics import HERE, StepMetrics
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -135,6 +135,7 @@ class Mars(torch.optim.Optimizer):
                     "such as model.parameters() of a model that has some"
                 )
         super().__init__(params, defaults)
+        universal.extend_deepspeed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role: one or two groups are appended.
@@ -223,6 +224,7 @@ class Mars(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 _check_gradient(param)
+                _check_state(param, self.state.get(param, {}), group)
         sums = self._sum_norms(placements)
         for group in self.param_groups:
             for batch in self._batches(group):
@@ -506,3 +508,13 @@ def _check_gradient(param: Tensor) -> None:
             "gradients only (float16, bfloat16, float32, float64)"
         )
     sharding.check_gradient_placement(param, grad)
+
+
+def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Raise RuntimeError for a state that has been loaded without its last gradient."""
+    if "exp_avg" in state and "last_grad" not in state and _takes_mars(group):
+        raise RuntimeError(
+            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient: it was "
+            "loaded by something that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+            "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+        )

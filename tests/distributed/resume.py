@@ -1,0 +1,289 @@
+"""Stops training, rebuilds everything and resumes it, under the engines named on the command line.
+
+    torchrun --nproc_per_node 2 resume.py OUTPUT ENGINE/CASE[/FLAG] ...
+
+Without a flag a run is trained to its end, then once more with a stop in the middle; its checkpoint stays in
+OUTPUT/checkpoints/ENGINE-CASE. `from:ENGINE` takes up the checkpoint that ENGINE left there, with whatever number of
+processes. `forgetful` loses the last gradients at the stop: wrong, to see that the comparison would notice. Each run
+leaves OUTPUT/<run>-<world>.safetensors and .json, the first that fails OUTPUT/<run>-<world>.error<rank>.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import train
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor
+from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, STEPS, Case, Tokens, build_model
+
+import mars_hf
+from mars_hf import universal
+
+HALF = STEPS // 2
+Results = dict[str, Tensor]
+
+
+class TorchRun:
+    """One process, DDP or FSDP2."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        """Fresh model and optimizer."""
+        self.model = build_model(case)
+        self.wrapped: Any = self.model
+        self.sharded = engine == "fsdp2"
+        if engine == "ddp":
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
+        elif self.sharded:
+            train.shard(self.model, (dist.get_world_size(),))
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        train.set_lr(self.mars, 0)  # as a scheduler would: of a group, torch loads the settings that are there already
+
+    def train(self, first: int, last: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        tokens = Tokens()
+        for step in range(first, last):
+            train.set_lr(self.mars, step)
+            for micro in range(ACCUMULATION):
+                ids = tokens.micro_batch(step, micro, rank, world)
+                (self.wrapped(ids, ids)["loss"] / ACCUMULATION).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+            self.mars.step()
+            self.mars.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        if self.sharded:
+            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
+
+    def load(self, folder: Path) -> None:
+        if self.sharded:
+            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+            saved = {"model": model, "optimizer": optimizer}
+            dcp.load(saved, checkpoint_id=folder)
+            dcp_state.set_state_dict(
+                self.model, self.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+            )
+        elif (folder / "all.pt").exists():
+            model, optimizer = torch.load(folder / "all.pt")
+            self.model.load_state_dict(model)
+            self.mars.load_state_dict(optimizer)
+        else:
+            universal.load(folder / "universal", self.model, self.mars)
+
+    def results(self) -> Results:
+        """Whole weights and states."""
+        results = {}
+        for name, param in self.model.named_parameters():
+            results[f"weight.{name}"] = param
+            results |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
+        return {name: x.detach().clone() for name, x in whole.items()}
+
+    def close(self) -> None:
+        pass
+
+
+class DeepSpeedRun:
+    """ZeRO of any stage."""
+
+    def __init__(self, engine: str, case: Case, *, load_universal: bool = False) -> None:
+        """Fresh model, optimizer and engine."""
+        deepspeed = train.import_deepspeed()
+        deepspeed.init_distributed("gloo")
+        config = train.deepspeed_config(engine, dist.get_world_size())
+        self.case = case
+        self.model = build_model(case)
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        config["checkpoint"] = {"load_universal": load_universal}
+        self.wrapped, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+
+    def train(self, first: int, last: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        tokens = Tokens()
+        for step in range(first, last):
+            train.set_lr(self.mars, step)
+            for micro in range(ACCUMULATION):
+                ids = tokens.micro_batch(step, micro, rank, world)
+                self.wrapped.backward(self.wrapped(ids, ids)["loss"])
+                self.wrapped.step()
+
+    def save(self, folder: Path) -> None:
+        self.wrapped.save_checkpoint(folder, tag="saved")
+        if dist.get_rank() == 0:
+            universal.to_universal(folder / "saved", folder / "universal")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.wrapped.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
+        assert path is not None
+
+    def results(self) -> Results:
+        """Whole fp32 weights and states; of the step counters this rank's."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if hasattr(self.wrapped.optimizer, "_hp_optimizer_states_linked"):
+            self.wrapped.optimizer._hp_optimizer_states_linked = False
+            self.wrapped.optimizer._lazy_init_hp_params_optimizer_state()
+        results = {}
+        for name, param in self.model.named_parameters():
+            results[f"weight.{name}"] = safe_get_full_fp32_param(param)
+            for key in states_of(getattr(param, "ds_shape", param.shape), self.case):
+                results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
+        for index, state in enumerate(self.mars.state.values()):
+            results[f"step.{index}"] = state["step"]
+        return {name: value.detach().clone() for name, value in results.items()}
+
+    def close(self) -> None:
+        self.wrapped.destroy()
+
+
+def states_of(shape: torch.Size, case: Case) -> list[str]:
+    mars = len(shape) > 1 or case.optimize_1d
+    lion = mars and case.mars_type == "mars-lion"
+    return ["exp_avg", *([] if lion else ["exp_avg_sq"]), *(["last_grad"] if mars else [])]
+
+
+def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
+
+
+def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
+    if engine in train.DEEPSPEED:
+        return DeepSpeedRun(engine, case, **settings)
+    return TorchRun(engine, case)
+
+
+# --- Trainer -----------------------------------------------------------------------------------------------------
+
+
+def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = None, **zero: Any) -> Results:
+    """MarsTrainer under ZeRO-2 or DDP, from the beginning or from a checkpoint."""
+    from transformers import default_data_collator
+    from transformers.trainer_utils import SaveStrategy
+
+    config = None
+    if engine.endswith("zero2"):
+        train.import_deepspeed().init_distributed("gloo")
+        config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
+    model = build_model(case)
+    with train.fresh_accelerate():
+        arguments = train.training_arguments(str(folder), case, config)
+        arguments.save_strategy, arguments.save_steps = SaveStrategy.STEPS, HALF
+        trainer = mars_hf.MarsTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Tokens(),
+            data_collator=default_data_collator,
+            optimizers=(mars_hf.create(model, **case.hyperparameters()), None),
+        )
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
+
+
+def cycle_trainer(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    checkpoint = origin / f"checkpoint-{HALF}"
+    if flag:
+        resumed = train_trainer(engine, case, folder, checkpoint, checkpoint={"load_universal": True})
+        return {f"resumed.{name}": value for name, value in resumed.items()}
+    whole = train_trainer(engine, case, folder)
+    if engine.endswith("zero2") and dist.get_rank() == 0:
+        saved = checkpoint / f"global_step{HALF}"
+        universal.to_universal(saved, saved.with_name(f"{saved.name}_universal"))
+    dist.barrier()
+    resumed = train_trainer(engine, case, folder / "resumed", checkpoint)
+    return labelled(whole=whole, resumed=resumed)
+
+
+# --- the runs ----------------------------------------------------------------------------------------------------
+
+
+def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """Train, stop, resume; or take up what another run has left."""
+    if flag.startswith("from:"):
+        run = build(engine, case, **({"load_universal": True} if engine in train.DEEPSPEED else {}))
+        run.load(origin)
+        parts = {"loaded": run.results()}
+    else:
+        whole = build(engine, case)
+        whole.train(0, STEPS)
+        parts = {"whole": whole.results()}
+        whole.close()
+        run = build(engine, case)
+        run.train(0, HALF)
+        run.save(folder)
+        parts["saved"] = run.results()
+        notes["saved_groups"] = settings_of(run.mars)
+        run.close()
+        run = build(engine, case)
+        run.load(folder)
+        parts["loaded"] = run.results()
+    notes["loaded_groups"] = settings_of(run.mars)
+    if flag == "forgetful":
+        for state in run.mars.state.values():
+            if "last_grad" in state:
+                state["last_grad"].zero_()
+    run.train(HALF, STEPS)
+    parts["resumed"] = run.results()
+    run.close()
+    return labelled(**parts)
+
+
+def labelled(**parts: Results) -> Results:
+    return {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
+
+
+def run(spec: str, output: Path) -> None:
+    """One run, or a note of why there is none."""
+    engine, case, flag = (*spec.split("/"), "")[:3]
+    world = dist.get_world_size()
+    stem = f"{spec.replace('/', '-')}-{world}"
+    origin = output / "checkpoints" / f"{flag.removeprefix('from:') if flag else engine}-{case}"
+    folder = output / "checkpoints" / (f"{engine}-{case}" if not flag else stem)
+    notes: dict[str, Any] = {}
+    try:
+        do = cycle_trainer if engine.startswith("trainer") else cycle
+        results = do(engine, CASES[case], folder, origin, notes, flag)
+        if dist.get_rank() == 0:
+            (output / f"{stem}.json").write_text(json.dumps(notes))
+            # Counters are shared between tensors, which safetensors does not like.
+            save_file(
+                {name: value.contiguous().clone() for name, value in results.items()}, f"{output / stem}.safetensors"
+            )
+    except Exception:
+        (output / f"{stem}.error{dist.get_rank()}").write_text(traceback.format_exc())
+        os._exit(1)  # as in train.py
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("runs", nargs="+")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for spec in args.runs:
+        run(spec, args.output)
+        gc.collect()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
