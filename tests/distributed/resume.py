@@ -2,16 +2,19 @@
 
     torchrun --nproc_per_node 2 resume.py OUTPUT ENGINE/CASE[/FLAG] ...
 
-Without a flag a run is trained to its end, then once more with a stop in the middle; its checkpoint stays in
-OUTPUT/checkpoints/ENGINE-CASE. `from:ENGINE` takes up the checkpoint that ENGINE left there, with whatever number of
-processes. `forgetful` loses the last gradients at the stop: wrong, to see that the comparison would notice. Each run
-leaves OUTPUT/<run>-<world>.safetensors and .json, the first that fails OUTPUT/<run>-<world>.error<rank>.
+Without a flag a run is trained to its end, then once more with a stop in the middle. Its checkpoint stays beside OUTPUT,
+in checkpoints/ENGINE-CASE. Each run leaves OUTPUT/<run>.safetensors and .json, the first that fails
+OUTPUT/<run>.error<rank>. Flags:
+
+    from:ENGINE  take up the checkpoint that ENGINE left, with whatever number of processes
+    forgetful    lose the last gradients at the stop: wrong, to see that the comparison would notice
+    stock        load what DeepSpeed's own converter makes of the checkpoint
+    unextended   load with DeepSpeed's own loader for ZeRO-3, and train
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -19,6 +22,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, STEPS, Case, Tokens, build_model
 
 import mars_hf
+from mars_hf import __main__ as command_line
 from mars_hf import universal
 
 HALF = STEPS // 2
@@ -90,7 +95,7 @@ class TorchRun:
     def results(self) -> Results:
         """Whole weights and states."""
         results = {}
-        for name, param in self.model.named_parameters():
+        for name, param in trainable(self.model):
             results[f"weight.{name}"] = param
             results |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
@@ -127,7 +132,7 @@ class DeepSpeedRun:
     def save(self, folder: Path) -> None:
         self.wrapped.save_checkpoint(folder, tag="saved")
         if dist.get_rank() == 0:
-            universal.to_universal(folder / "saved", folder / "universal")
+            command_line.main(["to_universal", str(folder / "saved"), str(folder / "universal")])
         dist.barrier()
 
     def load(self, folder: Path) -> None:
@@ -142,7 +147,7 @@ class DeepSpeedRun:
             self.wrapped.optimizer._hp_optimizer_states_linked = False
             self.wrapped.optimizer._lazy_init_hp_params_optimizer_state()
         results = {}
-        for name, param in self.model.named_parameters():
+        for name, param in trainable(self.model):
             results[f"weight.{name}"] = safe_get_full_fp32_param(param)
             for key in states_of(getattr(param, "ds_shape", param.shape), self.case):
                 results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
@@ -152,6 +157,10 @@ class DeepSpeedRun:
 
     def close(self) -> None:
         self.wrapped.destroy()
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
 def states_of(shape: torch.Size, case: Case) -> list[str]:
@@ -245,6 +254,30 @@ def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, 
     return labelled(**parts)
 
 
+def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """The error of a universal checkpoint that does not bring all of MARS's state."""
+    deepspeed_run = DeepSpeedRun(engine, case, load_universal=True)
+    try:
+        if flag == "stock":
+            from deepspeed.checkpoint import ds_to_universal
+
+            names = ["--input_folder", "saved", "--output_folder", "stock"]
+            paths = [str(origin / name) if name[0] != "-" else name for name in names]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+            with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
+                ds_to_universal.main(ds_to_universal.parse_arguments())
+            deepspeed_run.wrapped.load_checkpoint(origin, tag="stock")
+        else:
+            kind = type(deepspeed_run.wrapped.optimizer)
+            name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+            with mock.patch.object(kind, name, getattr(kind, name).__wrapped__):
+                deepspeed_run.load(origin)
+            deepspeed_run.train(HALF, STEPS)
+    except (ValueError, RuntimeError) as error:
+        notes["error"] = f"{type(error).__name__}: {error}"
+    return {"nothing": torch.zeros(1)}
+
+
 def labelled(**parts: Results) -> Results:
     return {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
 
@@ -252,20 +285,17 @@ def labelled(**parts: Results) -> Results:
 def run(spec: str, output: Path) -> None:
     """One run, or a note of why there is none."""
     engine, case, flag = (*spec.split("/"), "")[:3]
-    world = dist.get_world_size()
-    stem = f"{spec.replace('/', '-')}-{world}"
-    origin = output / "checkpoints" / f"{flag.removeprefix('from:') if flag else engine}-{case}"
-    folder = output / "checkpoints" / (f"{engine}-{case}" if not flag else stem)
+    stem = spec.replace("/", "-")
+    folder = output.parent / "checkpoints" / (stem if flag else f"{engine}-{case}")
+    origin = folder.with_name(f"{flag[5:] if flag.startswith('from:') else engine}-{case}")
     notes: dict[str, Any] = {}
     try:
-        do = cycle_trainer if engine.startswith("trainer") else cycle
+        do = cycle_trainer if engine.startswith("trainer") else refused if flag in ("stock", "unextended") else cycle
         results = do(engine, CASES[case], folder, origin, notes, flag)
         if dist.get_rank() == 0:
             (output / f"{stem}.json").write_text(json.dumps(notes))
-            # Counters are shared between tensors, which safetensors does not like.
-            save_file(
-                {name: value.contiguous().clone() for name, value in results.items()}, f"{output / stem}.safetensors"
-            )
+            whole = {name: value.contiguous().clone() for name, value in results.items()}
+            save_file(whole, output / f"{stem}.safetensors")
     except Exception:
         (output / f"{stem}.error{dist.get_rank()}").write_text(traceback.format_exc())
         os._exit(1)  # as in train.py
@@ -281,8 +311,7 @@ def main() -> None:
     for spec in args.runs:
         run(spec, args.output)
         gc.collect()
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def specs(kind: str, world: int) -> list[str]:
     return wanted + list(CONTROLS.get((kind, world), ()))
 
 
-def launch(output: Path, runs: list[str], world: int) -> None:
+def launch(output: Path, runs: list[str], world: int, script: str = "train.py") -> None:
     """Train all of `runs`; again without those done after one that fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -101,7 +101,7 @@ def launch(output: Path, runs: list[str], world: int) -> None:
     remaining = runs
     while remaining:
         finished = subprocess.run(
-            [*command, str(HERE / "train.py"), str(output), *remaining],
+            [*command, str(HERE / script), str(output), *remaining],
             capture_output=True,
             text=True,
             env=environment,
