@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
+from mars_hf import universal
 from mars_hf.callbacks import LastGradientCallback
 from mars_hf.optimizer import Mars
 
@@ -49,6 +50,7 @@ class MarsTrainer(Trainer):
         """The optimizer that was given, or what Trainer makes."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
+            universal.extend_deepspeed()  # which may have been imported after this optimizer was made
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 resume.py OUTPUT ENGINE/CASE[/FLAG] ...
 
-Without a flag a run is trained to its end, then once more with a stop in the middle. Its checkpoint stays beside OUTPUT,
-in checkpoints/ENGINE-CASE. Each run leaves OUTPUT/<run>.safetensors and .json, the first that fails
+Without a flag a run is trained to its end, then once more with a stop in the middle. Its checkpoint stays beside
+OUTPUT, in checkpoints/ENGINE-CASE. Each run leaves OUTPUT/<run>.safetensors and .json, the first that fails
 OUTPUT/<run>.error<rank>. Flags:
 
     from:ENGINE  take up the checkpoint that ENGINE left, with whatever number of processes
