@@ -1,4 +1,7 @@
-"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered."""
+"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered.
+
+`python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER`: a DeepSpeed checkpoint for another number of processes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import sys
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw ...
-  accelerate launch -m mars_hf run SCRIPT --optim mars_lion ..."""
+  accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
+  python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run", help="run a script with --optim mars_adamw and mars_lion available", add_help=False
     )
@@ -26,7 +30,18 @@ def main(argv: list[str] | None = None) -> None:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="path of the script")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, passed on untouched")
+    convert = commands.add_parser("to_universal", help="convert a DeepSpeed ZeRO checkpoint into a universal one")
+    convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
+    convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
     command = parser.parse_args(argv)
+    if command.command == "to_universal":
+        from mars_hf.universal import to_universal
+
+        try:
+            to_universal(command.source, command.target)
+        except (ValueError, ImportError) as error:  # ImportError: the files hold classes of DeepSpeed
+            convert.error(str(error))
+        return
     if not command.module and not os.path.isfile(command.script):
         parser.error(f"no such script: {command.script!r} (give a path, or -m MODULE)")
 

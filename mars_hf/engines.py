@@ -38,9 +38,12 @@ class Engine:
         """Whether it takes one-dimensional contiguous tensors only."""
         return False
 
-    def sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
         """As `rules.sums`."""
-        return rules.sums(gradients, last_grads, foreach=self.foreach, **settings)
+        rows = {"products": products, "corrected": corrected}
+        return rules.sums(gradients, last_grads, foreach=self.foreach, **rows, **settings)
 
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`, with step counts and learning rate as the optimizer has them."""

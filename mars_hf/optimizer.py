@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, param_groups, sharding, states
+from mars_hf import hyperparameters, param_groups, sharding, states, universal
 from mars_hf.batches import Batch, gather
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
@@ -181,6 +181,7 @@ class Mars(torch.optim.Optimizer):
                     "such as model.parameters() of a model that has some"
                 )
         super().__init__(params, defaults)
+        universal.extend_deepspeed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role: one or two groups are appended.
@@ -271,6 +272,7 @@ class Mars(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 _check_gradient(param)
+                _check_state(param, self.state.get(param, {}), group)
         if self.is_exact:
             self._require_stale_gradients()
         batches = gather(self.param_groups, self.state, placements)
@@ -368,9 +370,9 @@ class Mars(torch.optim.Optimizer):
 
         Source: the official implementation's method of this name.
         """
-        states = [self.state[param] for param in self._exact_params()]
-        if any("previous_grad" in state for state in states):
-            for state in states:
+        exact = [self.state[param] for param in self._exact_params()]
+        if any("previous_grad" in state for state in exact):
+            for state in exact:
                 state.pop("last_grad", None)
                 if "previous_grad" in state:
                     state["last_grad"] = state.pop("previous_grad")
@@ -554,3 +556,14 @@ def _check_gradient(param: Tensor) -> None:
             "gradients only (float16, bfloat16, float32, float64)"
         )
     sharding.check_gradient_placement(param, grad)
+
+
+def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Raise RuntimeError for a state that has been loaded without its last gradient."""
+    needs_last = takes_mars(group) and group["is_approx"] and not states.is_recursive(group, state)
+    if "exp_avg" in state and "last_grad" not in state and needs_last:
+        raise RuntimeError(
+            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient: it was "
+            "loaded by something that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+            "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+        )

@@ -1,8 +1,9 @@
 """Where the pieces of a parameter live, and how a sum over a whole parameter is taken across ranks.
 
-The only file that knows an engine by name. An engine may hand `step()` something else than the parameters the optimizer
-was built with: FSDP2 a DTensor for each, DeepSpeed ZeRO flat tensors that hold pieces of many. `Layout.locate` says
-which parameter each stretch of such a tensor belongs to, or raises; `WholeSums` adds up over the ranks.
+With `universal` for checkpoints, the only file that knows an engine by name. An engine may hand `step()` something else
+than the parameters the optimizer was built with: FSDP2 a DTensor for each, DeepSpeed ZeRO flat tensors that hold pieces
+of many. `Layout.locate` says which parameter each stretch of such a tensor belongs to, or raises; `WholeSums` adds up
+over the ranks.
 """
 
 from __future__ import annotations

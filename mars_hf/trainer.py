@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
+from mars_hf import universal
 from mars_hf.callbacks import LastGradientCallback, innermost
 from mars_hf.optimizer import Mars
 from mars_hf.stale import StalePass, StalePassCallback
@@ -67,6 +68,7 @@ class MarsTrainer(Trainer):
         """The optimizer that was given, or what Trainer makes."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
+            universal.extend_deepspeed()  # which may have been imported after this optimizer was made
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, Mars):
             self._adopt(optimizer)

@@ -1,0 +1,296 @@
+"""Stops training, rebuilds everything and resumes it, under the engines named on the command line.
+
+    torchrun --nproc_per_node 2 resume.py OUTPUT ENGINE/CASE[/FLAG] ...
+
+Without a flag a run is trained to its end, then once more with a stop in the middle. Its checkpoint stays beside
+OUTPUT, in checkpoints/ENGINE-CASE. Each run leaves OUTPUT/<run>.safetensors and .json, the first that fails
+OUTPUT/<run>.error<rank>. Flags:
+
+    from:ENGINE  take up the checkpoint that ENGINE left, with whatever number of processes
+    forgetful    lose the last gradients at the stop: wrong, to see that the comparison would notice
+    stock        load what DeepSpeed's own converter makes of the checkpoint
+    unextended   load with DeepSpeed's own loader for ZeRO-3, and train
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import train
+import worker
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor
+from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, STEPS, Case, Tokens, build_model
+
+import mars_hf
+from mars_hf import __main__ as command_line
+from mars_hf import universal
+
+HALF = STEPS // 2
+Results = dict[str, Tensor]
+
+
+class TorchRun:
+    """One process, DDP or FSDP2."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        """Fresh model and optimizer."""
+        self.model = build_model(case)
+        self.wrapped: Any = self.model
+        self.sharded = engine == "fsdp2"
+        if engine == "ddp":
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
+        elif self.sharded:
+            train.shard(self.model, (dist.get_world_size(),))
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        train.set_lr(self.mars, 0)  # as a scheduler would: of a group, torch loads the settings that are there already
+
+    def train(self, first: int, last: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        tokens = Tokens()
+        for step in range(first, last):
+            train.set_lr(self.mars, step)
+            for micro in range(ACCUMULATION):
+                ids = tokens.micro_batch(step, micro, rank, world)
+                (self.wrapped(ids, ids)["loss"] / ACCUMULATION).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+            self.mars.step()
+            self.mars.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        if self.sharded:
+            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
+
+    def load(self, folder: Path) -> None:
+        if self.sharded:
+            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+            saved = {"model": model, "optimizer": optimizer}
+            dcp.load(saved, checkpoint_id=folder)
+            dcp_state.set_state_dict(
+                self.model, self.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+            )
+        elif (folder / "all.pt").exists():
+            model, optimizer = torch.load(folder / "all.pt")
+            self.model.load_state_dict(model)
+            self.mars.load_state_dict(optimizer)
+        else:
+            universal.load(folder / "universal", self.model, self.mars)
+
+    def results(self) -> Results:
+        """Whole weights and states."""
+        results = {}
+        for name, param in trainable(self.model):
+            results[f"weight.{name}"] = param
+            results |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
+        return {name: x.detach().clone() for name, x in whole.items()}
+
+    def close(self) -> None:
+        pass
+
+
+class DeepSpeedRun:
+    """ZeRO of any stage."""
+
+    def __init__(self, engine: str, case: Case, *, load_universal: bool = False) -> None:
+        """Fresh model, optimizer and engine."""
+        deepspeed = worker.import_deepspeed()
+        deepspeed.init_distributed("gloo")
+        config = train.deepspeed_config(engine, dist.get_world_size())
+        self.case = case
+        self.model = build_model(case)
+        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        config["checkpoint"] = {"load_universal": load_universal}
+        self.wrapped, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+
+    def train(self, first: int, last: int) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        tokens = Tokens()
+        for step in range(first, last):
+            train.set_lr(self.mars, step)
+            for micro in range(ACCUMULATION):
+                ids = tokens.micro_batch(step, micro, rank, world)
+                self.wrapped.backward(self.wrapped(ids, ids)["loss"])
+                self.wrapped.step()
+
+    def save(self, folder: Path) -> None:
+        self.wrapped.save_checkpoint(folder, tag="saved")
+        if dist.get_rank() == 0:
+            command_line.main(["to_universal", str(folder / "saved"), str(folder / "universal")])
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.wrapped.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
+        assert path is not None
+
+    def results(self) -> Results:
+        """Whole fp32 weights and states; of the step counters this rank's."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if hasattr(self.wrapped.optimizer, "_hp_optimizer_states_linked"):
+            self.wrapped.optimizer._hp_optimizer_states_linked = False
+            self.wrapped.optimizer._lazy_init_hp_params_optimizer_state()
+        results = {}
+        for name, param in trainable(self.model):
+            results[f"weight.{name}"] = safe_get_full_fp32_param(param)
+            for key in states_of(getattr(param, "ds_shape", param.shape), self.case):
+                results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
+        for index, state in enumerate(self.mars.state.values()):
+            results[f"step.{index}"] = state["step"]
+        return {name: value.detach().clone() for name, value in results.items()}
+
+    def close(self) -> None:
+        self.wrapped.destroy()
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def states_of(shape: torch.Size, case: Case) -> list[str]:
+    mars = len(shape) > 1 or case.optimize_1d
+    lion = mars and case.mars_type == "mars-lion"
+    return ["exp_avg", *([] if lion else ["exp_avg_sq"]), *(["last_grad"] if mars else [])]
+
+
+def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
+
+
+def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
+    if engine in train.DEEPSPEED:
+        return DeepSpeedRun(engine, case, **settings)
+    return TorchRun(engine, case)
+
+
+# --- Trainer -----------------------------------------------------------------------------------------------------
+
+
+def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = None, **zero: Any) -> Results:
+    """MarsTrainer under ZeRO-2 or DDP, from the beginning or from a checkpoint."""
+    from transformers import default_data_collator
+    from transformers.trainer_utils import SaveStrategy
+
+    config = None
+    if engine.endswith("zero2"):
+        worker.import_deepspeed().init_distributed("gloo")
+        config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
+    model = build_model(case)
+    with train.fresh_accelerate():
+        arguments = train.training_arguments(str(folder), case, config)
+        arguments.save_strategy, arguments.save_steps = SaveStrategy.STEPS, HALF
+        trainer = mars_hf.MarsTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Tokens(),
+            data_collator=default_data_collator,
+            optimizers=(mars_hf.create(model, **case.hyperparameters()), None),
+        )
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
+
+
+def cycle_trainer(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    checkpoint = origin / f"checkpoint-{HALF}"
+    if flag:
+        resumed = train_trainer(engine, case, folder, checkpoint, checkpoint={"load_universal": True})
+        return {f"resumed.{name}": value for name, value in resumed.items()}
+    whole = train_trainer(engine, case, folder)
+    if engine.endswith("zero2") and dist.get_rank() == 0:
+        saved = checkpoint / f"global_step{HALF}"
+        universal.to_universal(saved, saved.with_name(f"{saved.name}_universal"))
+    dist.barrier()
+    resumed = train_trainer(engine, case, folder / "resumed", checkpoint)
+    return labelled(whole=whole, resumed=resumed)
+
+
+# --- the runs ----------------------------------------------------------------------------------------------------
+
+
+def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """Train, stop, resume; or take up what another run has left."""
+    if flag.startswith("from:"):
+        run = build(engine, case, **({"load_universal": True} if engine in train.DEEPSPEED else {}))
+        run.load(origin)
+        parts = {"loaded": run.results()}
+    else:
+        whole = build(engine, case)
+        whole.train(0, STEPS)
+        parts = {"whole": whole.results()}
+        whole.close()
+        run = build(engine, case)
+        run.train(0, HALF)
+        run.save(folder)
+        parts["saved"] = run.results()
+        notes["saved_groups"] = settings_of(run.mars)
+        run.close()
+        run = build(engine, case)
+        run.load(folder)
+        parts["loaded"] = run.results()
+    notes["loaded_groups"] = settings_of(run.mars)
+    if flag == "forgetful":
+        for state in run.mars.state.values():
+            if "last_grad" in state:
+                state["last_grad"].zero_()
+    run.train(HALF, STEPS)
+    parts["resumed"] = run.results()
+    run.close()
+    return labelled(**parts)
+
+
+def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """The error of a universal checkpoint that does not bring all of MARS's state."""
+    deepspeed_run = DeepSpeedRun(engine, case, load_universal=True)
+    try:
+        if flag == "stock":
+            from deepspeed.checkpoint import ds_to_universal
+
+            names = ["--input_folder", "saved", "--output_folder", "stock"]
+            paths = [str(origin / name) if name[0] != "-" else name for name in names]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+            with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
+                ds_to_universal.main(ds_to_universal.parse_arguments())
+            deepspeed_run.wrapped.load_checkpoint(origin, tag="stock")
+        else:
+            kind = type(deepspeed_run.wrapped.optimizer)
+            name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+            with mock.patch.object(kind, name, getattr(kind, name).__wrapped__):
+                deepspeed_run.load(origin)
+            deepspeed_run.train(HALF, STEPS)
+    except (ValueError, RuntimeError) as error:
+        notes["error"] = f"{type(error).__name__}: {error}"
+    return {"nothing": torch.zeros(1)}
+
+
+def labelled(**parts: Results) -> Results:
+    return {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
+
+
+def run(spec: str, file: Path) -> None:
+    """One run."""
+    engine, case, flag = (*spec.split("/"), "")[:3]
+    folder = file.parent.parent / "checkpoints" / (file.name if flag else f"{engine}-{case}")
+    origin = folder.with_name(f"{flag[5:] if flag.startswith('from:') else engine}-{case}")
+    notes: dict[str, Any] = {}
+    do = cycle_trainer if engine.startswith("trainer") else refused if flag in ("stock", "unextended") else cycle
+    results = do(engine, CASES[case], folder, origin, notes, flag)
+    if dist.get_rank() == 0:
+        whole = {name: value.contiguous().clone() for name, value in results.items()}
+        save_file(whole, f"{file}.safetensors")
+        Path(f"{file}.json").write_text(json.dumps(notes))
+
+
+if __name__ == "__main__":
+    worker.main(run)

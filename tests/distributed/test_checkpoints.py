@@ -1,0 +1,149 @@
+"""A run that is stopped and resumed is the run that was not, under every engine and with more or fewer processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from launching import error_of, launch
+from launching import needs_deepspeed as need_deepspeed
+from safetensors.torch import load_file
+from test_parity import BAR, apart, share_that_agrees, worst
+from torch import Tensor
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+SAME_BAR = 1e-6  # of the largest element of the tensor; what was measured is 0
+BF16 = ("zero2_bf16/adamw_1d", "zero1_bf16_fp32accum/adamw")
+RESUMED = (
+    *("ddp/lion_1d", "fsdp2/adamw", "fsdp2/lion", "trainer_ddp/adamw"),
+    *("zero1/adamw_1d", "zero1/lion_1d_frozen", "zero2/adamw", "zero2/lion", "zero2_offload/adamw"),
+    *("zero3/adamw", "zero3/lion_1d", *BF16, "trainer_zero2/adamw"),
+)
+# What two processes have saved, taken up by four and by one.
+TAKEN_UP = {
+    4: (
+        *("fsdp2/adamw/from:fsdp2", "fsdp2/lion/from:fsdp2", "zero1/adamw_1d/from:zero1"),
+        *("zero1/lion_1d_frozen/from:zero1", "zero2/adamw/from:zero2", "zero3/adamw/from:zero3"),
+        *("zero3/lion_1d/from:zero3", "zero3/adamw/from:zero2", "zero2_bf16/adamw_1d/from:zero2_bf16"),
+    ),
+    1: (
+        *("fsdp2/adamw/from:fsdp2", "zero1/adamw_1d/from:zero1", "zero2/adamw/from:zero2", "zero2/lion/from:zero2"),
+        *("zero3/adamw/from:zero3", "zero2/adamw/from:zero3", "trainer_zero2/adamw/from:trainer_zero2"),
+        *("single/adamw/from:zero2", "single/lion_1d/from:zero3"),
+        "zero1_bf16_fp32accum/adamw/from:zero1_bf16_fp32accum",
+    ),
+}
+LOST = ("zero2/adamw/stock", "zero3/adamw/stock", "zero3/adamw/unextended")
+REFERENCES = tuple(f"single/{case}" for case in ("adamw", "adamw_1d", "lion", "lion_1d", "lion_1d_frozen"))
+SPECS = {
+    2: (*RESUMED, "fsdp2/adamw/forgetful"),
+    4: TAKEN_UP[4],
+    1: (*REFERENCES, *TAKEN_UP[1], *LOST),
+}
+BY_HAND = [pytest.param(2, run, id=f"2-{run}") for run in RESUMED if not run.startswith("trainer")]
+CHANGES = [pytest.param(world, run, id=f"{world}-{run}") for world, runs in TAKEN_UP.items() for run in runs]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left."""
+
+    tensors: dict[str, Tensor]
+    notes: dict
+
+    def at(self, part: str, kind: str = "") -> dict[str, Tensor]:
+        """Tensors `whole` after all steps without a stop, when `saved`, when `loaded`, or `resumed` to the end."""
+        prefix = f"{part}.{kind}"
+        return {name.removeprefix(f"{part}."): x for name, x in self.tensors.items() if name.startswith(prefix)}
+
+
+def needs_deepspeed(run: str) -> None:
+    if "zero" in run:
+        need_deepspeed()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
+    """The results of a run; all those of as many processes are trained when the first one is asked for."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def train(world: int) -> Path:
+        folder = root / f"world{world}"
+        if not folder.exists():
+            folder.mkdir()
+            deepspeed = importlib.util.find_spec("deepspeed") is not None
+            runs = [run for run in SPECS[world] if deepspeed or "zero" not in run]
+            launch("resume.py", folder, runs, world)
+        return folder
+
+    def get(world: int, run: str) -> Run:
+        needs_deepspeed(run)
+        train(2)  # leaves the checkpoints that the others take up
+        file = train(world) / f"{run.replace('/', '-')}.safetensors"
+        assert not error_of(file.parent, run), error_of(file.parent, run)
+        return Run(load_file(file), json.loads(file.with_suffix(".json").read_text()))
+
+    return get
+
+
+def without_counters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DeepSpeed has one step counter a partition, of which there are as many as processes like."""
+    return {name: x for name, x in tensors.items() if not name.startswith("step.")}
+
+
+@pytest.mark.parametrize("run", RESUMED)
+def test_a_stop_changes_nothing(trained, run):
+    result = trained(2, run)
+    expected, found = result.at("whole"), result.at("resumed")
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=SAME_BAR * x.abs().max().item(), msg=name)
+
+
+def test_a_lost_last_gradient_is_noticed(trained):
+    result = trained(2, "fsdp2/adamw/forgetful")
+    assert max(apart(result.at("whole", "weight"), result.at("resumed", "weight")).values()) > 20 * BAR
+
+
+# Trainer goes on as soon as it has loaded.
+@pytest.mark.parametrize(("world", "run"), BY_HAND + [change for change in CHANGES if "trainer" not in change.id])
+def test_what_is_loaded_is_what_was_saved(trained, world, run):
+    _, case, *origin = run.split("/")
+    result = trained(world, run)
+    source = trained(2, f"{origin[0].removeprefix('from:')}/{case}") if origin else result
+    saved, loaded = without_counters(source.at("saved")), without_counters(result.at("loaded"))
+    assert loaded.keys() == saved.keys()
+    matrices = [name.removeprefix("weight.") for name, x in saved.items() if x.ndim > 1 and name.startswith("weight.")]
+    assert matrices and all(saved[f"last_grad.{name}"].any() for name in matrices)
+    assert [name for name, x in saved.items() if not torch.equal(loaded[name], x)] == []
+    assert result.notes["loaded_groups"] == source.notes["saved_groups"]
+    roles = [group["role"] for group in result.notes["loaded_groups"]]
+    assert roles == ["matrix", "vector"]  # or the line above could not tell a group's settings from another's
+
+
+@pytest.mark.parametrize(("world", "run"), [change for change in CHANGES if "bf16" not in change.id])
+def test_other_processes_go_on_as_one_would_have(trained, world, run):
+    engine, case, _ = run.split("/")
+    expected, found = trained(1, f"single/{case}"), trained(world, run)
+    for kind in ("weight",) if engine.startswith("trainer") else ("weight", "exp_avg.", "last_grad"):
+        pair = expected.at("whole", kind), found.at("resumed", kind)
+        if case.startswith("lion") and kind == "weight":
+            assert share_that_agrees(*pair) >= 0.995
+        else:
+            differences = apart(*pair)
+            assert max(differences.values()) <= BAR, worst(differences)
+    counters = found.at("resumed", "step.").values()
+    assert {value.item() for value in counters} <= {20}
+
+
+@pytest.mark.parametrize("run", LOST)
+def test_a_universal_checkpoint_without_last_gradients_is_refused(trained, run):
+    error = trained(1, run).notes["error"]
+    assert error.startswith("RuntimeError" if run.endswith("unextended") else "ValueError")
+    assert "python -m mars_hf to_universal" in error

@@ -1,0 +1,213 @@
+"""Universal checkpoints without DeepSpeed: hand-made files of two ranks (tests/distributed has real ones)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+import mars_hf
+from mars_hf import universal
+from mars_hf.__main__ import main
+
+WORLD = 2
+SIZES = {"weight": (3, 5), "bias": (3,)}
+
+
+class Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+
+
+def trained(mars_type: str = "mars-adamw") -> tuple[Net, mars_hf.Mars]:
+    """A model and its optimizer after two steps."""
+    torch.manual_seed(1)
+    model = Net()
+    mars = mars_hf.create(model, mars_type=mars_type)
+    train(model, mars, 2)
+    return model, mars
+
+
+def train(model: nn.Module, mars: mars_hf.Mars, steps: int) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        mars.step()
+
+
+def half(x: Tensor, rank: int) -> Tensor:
+    """This rank's share; what is missing to a whole one is filled with nines, which nobody should read."""
+    share = -(-x.numel() // WORLD)
+    piece = x.detach().flatten()[rank * share : (rank + 1) * share]
+    return torch.cat([piece, torch.full((share - piece.numel(),), 9.0)])
+
+
+def save_zero(folder: Path, model: Net, mars: mars_hf.Mars, stage: int = 2) -> Path:
+    """What ZeRO leaves of a model with one matrix and one vector, each alone in its group."""
+    folder.mkdir(parents=True)
+    params = dict(model.named_parameters())
+    groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
+    shapes = [OrderedDict({name: params[name].shape}) for name in SIZES]
+    for rank in range(WORLD):
+        weights = [half(params[name], rank) for name in SIZES]
+        states = {
+            index: {key: x if key == "step" else half(x, rank) for key, x in mars.state[params[name]].items()}
+            for index, name in enumerate(SIZES)
+        }
+        base = {"state": states, "param_groups": groups}
+        state = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
+        if stage == 3:
+            state |= {"optimizer_state_dict": base, "fp32_flat_groups": weights}
+        else:
+            numels = [min(len(w), params[name].numel() - rank * len(w)) for w, name in zip(weights, SIZES, strict=True)]
+            places = [{name: SimpleNamespace(start=0, numel=n)} for name, n in zip(SIZES, numels, strict=True)]
+            state |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": weights}
+            state |= {"param_slice_mappings": places}
+        file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, file)
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    module = {"dp_world_size": WORLD, "ds_config": {"zero_optimization": {"stage": stage}}, "param_shapes": shapes}
+    torch.save({**module, "module": model.state_dict()}, folder / f"{prefix}mp_rank_00_model_states.pt")
+    return folder
+
+
+@pytest.fixture
+def zero2(tmp_path) -> Path:
+    return save_zero(tmp_path / "step2", *trained())
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_process_goes_on_where_zero_stopped(tmp_path, stage, mars_type):
+    model, mars = trained(mars_type)
+    source = save_zero(tmp_path / "step2", model, mars, stage)
+    main(["to_universal", str(source), str(tmp_path / "universal")])
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    fresh = Net()
+    twin = mars_hf.create(fresh, mars_type=mars_type, lr=1.0)  # the saved rate counts
+    universal.load(tmp_path / "universal", fresh, twin)
+    for _ in range(2):
+        for (name, param), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(param, other), name
+            assert mars.state[param].keys() == twin.state[other].keys()
+            assert all(torch.equal(value, twin.state[other][key]) for key, value in mars.state[param].items())
+        train(model, mars, 2)
+        train(fresh, twin, 2)
+
+
+def test_loading_does_not_tie_the_optimizer_to_the_files(tmp_path, zero2):
+    universal.to_universal(zero2, tmp_path / "universal")
+    files = {file: file.read_bytes() for file in (tmp_path / "universal").rglob("*.pt")}
+    model = Net()
+    mars = mars_hf.create(model)
+    universal.load(tmp_path / "universal", model, mars)
+    train(model, mars, 1)
+    assert {file: file.read_bytes() for file in files} == files
+
+
+def edit(file: Path, change) -> None:
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def test_what_is_no_whole_checkpoint_is_told_and_leaves_nothing(tmp_path, zero2):
+    def refused(match: str, source: Path = zero2, target: Path = tmp_path / "universal") -> None:
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(ValueError, match=match):
+            universal.to_universal(source, target)
+        assert sorted(tmp_path.iterdir()) == before
+
+    refused("step2 exists already", target=zero2)
+    refused("nowhere is not a folder", target=tmp_path / "nowhere" / "universal")
+    refused("not a DeepSpeed ZeRO checkpoint.*give the folder", source=tmp_path)
+    refused("not a DeepSpeed ZeRO checkpoint", source=tmp_path / "nothing")
+    model_file, optimizer_file = (
+        zero2 / "mp_rank_00_model_states.pt",
+        zero2 / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    )
+    whole = model_file.read_bytes()
+    edit(model_file, lambda model: model["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
+    refused("round_robin_gradients")
+    edit(model_file, lambda model: model.update(ds_config={}, dp_world_size=3))
+    refused(r"ranks \[0, 1\] out of 3")
+    model_file.unlink()
+    refused("neither zero_pp_rank_0_mp_rank_00_model_states.pt nor mp_rank_00_model_states.pt")
+    model_file.write_bytes(whole)
+    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][1].update(x=3))
+    edit(
+        zero2 / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][1].update(x=3),
+    )
+    refused("the state 'x' of bias is not laid out like its weights")
+    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"]["param_slice_mappings"][0].clear())
+    refused("fp32 of weight has 8 elements on all ranks")  # after the temporary folder was begun
+    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"].update(base_optimizer_state=[]))
+    refused("elastic_checkpoint")
+    (zero2 / "offloaded_tensors").mkdir()
+    refused("NVMe")
+    for other in ("zero_pp_rank_0_mp_rank_01", "expp_rank_0_mp_rank_00"):
+        optimizer_file = optimizer_file.rename(zero2 / f"{other}_optim_states.pt")
+        refused("expert or tensor parallelism")
+
+
+def test_another_model_or_optimizer_is_refused_and_left_alone(tmp_path, zero2):
+    target = tmp_path / "universal"
+    universal.to_universal(zero2, target)
+
+    def refused(match: str, model: nn.Module, folder: Path = target, **settings) -> None:
+        mars = mars_hf.create(model, **settings)
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match=match):
+            universal.load(folder, model, mars)
+        assert not mars.state
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+    refused("step2 is not a universal checkpoint.*python -m mars_hf to_universal", Net(), zero2)
+    refused(r"weight has shape \(3, 5\) in .* and \(3, 4\) here", nn.Linear(4, 3))
+    refused("has no parameter '0.weight'", nn.Sequential(Net()))
+    refused(r"groups of roles \['matrix', 'vector'\], this optimizer of \['matrix'\]", nn.Linear(5, 3, bias=False))
+    model, other = Net(), Net()
+    with pytest.raises(ValueError, match="not a plain parameter of this model"):
+        universal.load(target, model, mars_hf.create(other))
+
+
+def test_mistakes_are_one_line_of_the_command(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["to_universal", str(tmp_path), str(tmp_path / "universal")])
+    assert stopped.value.code == 2
+    usage, line = capsys.readouterr().err.strip().splitlines()
+    assert usage.startswith("usage: python -m mars_hf to_universal")
+    assert "is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it" in line
+
+
+def test_a_step_without_the_last_gradient_is_an_error():
+    model, mars = trained()
+    del mars.state[model.weight]["last_grad"]
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"shape \(3, 5\).*python -m mars_hf to_universal"):
+        train(model, mars, 1)
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+def test_deepspeed_that_is_imported_after_the_optimizer_was_made_is_extended(tmp_path, monkeypatch):
+    model, mars = trained()
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = mars_hf.MarsTrainer(model=model, args=arguments, optimizers=(mars, None))
+    extended = []
+    monkeypatch.setattr(universal, "extend_deepspeed", lambda: extended.append(True))
+    trainer.create_optimizer()
+    assert extended
+
+
+def test_engines_that_cannot_load_say_so():
+    with pytest.raises(ValueError, match="round_robin_gradients"):
+        universal._load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
+    with pytest.raises(ValueError, match="NVMe"):
+        universal._load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")
