@@ -42,8 +42,9 @@ class Engine:
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
         """As `rules.sums`."""
-        rows = {"products": products, "corrected": corrected}
-        return rules.sums(gradients, last_grads, foreach=self.foreach, **rows, **settings)
+        return rules.sums(
+            gradients, last_grads, products=products, corrected=corrected, foreach=self.foreach, **settings
+        )
 
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`, with step counts and learning rate as the optimizer has them."""

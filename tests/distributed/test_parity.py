@@ -17,26 +17,27 @@ from launching import error_of, launch, needs_deepspeed
 from safetensors.torch import load_file
 from torch import Tensor
 from workload import CASES as SETTINGS
-from workload import CLIP_THRESHOLD, STEPS
+from workload import CLIP_THRESHOLD, MAX_GRAD_NORM, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 BAR = 5e-5  # of the largest element of the tensor
 
+FOLDED = ("adamw_folded", "lion_1d_folded")
 COMMON = ("adamw", "adamw_1d", "adamw_frozen", "lion", "lion_1d")
 # Stage 3 keeps the gradient of the step before for a parameter that has none, and steps on it, whatever the optimizer
 # (seen with torch.optim.AdamW, DeepSpeed 0.19): no skipping there.
 RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("torch", 2): {
-        "ddp": (*COMMON, "adamw_skipping"),
+        "ddp": (*COMMON, "adamw_skipping", "adamw_folded"),
         "ddp_bucket_view": ("adamw", "adamw_1d_skipping"),
         "ddp_static_graph": ("adamw", "lion_1d"),
-        "fsdp2": (*COMMON, "adamw_skipping", "adamw_1d_skipping", "lion_1d_frozen", "adamw_unclipped"),
+        "fsdp2": (*COMMON, "adamw_skipping", "adamw_1d_skipping", "lion_1d_frozen", "adamw_unclipped", *FOLDED),
     },
     ("torch", 4): {
         "ddp": ("adamw_1d",),
         "fsdp2": ("adamw", "adamw_1d_skipping", "lion_1d_frozen"),
-        "hsdp": ("adamw", "adamw_1d_skipping", "lion_1d_frozen"),
+        "hsdp": ("adamw", "adamw_1d_skipping", "lion_1d_frozen", "adamw_folded"),
     },
     ("deepspeed", 2): {
         "zero1": (*COMMON, "adamw_skipping"),
@@ -137,9 +138,9 @@ def share_that_agrees(expected: dict[str, Tensor], found: dict[str, Tensor]) -> 
 
 
 def reference(trained: Callable[..., Run], kind: str, case: str) -> Run:
-    """The same case on one process. Under ZeRO a parameter without gradient has a gradient of zero."""
+    """The same case on one process, clipped before the step. Under ZeRO a parameter without gradient has zeros."""
     zeros = kind == "deepspeed" and case.endswith("skipping")
-    return trained("torch", 1, f"{'single_zeros' if zeros else 'single'}/{case}")
+    return trained("torch", 1, f"{'single_zeros' if zeros else 'single'}/{case.removesuffix('_folded')}")
 
 
 def worst(differences: dict[str, float]) -> str:
@@ -219,9 +220,17 @@ def test_one_all_reduce_a_step(trained, kind, world, engine, case):
             assert call["collectives"] == []
             continue
         (numel,) = call["collectives"]
-        assert normed <= numel <= 2 * normed  # when a tensor is seen first, a check travels with the norms
-        checked += numel > normed
+        rows = 3 if case.endswith("_folded") else 1
+        assert rows * normed <= numel <= (rows + 1) * normed  # when a tensor is seen first, a check travels with them
+        checked += numel > rows * normed
     assert checked <= len(calls) // STEPS
+
+
+@pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in CASES if p.values[3].endswith("_folded")])
+def test_the_step_takes_the_global_norm_of_clip_grad_norm(trained, kind, world, engine, case):
+    expected = reference(trained, kind, case).notes["total_norms"]
+    assert min(expected) < MAX_GRAD_NORM < max(expected)
+    assert trained(kind, world, f"{engine}/{case}").notes["total_norms"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ class Watched:
         self.metrics: list[dict[str, float]] = []
         self._mars = mars
         mars.collect_metrics("metrics" in flags)
-        self.normed = sum(len(group["params"]) for group in mars.param_groups if takes_mars(group))
+        groups = [group for group in mars.param_groups if takes_mars(group) or mars.max_grad_norm is not None]
+        self.normed = sum(len(group["params"]) for group in groups)
         step, all_reduce = mars.step, dist.all_reduce
 
         def forgetful(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -152,7 +153,7 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
     mars = mars_hf.create(model, **case.hyperparameters())
     watched = Watched(mars, flags)
     names = {param: name for name, param in model.named_parameters()}
-    norms = []
+    norms, total_norms = [], []
     tokens = Tokens()
     for step in range(STEPS):
         set_lr(mars, step)
@@ -166,13 +167,17 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
             for param in model.parameters():
                 if param.requires_grad and param.grad is None:
                     param.grad = torch.zeros_like(param)
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if not case.folded:
+            total_norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
         if engine == "single":
             norms.append(corrected_norms(mars, names))
         mars.step()
+        if case.folded:
+            total_norms.append(mars.grad_norm.clone())
         mars.zero_grad()
         watched.end_step()
-    notes |= {**watched.notes(), "corrected_norms": norms}
+    totals = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in total_norms]
+    notes |= {**watched.notes(), "corrected_norms": norms, "total_norms": [norm.item() for norm in totals]}
     return plain_results(model, mars)
 
 

@@ -31,6 +31,7 @@ class Case:
     frozen: bool = False  # position embeddings do not train
     skipping: bool = False  # the branch has no gradient in every other step
     clip_threshold: float | None = CLIP_THRESHOLD
+    folded: bool = False  # the step clips by the global norm itself, and takes the gradients it can
 
     def hyperparameters(self) -> dict[str, Any]:
         """What `mars_hf.create` takes; eps and all, so that nothing depends on defaults.
@@ -46,6 +47,8 @@ class Case:
             "mars_type": self.mars_type,
             "optimize_1d": self.optimize_1d,
             "clip_threshold": self.clip_threshold,
+            "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
+            "take_grad": self.folded,
         }
 
 
@@ -59,6 +62,8 @@ CASES = {
     "lion_1d": Case("mars-lion", optimize_1d=True),
     "lion_1d_frozen": Case("mars-lion", optimize_1d=True, frozen=True),
     "adamw_unclipped": Case(clip_threshold=None),
+    "adamw_folded": Case(folded=True),
+    "lion_1d_folded": Case("mars-lion", optimize_1d=True, folded=True),
 }
 
 
