@@ -133,6 +133,8 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
         results[f"weight.{name}"] = param
         state = mars.state.get(param, {})
         results |= {f"{key}.{name}": state[key] for key in STATES if key in state}
+        if "last_grad_scale" in state:  # a gradient that was moved
+            results[f"last_grad.{name}"] = state["last_grad"] * state["last_grad_scale"]
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in results.items()}
 
 
