@@ -83,13 +83,16 @@ class Batch:
 
     def update(self) -> None:
         """Move the parameters by one step; `steps` have been counted."""
-        if self.group["rounding"] != "nearest" and self.params[0].dtype == torch.bfloat16:
+        how = self.group["rounding"] if self.params[0].dtype == torch.bfloat16 else "nearest"
+        if how == "nearest":
+            self._update(self.params)
+        elif how == "stochastic" and self.engine.rounds_stochastically:
+            self._update(self.params, stochastic=True)
+        else:
             for index, piece in enumerate(self):
                 piece._update_and_round(index)
-        else:
-            self._update(self.params)
 
-    def _update(self, params: list[Tensor]) -> None:
+    def _update(self, params: list[Tensor], **rounding: bool) -> None:
         group = self.group
         self.engine.update(
             *(params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
@@ -105,6 +108,7 @@ class Batch:
             second_moment=group["second_moment"],
             keep_last=group["is_approx"] and not self.moves_gradients,
             **self.correction,
+            **rounding,
         )
 
     def _update_and_round(self, index: int) -> None:
@@ -159,7 +163,7 @@ def gather(
                     *(index, param.device, param.dtype, param.grad.dtype),
                     tuple((name, state[name].dtype) for name in _LISTS if name in state),
                     None if placement is None else (placement.group,),
-                    placement is None and _may_move(param, group, state),
+                    placement is None and may_move(param, group, state),
                     _is_dense(param, state),
                 )
                 sorted_.setdefault(key, []).append(param)
@@ -192,14 +196,22 @@ def _make(
         batch.add(param, placements.get(param), all_states[param])
     if group["maximize"]:
         batch.scale = torch.full((), -1.0, device=device)
-    scales = [all_states[owner].get("last_grad_scale") for owner in batch.owners]
-    if any(scale is not None for scale in scales):
-        one = torch.ones((), device=device)
-        batch.last_scales = torch.stack([one if scale is None else scale for scale in scales])
+    batch.last_scales = last_scales_of([all_states[owner] for owner in batch.owners])
     return batch
 
 
-def _may_move(param: Tensor, group: dict[str, Any], state: Mapping[str, Any]) -> bool:
+def last_scales_of(owned: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """What the last gradients in these states are still to be multiplied by, as one tensor; None for 1."""
+    scales = [state.get("last_grad_scale") for state in owned]
+    given = [scale for scale in scales if scale is not None]
+    if not given:
+        return None
+    if len(given) == len(scales) and all(scale is given[0] for scale in given):  # of one step
+        return given[0].repeat(len(given))
+    return torch.stack([torch.ones_like(given[0]) if scale is None else scale for scale in scales])
+
+
+def may_move(param: Tensor, group: dict[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether the gradient itself may become the last gradient: it owns its memory, and looks like it."""
     grad, last = param.grad, state.get("last_grad")
     if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:

@@ -32,6 +32,7 @@ class Engine:
 
     name: str
     foreach: bool = False
+    rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
 
     @property
     def is_flat(self) -> bool:
@@ -56,6 +57,7 @@ class KernelEngine(Engine):
     """Kernels: they take numbers that change from step to step as tensors on the device."""
 
     module: ModuleType = rules
+    rounds_stochastically: bool = False
 
     @property
     def is_flat(self) -> bool:
@@ -68,10 +70,20 @@ class KernelEngine(Engine):
         """As `rules.sums`; all rows cost one pass."""
         return self.module.sums(gradients, last_grads, **settings)
 
-    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`."""
+    def update(
+        self,
+        *lists: list[Tensor],
+        steps: Sequence[Tensor],
+        lr: float | Tensor,
+        stochastic: bool = False,
+        **settings: Any,
+    ) -> None:
+        """As `rules.update`; `stochastic` rounding takes the step count as its seed, alike on all ranks."""
         device = lists[0][0].device
-        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr], torch.float64)[0], **settings)
+        counts = _on(device, steps)
+        if stochastic:
+            settings["seed"] = counts[0].to(torch.int64)
+        self.module.update(*lists, steps=counts, lr=_on(device, [lr], torch.float64)[0], **settings)
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,8 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
-        return KernelEngine("triton", module=triton) if triton.supports(device, dtypes) else None
+        engine = KernelEngine("triton", module=triton, rounds_stochastically=True)
+        return engine if triton.supports(device, dtypes) else None
     return None
 
 

@@ -15,6 +15,7 @@ from mars_hf.batches import Batch, gather
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
 from mars_hf.param_groups import takes_mars
+from mars_hf.plan import Plan
 
 
 class Mars(torch.optim.Optimizer):
@@ -112,6 +113,7 @@ class Mars(torch.optim.Optimizer):
     _metrics: StepMetrics | None = None
     _layout: sharding.Layout | None = None
     _grad_norm: Tensor | None = None
+    _plan: Plan | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -268,14 +270,11 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        placements = self._locate()
-        for group in self.param_groups:
-            for param in group["params"]:
-                _check_gradient(param)
-                _check_state(param, self.state.get(param, {}), group)
-        if self.is_exact:
-            self._require_stale_gradients()
-        batches = gather(self.param_groups, self.state, placements)
+        placements: dict[Tensor, sharding.Placement] = {}
+        batches = None if self._plan is None else self._plan.batches(self.param_groups, self.state)
+        if batches is None:
+            placements = self._locate()
+            batches = self._gather(placements)
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
@@ -449,6 +448,19 @@ class Mars(torch.optim.Optimizer):
                 slot += 1
         return found
 
+    def _gather(self, placements: dict[Tensor, sharding.Placement]) -> list[Batch]:
+        """Check gradients and states, and sort them into batches."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                _check_gradient(param)
+                _check_state(param, self.state.get(param, {}), group)
+        if self.is_exact:
+            self._require_stale_gradients()
+        batches = gather(self.param_groups, self.state, placements)
+        plannable = not placements and Plan.covers(batches)
+        self._plan = Plan(batches, self.param_groups, self.state) if plannable else None
+        return batches
+
     def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
         max_grad_norm = self.max_grad_norm
@@ -492,13 +504,15 @@ class Mars(torch.optim.Optimizer):
 
     def _keep_gradients(self, batch: Batch) -> None:
         """After an update: gradients that may be moved become last gradients, with the scale they still need."""
-        for owner in batch.owners if batch.last_grads and batch.group["is_approx"] else ():
+        scale = None if batch.scale is None else batch.scale.float()
+        kept = batch.moves_gradients or batch.last_scales is not None
+        for owner in batch.owners if kept and batch.last_grads and batch.group["is_approx"] else ():
             state = self.state[owner]
             state.pop("last_grad_scale", None)
             if batch.moves_gradients:
                 state["last_grad"], owner.grad = owner.grad, None
-                if batch.scale is not None:
-                    state["last_grad_scale"] = batch.scale.float()
+                if scale is not None:
+                    state["last_grad_scale"] = scale
 
 
 # Every hyperparameter of Mars and its default, as its constructor has them.

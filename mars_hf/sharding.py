@@ -184,7 +184,8 @@ def reject_fsdp1(param: Tensor) -> None:
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is sharded or replicated by torch.distributed.tensor."""
-    return dist.is_available() and isinstance(tensor, _dtensor_class())
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # nearly always, and told at once
+    return not plain and dist.is_available() and isinstance(tensor, _dtensor_class())
 
 
 def cut(tensor: Tensor, placement: Placement | None) -> list[Tensor]:
