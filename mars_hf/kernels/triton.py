@@ -1,0 +1,252 @@
+"""The rules on NVIDIA and AMD GPUs: two passes over memory a group of parameters, any number of tensors a launch.
+
+`sums` is one launch over all gradients and a second over their partial sums, one number per `CHUNK` elements: without
+atomic additions of floats, hence with the same bits every time. `update` is one launch. The kernels are in
+`triton_device`; this module describes a call's tensors to them.
+
+**The table.** What kernels know of the tensors is a table of int64 words on the device. A call outside of graph capture
+keeps tables by their content: the addresses of parameters and states never change, those of gradients repeat once the
+allocator has settled, also with `zero_grad(set_to_none=True)`. New content costs one small asynchronous copy from
+pinned memory, which PyTorch's host allocator does not reuse before the copy is done. Tables are kept per stream, so
+that reusing an evicted one's memory is in order with the kernels that read it.
+
+**CUDA graphs.** Under capture neither is safe: a kept table could be evicted and freed while the graph still reads it,
+and the pinned source of a captured copy would have to stay, unchanged, as long as the graph. So a captured call writes
+its own table, in the graph's memory, by kernels that carry the words as launch arguments (as PyTorch's multi-tensor
+functions do, here `torch._foreach_add_`, about a hundred words a launch). Each replay writes it again: nothing outside
+the graph is needed. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scale and factors
+are read from the device. Call once before the capture, since compiling a kernel is not allowed during it.
+
+**Sizes.** A thread moves 16 bytes an access and each program 128 threads x 2 accesses a tensor in flight, 160 bytes a
+thread for AdamW with a last gradient in float32. At 88 registers 5 programs share a multiprocessor: 100 KB in flight,
+where 4.8 TB/s x 0.8 us / 132 asks for 29 KB. A program works through 8192 elements (360 KB), which makes its start, a
+few table reads of about a microsecond, under 3 % of its time, and still leaves 40 waves of programs for GPT-2 medium
+on 132 multiprocessors, so that the last wave costs little.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192  # elements of one program
+BLOCK = 1024  # elements a program has in flight
+REST = 512  # the same, where accesses are masked
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+KEPT_TABLES = 256
+
+
+def supports(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether these kernels run on `device` with tensors of `dtypes`.
+
+    Args:
+        device: where the tensors are. The CPU counts if Triton interprets (TRITON_INTERPRET=1), for tests.
+        dtypes: dtypes of all tensors.
+
+    Returns:
+        True if Triton can be imported, is made for the device and the kernels know every dtype.
+    """
+    if not DTYPES.issuperset(dtypes) or importlib.util.find_spec("triton") is None:
+        return False
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device.type != "cuda" or interpreted:
+        return device.type == "cpu" and interpreted
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
+    """Sums of g*g, g*last and last*last over each tensor, where g = scale * gradient.
+
+    Args:
+        gradients: 1-D, contiguous, on one device; any float dtypes.
+        last_gradients: as `gradients`; an empty list leaves the second and third row zero.
+        scale: 0-d, on the device; None means 1.
+
+    Returns:
+        Shape (3, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
+    """
+    dtype = _compute_dtype(gradients, last_gradients)
+    out = torch.empty((3, len(gradients)), dtype=dtype, device=gradients[0].device if gradients else None)
+    device = _device_code()
+    for places in _by_dtypes(gradients, last_gradients):
+        lists = [_pick(list_, places) for list_ in (gradients, last_gradients)]
+        table = _table(lists, places, ())
+        last = _triton_type(lists[1])
+        partials = out.new_empty((3 if lists[1] else 1, table.chunks))
+        with torch.cuda.device_of(out):
+            if table.chunks:
+                device.partial_sums[(table.chunks,)](
+                    table.words, len(places), table.chunks, scale, partials,
+                    GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_triton_type([out]),
+                    CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                )  # fmt: skip
+            device.total_sums[(len(places),)](
+                table.words, len(places), table.chunks, partials, out, len(gradients),
+                LAST=last, CHUNK=CHUNK, BLOCK=BLOCK, **OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+def update(
+    params: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    last_grads: list[Tensor],
+    *,
+    rule: str,
+    steps: Tensor,
+    lr: Tensor,
+    scale: Tensor | None,
+    factors: Tensor | None,
+    k: float,
+    blend: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    second_moment_of: str,
+) -> None:
+    """One optimizer step on every tensor, in place, in one pass over memory.
+
+    With g = scale * gradient, c = factor * (g + k (g - last)), e the new `exp_avg` and m = e + blend (c - e), the
+    parameter takes the step of `mars_hf.rules.adamw` or `mars_hf.rules.lion` along m.
+
+    All tensors are 1-D, contiguous and on one device; the states of a call share one dtype. Arithmetic is in float32,
+    in float64 if any tensor is float64, and every result is rounded once, when it is stored.
+
+    Args:
+        params: x_t; modified.
+        gradients: before scaling; not modified.
+        exp_avgs: m; modified.
+        exp_avg_sqs: v; modified; an empty list for "lion".
+        max_exp_avg_sqs: running maxima of v (AMSGrad); modified; an empty list turns AMSGrad off.
+        last_grads: g_{t-1}; becomes g; an empty list makes c = factor * g.
+        rule: "adamw" or "lion".
+        steps: t of each tensor, from 1; float32, on the device.
+        lr: step size; 0-d, on the device.
+        scale: 0-d, on the device; None means 1.
+        factors: multiplies each tensor's c; on the device; None means 1.
+        k: scale of the correction, gamma beta1 / (1 - beta1).
+        blend: see above; 0.0 makes m the plain first moment.
+        beta1: decay rate of m.
+        beta2: decay rate of v.
+        eps: added to the bias-corrected root of v.
+        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
+        second_moment_of: "corrected" averages c * c, "gradient" g * g.
+    """
+    numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
+    everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    compute = _compute_dtype(*everything)
+    device = _device_code()
+    for places in _by_dtypes(params, gradients, last_grads):
+        lists = [_pick(list_, places) for list_ in everything]
+        table = _table(lists, places, numbers)
+        if not table.chunks:
+            continue
+        with torch.cuda.device_of(params[0]):
+            device.update[(table.chunks,)](
+                table.words, len(places), steps, lr, scale, factors,
+                PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
+                LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
+                LION=rule == "lion", AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment_of == "corrected",
+                CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+            )  # fmt: skip
+
+
+class _Table(NamedTuple):
+    words: Tensor
+    chunks: int
+
+
+def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...]) -> _Table:
+    """The table of `triton_device` for `lists`, in the order of its rows of addresses."""
+    device = lists[0][0].device
+    sizes = tuple(tensor.numel() for tensor in lists[0])
+    addresses = tuple(tuple(tensor.data_ptr() for tensor in list_) for list_ in lists)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        words, chunks = _words(sizes, tuple(places), addresses, numbers, CHUNK)
+        return _Table(_write(words, device), chunks)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _kept(device, stream, sizes, tuple(places), addresses, numbers, CHUNK)
+
+
+@functools.lru_cache(maxsize=KEPT_TABLES)
+def _kept(device: torch.device, stream: int, *content: Any) -> _Table:
+    words, chunks = _words(*content)
+    host = torch.tensor(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return _Table(host.to(device, non_blocking=True), chunks)
+
+
+def _write(words: list[int], device: torch.device) -> Tensor:
+    """`words` on the device without reading host memory later, for graph capture."""
+    table = torch.zeros(len(words), dtype=torch.int64, device=device)
+    torch._foreach_add_(list(table.unbind()), words)
+    return table
+
+
+def _words(
+    sizes: tuple[int, ...],
+    places: tuple[int, ...],
+    addresses: tuple[tuple[int, ...], ...],
+    numbers: tuple[float, ...],
+    chunk: int,
+) -> tuple[list[int], int]:
+    """Contents of a table (see `triton_device`), and the number of chunks."""
+    ends = list(accumulate(-(-size // chunk) for size in sizes))
+    header = struct.unpack("<8q", struct.pack("<8d", *numbers, *[0.0] * (8 - len(numbers))))
+    given = [row for row in addresses if row]
+    aligned = [all(address % 16 == 0 for address in of_tensor) for of_tensor in zip(*given, strict=True)]
+    rows = [[0, *ends[:-1]], sizes, places, aligned, *(row or (0,) * len(sizes) for row in addresses)]
+    return [*header, *(int(word) for row in rows for word in row)], ends[-1]
+
+
+def _by_dtypes(*lists: list[Tensor]) -> Iterable[list[int]]:
+    """Places of the tensors, grouped by their dtypes in all lists that are given: one launch a group."""
+    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
+    given = [list_ for list_ in lists if list_]
+    for place, tensors in enumerate(zip(*given, strict=True)):
+        groups.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(place)
+    return groups.values()
+
+
+def _pick(tensors: list[Tensor], places: list[int]) -> list[Tensor]:
+    return [tensors[place] for place in places] if tensors else []
+
+
+def _compute_dtype(*lists: list[Tensor]) -> torch.dtype:
+    double = any(tensor.dtype == torch.float64 for list_ in lists for tensor in list_)
+    return torch.float64 if double else torch.float32
+
+
+def _vector(lists: Iterable[list[Tensor]]) -> int:
+    """Elements a thread moves at once: 16 bytes of the widest dtype."""
+    return 16 // max(list_[0].element_size() for list_ in lists if list_)
+
+
+def _triton_type(tensors: list[Tensor]) -> Any:
+    return getattr(_device_code().tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
+
+
+@functools.cache
+def _device_code() -> ModuleType:
+    """The kernels, imported when first needed: Triton is not installed everywhere."""
+    from mars_hf.kernels import triton_device
+
+    return triton_device
