@@ -121,7 +121,7 @@ def _products(gradient, last, offsets, mask, scale, COMPUTE: tl.constexpr, VECTO
     return g * g, g * previous, previous * previous
 
 
-@triton.jit(do_not_specialize=["count", "chunks"])
+@triton.jit(do_not_specialize=["count", "chunks", "scale"])
 def partial_sums(
     table,
     count,
@@ -260,7 +260,7 @@ def _update_block(
         _store(last, offsets, g, mask, VECTOR)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors"])
 def update(
     table,
     count,

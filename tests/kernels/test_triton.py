@@ -436,6 +436,14 @@ def test_a_written_table_equals_a_copied_one(device):
 
 
 @here
+def test_only_tensors_with_every_address_aligned_are_called_aligned(device):
+    """An error here is invisible on the CPU and a misaligned access on a GPU."""
+    addresses = ((0, 16, 32, 8), (), (4096, 4100, 48, 16))
+    words, _ = kernels._words((9, 9, 9, 9), (0, 1, 2, 3), addresses, (), kernels.CHUNK)
+    assert words[8 + 3 * 4 : 8 + 4 * 4] == [1, 0, 1, 0]
+
+
+@here
 def test_supports(device):
     device = torch.device(device)
     assert kernels.supports(device, kernels.DTYPES)
@@ -443,7 +451,7 @@ def test_supports(device):
     assert not kernels.supports(torch.device("meta"), [torch.float32])
 
 
-def gpu_step(sizes, device):
+def whole_step(sizes, device):
     """A whole step on the device: sums, clip factors, update. All of it is a function without arguments."""
     lists = problem(sizes, device)
     steps = torch.zeros(len(sizes), device=device)
@@ -467,9 +475,24 @@ def gpu_step(sizes, device):
     return lists, steps, lr, step
 
 
+@here
+def test_a_compiled_step_is_one_graph_and_the_same_step(device):
+    """What mutates is declared: without it functionalization would lose the update."""
+    lists, steps, _, step = whole_step([1500, 0, 7], device)
+    plain, plain_steps, _, plain_step = whole_step([1500, 0, 7], device)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    with torch.no_grad():
+        for _ in range(2):
+            compiled()
+            plain_step()
+    assert torch.equal(steps, plain_steps)
+    assert_close(lists, doubles(plain))
+    assert not torch.equal(lists["params"][0], problem([1500, 0, 7], device)["params"][0])
+
+
 @gpu
 def test_a_step_never_waits_for_the_gpu(device):
-    lists, _, _, step = gpu_step([3000, 17], device)
+    lists, _, _, step = whole_step([3000, 17], device)
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -482,8 +505,8 @@ def test_a_step_never_waits_for_the_gpu(device):
 @gpu
 def test_a_captured_step_replays(device):
     """With step and lr changing on the device, tables evicted and memory reused between replays."""
-    lists, _, lr, step = gpu_step([30_000, 17, 0, 5], device)
-    plain, _, plain_lr, plain_step = gpu_step([30_000, 17, 0, 5], device)
+    lists, _, lr, step = whole_step([30_000, 17, 0, 5], device)
+    plain, _, plain_lr, plain_step = whole_step([30_000, 17, 0, 5], device)
     step()
     plain_step()
     graph = torch.cuda.CUDAGraph()
@@ -513,8 +536,8 @@ def test_sums_of_a_hundred_million_elements(device):
 
 @gpu
 def test_a_step_on_another_stream(device):
-    lists, _, _, step = gpu_step([3000, 17], device)
-    plain, _, _, plain_step = gpu_step([3000, 17], device)
+    lists, _, _, step = whole_step([3000, 17], device)
+    plain, _, _, plain_step = whole_step([3000, 17], device)
     plain_step()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
