@@ -15,16 +15,16 @@ and the pinned source of a captured copy would have to stay, unchanged, as long 
 its own table, in the graph's memory, by kernels that carry the words as launch arguments (as PyTorch's multi-tensor
 functions do, here `torch._foreach_add_`, about a hundred words a launch). Each replay writes it again: nothing outside
 the graph is needed. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scale and factors
-are read from the device. Call once before the capture, since compiling a kernel is not allowed during it.
+are read from the device. Call once before the capture, so that nothing is compiled during it.
 
-**torch.compile** sees two operators, `mars_hf::triton_sums` and `mars_hf::triton_update`, and traces past them without a
-graph break. Outside of it they are not used: calling functions directly costs less.
+**torch.compile** sees two operators, `mars_hf::triton_sums` and `mars_hf::triton_update`, and traces past them without
+a graph break. Outside of it they are not used: calling functions directly costs less.
 
-**Sizes.** A thread moves 16 bytes an access and each program 128 threads x 2 accesses a tensor in flight, 160 bytes a
-thread for AdamW with a last gradient in float32. At 88 registers 5 programs share a multiprocessor: 100 KB in flight,
-where 4.8 TB/s x 0.8 us / 132 asks for 29 KB. A program works through 8192 elements (360 KB), which makes its start, a
-few table reads of about a microsecond, under 3 % of its time, and still leaves 40 waves of programs for GPT-2 medium
-on 132 multiprocessors, so that the last wave costs little.
+**Sizes**, reckoned for an H200 and not measured: a thread moves 16 bytes an access, twice a tensor, so 160 bytes are in
+flight in each of a program's 128 threads for AdamW with a last gradient in float32. At 88 registers 5 programs share a
+multiprocessor: 100 KB in flight, where 4.8 TB/s x 0.8 us / 132 asks for 29 KB. A program works through 8192 elements
+(360 KB, about 55 us when all are busy), of which its start, a few table reads of about a microsecond, is 2 %; that
+still leaves 65 waves of programs for GPT-2 medium on 132 multiprocessors, so that the last wave costs little.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def _sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor |
     device = _device_code()
     for places in _by_dtypes(gradients, last_gradients):
         lists = [_pick(list_, places) for list_ in (gradients, last_gradients)]
-        table = _table(lists, places, ())
         last = _triton_type(lists[1])
-        partials = out.new_empty((3 if lists[1] else 1, table.chunks))
         with torch.cuda.device_of(out):
+            table = _table(lists, places, ())
+            partials = out.new_empty((3 if lists[1] else 1, table.chunks))
             if table.chunks:
                 device.partial_sums[(table.chunks,)](
                     table.words, len(places), table.chunks, scale, partials,
@@ -125,6 +125,7 @@ def update(
     eps: float,
     weight_decay: float,
     second_moment_of: str,
+    seed: Tensor | None = None,
 ) -> None:
     """One optimizer step on every tensor, in place, in one pass over memory.
 
@@ -153,10 +154,12 @@ def update(
         eps: added to the bias-corrected root of v.
         weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
         second_moment_of: "corrected" averages c * c, "gradient" g * g.
+        seed: 0-d int64, on the device, new at each step: bfloat16 parameters are rounded to one of their two
+            neighbours at random, right on average, so that steps too small to be seen add up. None rounds to nearest.
     """
     (_update_operator if torch.compiler.is_compiling() else _update)(
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, factors,
-        k, blend, beta1, beta2, eps, weight_decay, second_moment_of,
+        k, blend, beta1, beta2, eps, weight_decay, second_moment_of, seed,
     )  # fmt: skip
 
 
@@ -179,6 +182,7 @@ def _update(
     eps: float,
     weight_decay: float,
     second_moment_of: str,
+    seed: Tensor | None,
 ) -> None:
     numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
     everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
@@ -186,12 +190,12 @@ def _update(
     device = _device_code()
     for places in _by_dtypes(params, gradients, last_grads):
         lists = [_pick(list_, places) for list_ in everything]
-        table = _table(lists, places, numbers)
-        if not table.chunks:
-            continue
-        with torch.cuda.device_of(params[0]):
+        with torch.cuda.device_of(lists[0][0]):
+            table = _table(lists, places, numbers)
+            if not table.chunks:
+                continue
             device.update[(table.chunks,)](
-                table.words, len(places), steps, lr, scale, factors,
+                table.words, len(places), steps, lr, scale, factors, seed,
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
                 LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
                 LION=rule == "lion", AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment_of == "corrected",
@@ -212,7 +216,7 @@ _update_operator = torch.library.custom_op(
     schema="(Tensor(a!)[] params, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] last_grads, str rule, Tensor steps, Tensor lr, Tensor? scale,"
     " Tensor? factors, float k, float blend, float beta1, float beta2, float eps, float weight_decay,"
-    " str second_moment_of) -> ()",
+    " str second_moment_of, Tensor? seed) -> ()",
 )
 
 

@@ -112,6 +112,25 @@ def _root(x):
 
 
 @triton.jit
+def _noise(offsets, key):
+    """32 random bits for each element of a chunk, by a hash (the finalizer of MurmurHash3): Philox costs too much."""
+    bits = offsets.to(tl.uint32) * 0x9E3779B1 + key
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _round_stochastically(value, noise):
+    """One of the two bfloat16 neighbours, as float32, the nearer one with the greater probability: right on average."""
+    value = value.to(tl.float32)
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # Carrying into the exponent would turn some NaNs into numbers.
+    return tl.where((bits & 0x7F800000) == 0x7F800000, value, rounded)
+
+
+@triton.jit
 def _products(gradient, last, offsets, mask, scale, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     """g*g, g*last and last*last of one block."""
     g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
@@ -223,6 +242,7 @@ def _update_block(
     decay,
     step_size,
     root2,
+    key,
     LION: tl.constexpr,
     CORRECTED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -254,13 +274,15 @@ def _update_block(
             _store(max_exp_avg_sq, offsets, largest, mask, VECTOR)
         p = p - step_size * _divide(m, _divide(_root(largest), root2) + eps)
         _store(exp_avg_sq, offsets, v, mask, VECTOR)
+    if key is not None:
+        p = _round_stochastically(p, _noise(offsets, key))
     _store(exp_avg, offsets, e, mask, VECTOR)
     _store(param, offsets, p, mask, VECTOR)
     if last is not None:
         _store(last, offsets, g, mask, VECTOR)
 
 
-@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seed"])
 def update(
     table,
     count,
@@ -268,6 +290,7 @@ def update(
     lr,
     scale,
     factors,
+    seed,
     PARAM: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATE: tl.constexpr,
@@ -322,13 +345,16 @@ def update(
     factor = tl.full((), 1.0, COMPUTE)
     if factors is not None:
         factor = tl.load(factors + place).to(COMPUTE)
+    key = None
+    if seed is not None and PARAM == tl.bfloat16:
+        key = tl.randint(tl.load(seed), chunk.to(tl.uint32)).to(tl.uint32, bitcast=True)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
     for block in range(0, whole):
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, block * BLOCK + offsets, None,
-            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
+            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             LION, CORRECTED, COMPUTE, VECTOR,
         )  # fmt: skip
     rest = tl.arange(0, REST)
@@ -336,6 +362,6 @@ def update(
         inside = first + rest
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, inside, inside < length,
-            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
+            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             LION, CORRECTED, COMPUTE, VECTOR,
         )  # fmt: skip

@@ -278,6 +278,7 @@ def test_views_at_odd_offsets_touch_nothing_else(device):
 
 
 @here
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
     lists = problem([2000, 600], device, amsgrad=True)
     lists["gradients"][0][3] = torch.nan
@@ -352,6 +353,87 @@ def test_three_steps_follow_the_rules(device, rule):
     assert_close(lists, plain)
 
 
+def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
+    """Lion moves each parameter from `value` by lr against the sign of its gradient, here always down."""
+    lists = problem([size, 5], device, lion=True, last=False, param=torch.bfloat16)
+    for i, n in enumerate((size, 5)):
+        lists["params"][i].fill_(value)
+        lists["gradients"][i].fill_(1.0)
+        lists["exp_avgs"][i] = torch.zeros(n, device=device)
+    kernels.update(
+        *lists.values(),
+        **{**STEP, "weight_decay": 0.0},
+        rule="lion",
+        steps=torch.ones(2, device=device),
+        lr=torch.tensor(lr, device=device),
+        scale=None,
+        factors=None,
+        second_moment_of="corrected",
+        seed=None if seed is None else torch.tensor(seed, device=device),
+    )
+    return lists["params"][0].float()
+
+
+@here
+def test_stochastic_rounding_is_right_on_average(device):
+    """1 - 2**-11 lies an eighth of the way from 1 to its lower neighbour 1 - 2**-8."""
+    size = 3 * kernels.CHUNK + 100
+    params = bf16_step(device, size, 17)
+    down = params == 1 - 2**-8
+    assert (down | (params == 1.0)).all()
+    chunks = [*down.float().split(kernels.CHUNK)]
+    for share in [chunk.mean().item() for chunk in chunks[:3]]:
+        assert abs(share - 0.125) < 4 * (0.125 * 0.875 / kernels.CHUNK) ** 0.5
+    for other in (chunks[1], bf16_step(device, size, 18)[: kernels.CHUNK] < 1):
+        together = (chunks[0] * other).mean().item()
+        assert abs(together - 0.125**2) < 4 * (0.125**2 / kernels.CHUNK) ** 0.5, "noise repeats"
+    assert torch.equal(params, bf16_step(device, size, 17))
+
+
+@here
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0, 2.0])
+def test_stochastic_rounding_keeps_what_is_exact(device, value):
+    params = bf16_step(device, 700, 3, value=value, lr=0.0)
+    assert torch.equal(params, torch.full_like(params, value)) or (value != value and params.isnan().all())
+
+
+@here
+def test_stochastic_rounding_keeps_the_nan_of_all_ones(device):
+    """What NVIDIA GPUs produce; a carry would make it -0."""
+    lists = problem([700], device, lion=True, last=False, param=torch.bfloat16)
+    lists["params"][0].view(torch.int16).fill_(0x7FFF)
+    settings = {"scale": None, "factors": None, "second_moment_of": "corrected", "rule": "lion"}
+    steps, lr, seed = torch.ones(1, device=device), torch.tensor(0.0, device=device), torch.tensor(1, device=device)
+    kernels.update(*lists.values(), **STEP, **settings, steps=steps, lr=lr, seed=seed)
+    assert lists["params"][0].isnan().all()
+
+
+@here
+def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(device):
+    """64 steps up by a sixteenth of the distance to the next number."""
+    lr = 2.0**-11
+    for stochastic, expected, tolerance in ((False, 1.0, 0.0), (True, 1 + 64 * lr, 1.4e-3)):
+        lists = problem([2000], device, lion=True, last=False, param=torch.bfloat16)
+        lists["params"][0].fill_(1.0)
+        lists["gradients"][0].fill_(-1.0)
+        lists["exp_avgs"][0].zero_()
+        seed = torch.tensor(0, device=device)
+        for _ in range(64):
+            seed.add_(1)
+            kernels.update(
+                *lists.values(),
+                **{**STEP, "weight_decay": 0.0},
+                rule="lion",
+                steps=torch.ones(1, device=device),
+                lr=torch.tensor(lr, device=device),
+                scale=None,
+                factors=None,
+                second_moment_of="corrected",
+                seed=seed if stochastic else None,
+            )
+        assert abs(lists["params"][0].float().mean().item() - expected) <= tolerance
+
+
 def locate(words, count, chunk, device):
     """`triton_device.locate` for one chunk: tensor, first element, number of elements."""
     import triton
@@ -409,7 +491,7 @@ def test_update_beyond_31_bits(device):
     assert locate(words, 1, chunks - 1, device) == [0, start, length]
     words[8] = 1 - chunks  # as if the launch began at the last chunk
     triton_device.update[(1,)](
-        torch.tensor(words, device=device), 1, *settings.values(), None,
+        torch.tensor(words, device=device), 1, *settings.values(), None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, STATE=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
         LION=False, AMSGRAD=False, CORRECTED=True,
         CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,

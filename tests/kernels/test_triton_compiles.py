@@ -27,6 +27,7 @@ POINTERS = {
     "lr": "*fp32",
     "scale": "*fp32",
     "factors": "*fp32",
+    "seed": "*i64",
     "partials": "*fp32",
     "sums": "*fp32",
 }
