@@ -45,6 +45,7 @@ from torch import Tensor
 CHUNK = 8192  # elements of one program
 BLOCK = 1024  # elements a program has in flight
 REST = 512  # the same, where accesses are masked
+TOTALS = 2048  # partial sums added up at once: GPT-2's embedding has 4712
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 KEPT_TABLES = 256
@@ -100,7 +101,7 @@ def _sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor |
                 )  # fmt: skip
             device.total_sums[(len(places),)](
                 table.words, len(places), table.chunks, partials, out, len(gradients),
-                LAST=last, CHUNK=CHUNK, BLOCK=BLOCK, **OPTIONS,
+                LAST=last, CHUNK=CHUNK, BLOCK=TOTALS, **{**OPTIONS, "num_warps": 8},
             )  # fmt: skip
     return out
 

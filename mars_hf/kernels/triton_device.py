@@ -192,15 +192,6 @@ def partial_sums(
         tl.store(partials + 2 * chunks.to(tl.int64) + chunk, tl.sum(ll) + tl.sum(rest_ll))
 
 
-@triton.jit
-def _total(partials, first, end, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float64)
-    for begin in range(first, end, BLOCK):
-        offsets = begin + tl.arange(0, BLOCK)
-        total += tl.load(partials + offsets, mask=offsets < end, other=0.0).to(tl.float64)
-    return tl.sum(total)
-
-
 @triton.jit(do_not_specialize=["count", "chunks", "columns"])
 def total_sums(
     table, count, chunks, partials, sums, columns, LAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
@@ -209,15 +200,21 @@ def total_sums(
     tensor = tl.program_id(0)
     first = _word(table, count, STARTS_ROW, tensor)
     end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), CHUNK)
+    row = chunks.to(tl.int64)
+    gg = tl.zeros((BLOCK,), tl.float64)
+    gl = tl.zeros((BLOCK,), tl.float64)
+    ll = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(first, end, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        inside = offsets < end
+        gg += tl.load(partials + offsets, mask=inside, other=0.0)
+        if LAST is not None:
+            gl += tl.load(partials + row + offsets, mask=inside, other=0.0)
+            ll += tl.load(partials + 2 * row + offsets, mask=inside, other=0.0)
     column = sums + _word(table, count, PLACES_ROW, tensor)
-    tl.store(column, _total(partials, first, end, BLOCK))
-    gl = tl.full((), 0.0, tl.float64)
-    ll = tl.full((), 0.0, tl.float64)
-    if LAST is not None:
-        gl = _total(partials + chunks, first, end, BLOCK)
-        ll = _total(partials + 2 * chunks.to(tl.int64), first, end, BLOCK)
-    tl.store(column + columns, gl)
-    tl.store(column + 2 * columns, ll)
+    tl.store(column, tl.sum(gg))
+    tl.store(column + columns, tl.sum(gl))
+    tl.store(column + 2 * columns, tl.sum(ll))
 
 
 @triton.jit

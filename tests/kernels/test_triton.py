@@ -176,9 +176,8 @@ def test_sums_by_dtype(device, dtype):
 
 @here
 def test_sums_of_more_partials_than_one_block(device, monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", 64)
-    monkeypatch.setattr(kernels, "BLOCK", 64)
-    monkeypatch.setattr(kernels, "REST", 32)
+    for name, value in {"CHUNK": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
     check_sums(draw([64 * 70 + 5, 3], device=device), draw([64 * 70 + 5, 3], device=device, seed=1))
 
 
