@@ -14,7 +14,7 @@ that reusing an evicted one's memory is in order with the kernels that read it.
 and the pinned source of a captured copy would have to stay, unchanged, as long as the graph. So a captured call writes
 its own table, in the graph's memory, by kernels that carry the words as launch arguments (as PyTorch's multi-tensor
 functions do, here `torch._foreach_add_`, about a hundred words a launch). Each replay writes it again: nothing outside
-the graph is needed. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scale and factors
+the graph is needed. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scales and factors
 are read from the device. Call once before the capture, so that nothing is compiled during it.
 
 **torch.compile** sees two operators, `mars_hf::triton_sums` and `mars_hf::triton_update`, and traces past them without
@@ -69,33 +69,45 @@ def supports(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
-    """Sums of g*g, g*last and last*last over each tensor, where g = scale * gradient.
+def sums(
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    *,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    k: float = 0.0,
+) -> Tensor:
+    """As `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
     Args:
         gradients: 1-D, contiguous, on one device; any float dtypes.
-        last_gradients: as `gradients`; an empty list leaves the second and third row zero.
-        scale: 0-d, on the device; None means 1.
+        last_grads: as `gradients`; empty for a rule without last gradient.
+        scale: 0-d, on the device; g = scale * gradient. None is 1.
+        last_scales: one for each tensor, on the device; last = last_scales[i] * last_grads[i]. None is 1.
+        k: of the correction, c = g + k (g - last).
 
     Returns:
-        Shape (3, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
+        Shape (4, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
     """
-    return (_sums_operator if torch.compiler.is_compiling() else _sums)(gradients, last_gradients, scale)
+    operator = _sums_operator if torch.compiler.is_compiling() else _sums
+    return operator(gradients, last_grads, scale, last_scales, k)
 
 
-def _sums(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
-    dtype = _compute_dtype(gradients, last_gradients)
-    out = torch.empty((3, len(gradients)), dtype=dtype, device=gradients[0].device if gradients else None)
+def _sums(
+    gradients: list[Tensor], last_grads: list[Tensor], scale: Tensor | None, last_scales: Tensor | None, k: float
+) -> Tensor:
+    dtype = _compute_dtype(gradients, last_grads)
+    out = torch.empty((4, len(gradients)), dtype=dtype, device=gradients[0].device if gradients else None)
     device = _device_code()
-    for places in _by_dtypes(gradients, last_gradients):
-        lists = [_pick(list_, places) for list_ in (gradients, last_gradients)]
+    for places in _by_dtypes(gradients, last_grads):
+        lists = [_pick(list_, places) for list_ in (gradients, last_grads)]
         last = _triton_type(lists[1])
         with torch.cuda.device_of(out):
-            table = _table(lists, places, ())
-            partials = out.new_empty((3 if lists[1] else 1, table.chunks))
+            table = _table(lists, places, (k,))
+            partials = out.new_empty((4 if lists[1] else 1, table.chunks))
             if table.chunks:
                 device.partial_sums[(table.chunks,)](
-                    table.words, len(places), table.chunks, scale, partials,
+                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, partials,
                     GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_triton_type([out]),
                     CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
                 )  # fmt: skip
@@ -117,50 +129,51 @@ def update(
     rule: str,
     steps: Tensor,
     lr: Tensor,
-    scale: Tensor | None,
-    factors: Tensor | None,
-    k: float,
-    blend: float,
+    scale: Tensor | None = None,
+    last_scales: Tensor | None = None,
+    factors: Tensor | None = None,
+    k: float = 0.0,
+    blend: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    second_moment_of: str,
+    second_moment: str = "corrected",
+    keep_last: bool = True,
     seed: Tensor | None = None,
 ) -> None:
-    """One optimizer step on every tensor, in place, in one pass over memory.
-
-    With g = scale * gradient, c = factor * (g + k (g - last)), e the new `exp_avg` and m = e + blend (c - e), the
-    parameter takes the step of `mars_hf.rules.adamw` or `mars_hf.rules.lion` along m.
+    """As `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
     All tensors are 1-D, contiguous and on one device; the states of a call share one dtype. Arithmetic is in float32,
     in float64 if any tensor is float64, and every result is rounded once, when it is stored.
 
     Args:
-        params: x_t; modified.
+        params: x; modified.
         gradients: before scaling; not modified.
-        exp_avgs: m; modified.
+        exp_avgs: e; modified.
         exp_avg_sqs: v; modified; an empty list for "lion".
         max_exp_avg_sqs: running maxima of v (AMSGrad); modified; an empty list turns AMSGrad off.
-        last_grads: g_{t-1}; becomes g; an empty list makes c = factor * g.
+        last_grads: become g if `keep_last`; an empty list makes c = factor * g.
         rule: "adamw" or "lion".
-        steps: t of each tensor, from 1; float32, on the device.
+        steps: t of each tensor, from 1; on the device.
         lr: step size; 0-d, on the device.
-        scale: 0-d, on the device; None means 1.
-        factors: multiplies each tensor's c; on the device; None means 1.
-        k: scale of the correction, gamma beta1 / (1 - beta1).
-        blend: see above; 0.0 makes m the plain first moment.
-        beta1: decay rate of m.
+        scale: as `sums`.
+        last_scales: as `sums`.
+        factors: of c, one for each tensor, on the device; None is 1.
+        k: as `sums`.
+        blend: 0, or gamma for the form that needs no last gradient.
+        beta1: decay rate of e.
         beta2: decay rate of v.
         eps: added to the bias-corrected root of v.
         weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        second_moment_of: "corrected" averages c * c, "gradient" g * g.
+        second_moment: "corrected" averages c * c, "gradient" g * g.
+        keep_last: False reads `last_grads` and does not write them.
         seed: 0-d int64, on the device, new at each step: bfloat16 parameters are rounded to one of their two
             neighbours at random, right on average, so that steps too small to be seen add up. None rounds to nearest.
     """
     (_update_operator if torch.compiler.is_compiling() else _update)(
-        params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, factors,
-        k, blend, beta1, beta2, eps, weight_decay, second_moment_of, seed,
+        params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, last_scales,
+        factors, k, blend, beta1, beta2, eps, weight_decay, second_moment, keep_last, seed,
     )  # fmt: skip
 
 
@@ -175,6 +188,7 @@ def _update(
     steps: Tensor,
     lr: Tensor,
     scale: Tensor | None,
+    last_scales: Tensor | None,
     factors: Tensor | None,
     k: float,
     blend: float,
@@ -182,7 +196,8 @@ def _update(
     beta2: float,
     eps: float,
     weight_decay: float,
-    second_moment_of: str,
+    second_moment: str,
+    keep_last: bool,
     seed: Tensor | None,
 ) -> None:
     numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
@@ -196,10 +211,11 @@ def _update(
             if not table.chunks:
                 continue
             device.update[(table.chunks,)](
-                table.words, len(places), steps, lr, scale, factors, seed,
+                table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, seed,
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
                 LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
-                LION=rule == "lion", AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment_of == "corrected",
+                LION=rule == "lion", AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
+                KEEP_LAST=keep_last and bool(last_grads),
                 CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
             )  # fmt: skip
 
@@ -208,7 +224,7 @@ _sums_operator = torch.library.custom_op(
     "mars_hf::triton_sums",
     _sums,
     mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] last_gradients, Tensor? scale) -> Tensor",
+    schema="(Tensor[] gradients, Tensor[] last_grads, Tensor? scale, Tensor? last_scales, float k) -> Tensor",
 )
 _update_operator = torch.library.custom_op(
     "mars_hf::triton_update",
@@ -216,14 +232,16 @@ _update_operator = torch.library.custom_op(
     mutates_args=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads"),
     schema="(Tensor(a!)[] params, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] last_grads, str rule, Tensor steps, Tensor lr, Tensor? scale,"
-    " Tensor? factors, float k, float blend, float beta1, float beta2, float eps, float weight_decay,"
-    " str second_moment_of, Tensor? seed) -> ()",
+    " Tensor? last_scales, Tensor? factors, float k, float blend, float beta1, float beta2, float eps,"
+    " float weight_decay, str second_moment, bool keep_last, Tensor? seed) -> ()",
 )
 
 
 @_sums_operator.register_fake
-def _(gradients: list[Tensor], last_gradients: list[Tensor], scale: Tensor | None) -> Tensor:
-    return gradients[0].new_empty((3, len(gradients)), dtype=_compute_dtype(gradients, last_gradients))
+def _(
+    gradients: list[Tensor], last_grads: list[Tensor], scale: Tensor | None, last_scales: Tensor | None, k: float
+) -> Tensor:
+    return gradients[0].new_empty((4, len(gradients)), dtype=_compute_dtype(gradients, last_grads))
 
 
 class _Table(NamedTuple):

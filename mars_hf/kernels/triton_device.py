@@ -80,13 +80,18 @@ def _aligned(pointer, offsets, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def _convert(value, COMPUTE: tl.constexpr):
+    # By way of float32: float64 and bfloat16 do not convert directly in the interpreter.
+    return value.to(tl.float32).to(COMPUTE) if value.dtype == tl.bfloat16 else value.to(COMPUTE)
+
+
+@triton.jit
 def _load(pointer, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     if mask is None:
         value = tl.load(_aligned(pointer, offsets, VECTOR))
     else:
         value = tl.load(pointer + offsets, mask=mask, other=0.0)
-    # By way of float32: float64 and bfloat16 do not convert directly in the interpreter.
-    return value.to(tl.float32).to(COMPUTE) if value.dtype == tl.bfloat16 else value.to(COMPUTE)
+    return _convert(value, COMPUTE)
 
 
 @triton.jit
@@ -131,21 +136,35 @@ def _round_stochastically(value, noise):
 
 
 @triton.jit
-def _products(gradient, last, offsets, mask, scale, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    """g*g, g*last and last*last of one block."""
+def _multiplier(numbers, index, COMPUTE: tl.constexpr):
+    """A number that a tensor is multiplied by; 1 if there is none."""
+    number = tl.full((), 1.0, COMPUTE)
+    if numbers is not None:
+        number = _convert(tl.load(numbers + index), COMPUTE)
+    return number
+
+
+@triton.jit
+def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """g, the last gradient and c of one block; in one way for sums and update."""
     g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
+    # Both ways are assignments: Triton, unlike its interpreter, compiles what follows a return inside an `if`.
     if last is None:
-        return g * g, tl.zeros_like(g), tl.zeros_like(g)
-    previous = _load(last, offsets, mask, COMPUTE, VECTOR)
-    return g * g, g * previous, previous * previous
+        previous = tl.zeros_like(g)
+        c = g
+    else:
+        previous = _load(last, offsets, mask, COMPUTE, VECTOR) * last_scale
+        c = g + k * (g - previous)
+    return g, previous, c
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "scale"])
+@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales"])
 def partial_sums(
     table,
     count,
     chunks,
     scale,
+    last_scales,
     partials,
     GRADIENT: tl.constexpr,
     LAST: tl.constexpr,
@@ -155,41 +174,51 @@ def partial_sums(
     REST: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Sums over one chunk of g*g, g*last and last*last, into `partials` (1 or 3 rows of one number a chunk)."""
+    """Sums over one chunk of g*g, g*last, last*last and c*c, into `partials` (rows of one number a chunk).
+
+    Without last gradients there is one row: c is g, and the others are 0.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, chunk, CHUNK)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = None
     if LAST is not None:
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
-    factor = tl.full((), 1.0, COMPUTE)
-    if scale is not None:
-        factor = tl.load(scale).to(COMPUTE)
+    k = _number(table, 0).to(COMPUTE)
+    own_scale = _multiplier(scale, 0, COMPUTE)
+    last_scale = _multiplier(last_scales, _word(table, count, PLACES_ROW, tensor), COMPUTE)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
     gg = tl.zeros((BLOCK,), COMPUTE)
     gl = tl.zeros((BLOCK,), COMPUTE)
     ll = tl.zeros((BLOCK,), COMPUTE)
+    cc = tl.zeros((BLOCK,), COMPUTE)
     for block in range(0, whole):
-        a, b, c = _products(gradient, last, block * BLOCK + offsets, None, factor, COMPUTE, VECTOR)
-        gg += a
-        gl += b
-        ll += c
+        inside = block * BLOCK + offsets
+        g, previous, c = _correct(gradient, last, inside, None, own_scale, last_scale, k, COMPUTE, VECTOR)
+        gg += g * g
+        gl += g * previous
+        ll += previous * previous
+        cc += c * c
     rest = tl.arange(0, REST)
     rest_gg = tl.zeros((REST,), COMPUTE)
     rest_gl = tl.zeros((REST,), COMPUTE)
     rest_ll = tl.zeros((REST,), COMPUTE)
+    rest_cc = tl.zeros((REST,), COMPUTE)
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
-        a, b, c = _products(gradient, last, inside, inside < length, factor, COMPUTE, VECTOR)
-        rest_gg += a
-        rest_gl += b
-        rest_ll += c
+        g, previous, c = _correct(gradient, last, inside, inside < length, own_scale, last_scale, k, COMPUTE, VECTOR)
+        rest_gg += g * g
+        rest_gl += g * previous
+        rest_ll += previous * previous
+        rest_cc += c * c
+    row = chunks.to(tl.int64)
     tl.store(partials + chunk, tl.sum(gg) + tl.sum(rest_gg))
     if last is not None:
-        tl.store(partials + chunks + chunk, tl.sum(gl) + tl.sum(rest_gl))
-        tl.store(partials + 2 * chunks.to(tl.int64) + chunk, tl.sum(ll) + tl.sum(rest_ll))
+        tl.store(partials + row + chunk, tl.sum(gl) + tl.sum(rest_gl))
+        tl.store(partials + 2 * row + chunk, tl.sum(ll) + tl.sum(rest_ll))
+        tl.store(partials + 3 * row + chunk, tl.sum(cc) + tl.sum(rest_cc))
 
 
 @triton.jit(do_not_specialize=["count", "chunks", "columns"])
@@ -204,6 +233,7 @@ def total_sums(
     gg = tl.zeros((BLOCK,), tl.float64)
     gl = tl.zeros((BLOCK,), tl.float64)
     ll = tl.zeros((BLOCK,), tl.float64)
+    cc = tl.zeros((BLOCK,), tl.float64)
     for begin in range(first, end, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         inside = offsets < end
@@ -211,10 +241,12 @@ def total_sums(
         if LAST is not None:
             gl += tl.load(partials + row + offsets, mask=inside, other=0.0)
             ll += tl.load(partials + 2 * row + offsets, mask=inside, other=0.0)
+            cc += tl.load(partials + 3 * row + offsets, mask=inside, other=0.0)
     column = sums + _word(table, count, PLACES_ROW, tensor)
     tl.store(column, tl.sum(gg))
     tl.store(column + columns, tl.sum(gl))
     tl.store(column + 2 * columns, tl.sum(ll))
+    tl.store(column + 3 * columns, tl.sum(gg if LAST is None else cc))
 
 
 @triton.jit
@@ -228,6 +260,7 @@ def _update_block(
     offsets,
     mask,
     scale,
+    last_scale,
     factor,
     k,
     blend,
@@ -242,16 +275,14 @@ def _update_block(
     key,
     LION: tl.constexpr,
     CORRECTED: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The rule on one block: every tensor is read once and written once, all reads before the first write."""
-    g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
+    """The rule on one block: every tensor is read and written once at most, all reads before the first write."""
+    g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
     p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
-    c = g
-    if last is not None:
-        c = g + k * (g - _load(last, offsets, mask, COMPUTE, VECTOR))
     c = c * factor
     # Both ends of torch.lerp, exact at weight 0 and at weight 1.
     difference = c - e
@@ -275,17 +306,18 @@ def _update_block(
         p = _round_stochastically(p, _noise(offsets, key))
     _store(exp_avg, offsets, e, mask, VECTOR)
     _store(param, offsets, p, mask, VECTOR)
-    if last is not None:
+    if KEEP_LAST:
         _store(last, offsets, g, mask, VECTOR)
 
 
-@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seed"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seed"])
 def update(
     table,
     count,
     steps,
     lr,
     scale,
+    last_scales,
     factors,
     seed,
     PARAM: tl.constexpr,
@@ -296,6 +328,7 @@ def update(
     LION: tl.constexpr,
     AMSGRAD: tl.constexpr,
     CORRECTED: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -336,12 +369,9 @@ def update(
         t = tl.load(steps + place).to(tl.float64)
         step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
         root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
-    multiplier = tl.full((), 1.0, COMPUTE)
-    if scale is not None:
-        multiplier = tl.load(scale).to(COMPUTE)
-    factor = tl.full((), 1.0, COMPUTE)
-    if factors is not None:
-        factor = tl.load(factors + place).to(COMPUTE)
+    own_scale = _multiplier(scale, 0, COMPUTE)
+    last_scale = _multiplier(last_scales, place, COMPUTE)
+    factor = _multiplier(factors, place, COMPUTE)
     key = None
     if seed is not None and PARAM == tl.bfloat16:
         key = tl.randint(tl.load(seed), chunk.to(tl.uint32)).to(tl.uint32, bitcast=True)
@@ -351,14 +381,14 @@ def update(
     for block in range(0, whole):
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, block * BLOCK + offsets, None,
-            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            LION, CORRECTED, COMPUTE, VECTOR,
+            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
+            LION, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip
     rest = tl.arange(0, REST)
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, inside, inside < length,
-            multiplier, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            LION, CORRECTED, COMPUTE, VECTOR,
+            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
+            LION, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip

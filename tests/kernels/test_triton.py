@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from mars_hf import rules
+from mars_hf import clipping, rules
 from mars_hf.kernels import triton as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -61,17 +61,39 @@ def doubles(lists):
     return {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
 
 
+def expected_correction(gradients, last_grads, i, scale, last_scales, k):
+    """g, last and c of tensor i, in float64."""
+    g = gradients[i].double() * (1.0 if scale is None else scale.double())
+    if not last_grads:
+        return g, torch.zeros_like(g), g
+    last = last_grads[i].double() * (1.0 if last_scales is None else last_scales[i].double())
+    return g, last, g + k * (g - last)
+
+
 def expected_update(
-    lists, *, rule, steps, lr, scale, factors, k, blend, beta1, beta2, eps, weight_decay, second_moment_of
+    lists,
+    *,
+    rule,
+    steps,
+    lr,
+    scale=None,
+    last_scales=None,
+    factors=None,
+    k,
+    blend,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    second_moment="corrected",
+    keep_last=True,
 ):
     """The contract of `update`, line by line in float64, on copies."""
     lists = doubles(lists)
     lr = lr.double()
     for i, param in enumerate(lists["params"]):
-        g = lists["gradients"][i] * (1.0 if scale is None else scale.double())
-        c = g
-        if lists["last_grads"]:
-            c = g + k * (g - lists["last_grads"][i])
+        g, _, c = expected_correction(lists["gradients"], lists["last_grads"], i, scale, last_scales, k)
+        if keep_last and lists["last_grads"]:
             lists["last_grads"][i].copy_(g)
         if factors is not None:
             c = c * factors[i].double()
@@ -82,7 +104,7 @@ def expected_update(
         if rule == "lion":
             param.sub_(lr * m.sign())
             continue
-        s = c if second_moment_of == "corrected" else g
+        s = c if second_moment == "corrected" else g
         exp_avg_sq = lists["exp_avg_sqs"][i]
         exp_avg_sq.mul_(beta2).add_((1 - beta2) * s * s)
         if lists["max_exp_avg_sqs"]:
@@ -101,41 +123,43 @@ def assert_close(actual, expected, tolerance=1e-6):
             assert (error <= bound).all(), (name, i, error.max() / bound)
 
 
-def check_update(lists, device, *, rule="adamw", scale=None, factors=None, steps=None, tolerance=1e-6, **settings):
+def check_update(lists, device, *, rule="adamw", steps=None, tolerance=1e-6, **settings):
     count = len(lists["params"])
+    read_only = {"gradients"} if settings.get("keep_last", True) else {"gradients", "last_grads"}
+    before = {name: [tensor.clone() for tensor in lists[name]] for name in read_only}
     settings = {
         **STEP,
         "rule": rule,
         "steps": torch.arange(1.0, count + 1, device=device) if steps is None else steps,
         "lr": torch.tensor(1e-2, device=device),
-        "scale": scale,
-        "factors": factors,
-        "second_moment_of": "corrected",
         **settings,
     }
     expected = expected_update(lists, **settings)
     kernels.update(*lists.values(), **settings)
     assert_close(lists, expected, tolerance)
+    for name, tensors in before.items():
+        assert all(map(torch.equal, lists[name], tensors)), name
 
 
-def expected_sums(gradients, last_gradients, scale):
-    g = [tensor.double() * (1.0 if scale is None else scale.double()) for tensor in gradients]
-    last = [tensor.double() for tensor in last_gradients] or [torch.zeros_like(tensor) for tensor in g]
-    return torch.stack(
-        [torch.stack([(a * b).sum() for a, b in zip(*pair, strict=True)]) for pair in ((g, g), (g, last), (last, last))]
-    )
+def expected_sums(gradients, last_grads, *, scale=None, last_scales=None, k=0.0):
+    columns = []
+    for i in range(len(gradients)):
+        g, last, c = expected_correction(gradients, last_grads, i, scale, last_scales, k)
+        columns.append(torch.stack([(a * b).sum() for a, b in ((g, g), (g, last), (last, last), (c, c))]))
+    return torch.stack(columns, 1)
 
 
-def magnitudes(gradients, last_gradients, scale):
+def magnitudes(gradients, last_grads, *, last_scales=None, **settings):
     """What errors of sums are measured against: the sums of absolute values."""
-    return expected_sums([g.abs() for g in gradients], [last.abs() for last in last_gradients], scale)
+    settings["last_scales"] = None if last_scales is None else last_scales.abs()
+    return expected_sums([g.abs() for g in gradients], [-last.abs() for last in last_grads], **settings).abs()
 
 
-def check_sums(gradients, last_gradients, scale=None):
-    actual = kernels.sums(gradients, last_gradients, scale)
-    expected = expected_sums(gradients, last_gradients, scale)
-    bound = 1e-6 * magnitudes(gradients, last_gradients, scale)
-    assert actual.shape == (3, len(gradients))
+def check_sums(gradients, last_grads, **settings):
+    actual = kernels.sums(gradients, last_grads, **settings)
+    expected = expected_sums(gradients, last_grads, **settings)
+    bound = 1e-6 * magnitudes(gradients, last_grads, **settings)
+    assert actual.shape == (4, len(gradients))
     assert ((actual.double() - expected).abs() <= bound).all(), actual.double() - expected
     return actual
 
@@ -151,50 +175,100 @@ def test_update_at_the_edges_of_blocks_and_chunks(device):
 
 @here
 def test_sums_at_the_edges_of_blocks_and_chunks(device):
-    assert check_sums(draw(EDGES, device=device), draw(EDGES, device=device, seed=1)).dtype == torch.float32
+    actual = check_sums(draw(EDGES, device=device), draw(EDGES, device=device, seed=1), k=0.4)
+    assert actual.dtype == torch.float32
 
 
 @here
 def test_sums_without_last_gradients(device):
-    assert (check_sums(draw(SMALL, device=device), [])[1:] == 0).all()
+    """c is g, whatever k and last_scales are."""
+    scale, last_scales = torch.tensor(0.3, device=device), torch.full((3,), torch.nan, device=device)
+    gg, gl, ll, cc = check_sums(draw(SMALL, device=device), [], scale=scale, last_scales=last_scales, k=19.0)
+    assert torch.equal(cc, gg) and not gl.any() and not ll.any()
 
 
 @here
 def test_sums_of_nothing(device):
-    assert kernels.sums([], [], None).shape == (3, 0)
+    assert kernels.sums([], []).shape == (4, 0)
     empty = torch.empty(0, device=device)
-    assert (kernels.sums([empty, empty], [empty, empty], None) == 0).all()
+    assert (kernels.sums([empty, empty], [empty, empty], k=0.4) == 0).all()
 
 
 @here
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_sums_by_dtype(device, dtype):
     scale = torch.tensor(0.25, device=device)
-    actual = check_sums(draw(SMALL, dtype, device), draw(SMALL, torch.float32, device, 1), scale)
+    actual = check_sums(draw(SMALL, dtype, device), draw(SMALL, torch.float32, device, 1), scale=scale, k=0.4)
     assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@here
+@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("gradient", [torch.float32, torch.float64], ids=str)
+def test_scales_of_last_gradients_by_dtype(device, dtype, gradient):
+    """One a tensor, also where tensors are launched in another order than they are given in."""
+    lists = problem([1500, 5, 700, 0], device, gradient=gradient)
+    lists["last_grads"][1] = lists["last_grads"][1].bfloat16()
+    last_scales = torch.tensor([0.25, -3.0, 0.0, 1.5], dtype=dtype, device=device)
+    check_sums(lists["gradients"], lists["last_grads"], last_scales=last_scales, k=0.4)
+    check_update(lists, device, last_scales=last_scales)
+
+
+@here
+def test_the_square_of_the_corrected_gradient_does_not_cancel(device):
+    """Gradient and last gradient are almost one and k is large: from the other three sums nothing would be left."""
+    gradients = draw([9000, 100], device=device)
+    noise = draw([9000, 100], device=device, seed=1)
+    last_grads = [2 * (g + 1e-4 * other) for g, other in zip(gradients, noise, strict=True)]
+    settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": 1e4}
+    actual = kernels.sums(gradients, last_grads, **settings)[3].double()
+    expected = expected_sums(gradients, last_grads, **settings)[3]
+    assert ((actual - expected).abs() <= 1e-6 * expected).all()
 
 
 @here
 def test_sums_of_more_partials_than_one_block(device, monkeypatch):
     for name, value in {"CHUNK": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
         monkeypatch.setattr(kernels, name, value)
-    check_sums(draw([64 * 70 + 5, 3], device=device), draw([64 * 70 + 5, 3], device=device, seed=1))
+    check_sums(draw([64 * 70 + 5, 3], device=device), draw([64 * 70 + 5, 3], device=device, seed=1), k=0.4)
 
 
 @here
 def test_fifty_tensors_in_one_call(device):
     sizes = [1 + 37 * i % 300 for i in range(53)]
     check_update(problem(sizes, device), device)
-    check_sums(draw(sizes, device=device), draw(sizes, device=device, seed=1))
+    check_sums(draw(sizes, device=device), draw(sizes, device=device, seed=1), k=0.4)
 
 
 @here
 @pytest.mark.parametrize("last", [True, False], ids=["last", "no_last"])
 @pytest.mark.parametrize("amsgrad", [True, False], ids=["amsgrad", "plain"])
-@pytest.mark.parametrize("second_moment_of", ["corrected", "gradient"])
-def test_adamw_flags(device, last, amsgrad, second_moment_of):
+@pytest.mark.parametrize("second_moment", ["corrected", "gradient"])
+def test_adamw_flags(device, last, amsgrad, second_moment):
     lists = problem(SMALL, device, amsgrad=amsgrad, last=last)
-    check_update(lists, device, second_moment_of=second_moment_of)
+    check_update(lists, device, second_moment=second_moment)
+
+
+@here
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("keep_last", [True, False], ids=["keep_last", "read_last"])
+def test_last_gradients_are_scaled_when_read_and_kept_on_demand(device, rule, keep_last):
+    """What is kept is g, also where what is read has another scale."""
+    check_update(
+        problem([*SMALL, 2 * kernels.CHUNK + 3], device, lion=rule == "lion"),
+        device,
+        rule=rule,
+        scale=torch.tensor(0.3, device=device),
+        last_scales=torch.tensor([0.5, 2.0, -0.25, 3.0], device=device),
+        keep_last=keep_last,
+    )
+
+
+@here
+def test_without_last_gradients_their_settings_change_nothing(device):
+    last_scales = torch.full((3,), torch.nan, device=device)
+    for keep_last in (True, False):
+        check_update(problem(SMALL, device, last=False), device, last_scales=last_scales, keep_last=keep_last)
 
 
 @here
@@ -254,7 +328,7 @@ def test_dtypes_mixed_in_one_call(device):
     for name, dtype in (("params", torch.bfloat16), ("gradients", torch.bfloat16), ("last_grads", torch.bfloat16)):
         lists[name][1] = lists[name][1].to(dtype)
         lists[name][3] = lists[name][3].to(dtype)
-    check_sums(lists["gradients"], lists["last_grads"])
+    check_sums(lists["gradients"], lists["last_grads"], k=0.4)
     check_update(lists, device, factors=torch.tensor([1.0, 0.1, 0.2, 0.3], device=device))
 
 
@@ -270,7 +344,7 @@ def test_views_at_odd_offsets_touch_nothing_else(device):
             flat = torch.full((tensor.numel() + 8,), 7.0, device=device)
             lists[name][i] = flat[offset : offset + tensor.numel()].copy_(tensor)
             around[name, i] = flat, offset, offset + tensor.numel()
-    check_sums(lists["gradients"], lists["last_grads"])
+    check_sums(lists["gradients"], lists["last_grads"], k=0.4)
     check_update(lists, device)
     for flat, first, end in around.values():
         assert (flat[:first] == 7).all() and (flat[end:] == 7).all()
@@ -282,17 +356,14 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
     lists = problem([2000, 600], device, amsgrad=True)
     lists["gradients"][0][3] = torch.nan
     lists["gradients"][0][1800] = torch.inf
-    totals = kernels.sums(lists["gradients"], lists["last_grads"], None)
-    assert totals[0, 0].isnan() and totals[:, 1].isfinite().all()
+    totals = kernels.sums(lists["gradients"], lists["last_grads"], k=0.4)
+    assert totals[0, 0].isnan() and totals[3, 0].isnan() and totals[:, 1].isfinite().all()
     kernels.update(
         *lists.values(),
         **STEP,
         rule="adamw",
         steps=torch.ones(2, device=device),
         lr=torch.tensor(0.1, device=device),
-        scale=None,
-        factors=None,
-        second_moment_of="corrected",
     )
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads"):
         expected = torch.zeros(2000, dtype=torch.bool, device=device)
@@ -304,51 +375,45 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
 
 @here
 def test_lion_takes_no_step_where_the_sign_is_nan(device):
-    """As `torch.sign`, so as rules.lion."""
+    """As `torch.sign`, so as rules.update."""
     lists = problem([8], device, lion=True, last=False)
     before = lists["params"][0].clone()
     lists["gradients"][0].fill_(torch.nan)
-    settings = {"scale": None, "factors": None, "second_moment_of": "corrected"}
     lr = torch.tensor(0.1, device=device)
     steps = torch.ones(1, device=device)
-    kernels.update(*lists.values(), **{**STEP, "weight_decay": 0.0}, rule="lion", steps=steps, lr=lr, **settings)
+    kernels.update(*lists.values(), **{**STEP, "weight_decay": 0.0}, rule="lion", steps=steps, lr=lr)
     assert torch.equal(lists["params"][0], before)
 
 
 @here
+@pytest.mark.parametrize("moved", [False, True], ids=["kept", "moved"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_three_steps_follow_the_rules(device, rule):
-    """correct, clip and the rule of rules.py in float64; here clipping comes from the sums and goes in as factors."""
-    sizes, k, threshold = [700, 30, 1500], 0.025 * 0.95 / 0.05, 1.0
+def test_three_steps_follow_the_rules(device, rule, moved):
+    """Sums, clipping and update as rules.py does them in float64.
+
+    Last gradients are either kept by the update, or the gradients before scaling, with their scale.
+    """
+    sizes, k = [700, 30, 1500], 0.025 * 0.95 / 0.05
     lists = problem(sizes, device, lion=rule == "lion")
     plain = doubles(lists)
-    hyper = {"lr": 3e-3, "beta1": 0.95, "weight_decay": 0.1, "foreach": False}
+    last_scales = torch.linspace(0.5, 2.0, 3, device=device) if moved else None
     for t in range(1, 4):
-        gradients = draw(sizes, device=device, seed=10 + t)
-        gg, gl, ll = kernels.sums(gradients, lists["last_grads"], None)
-        norms = ((1 + k) ** 2 * gg - 2 * k * (1 + k) * gl + k * k * ll).sqrt()
-        kernels.update(
-            lists["params"],
-            gradients,
-            *list(lists.values())[2:],
-            **{**STEP, "k": k},
-            rule=rule,
-            steps=torch.full((3,), float(t), device=device),
-            lr=torch.tensor(3e-3, device=device),
-            scale=None,
-            factors=(norms / threshold).clamp_min(1.0).reciprocal(),
-            second_moment_of="corrected",
-        )
-        g = [tensor.double() for tensor in gradients]
-        c = rules.correct(g, plain["last_grads"], gamma=0.025, beta1=0.95, foreach=False)
-        rules.clip(c, rules.norms(c, foreach=False), clip_threshold=threshold, foreach=False)
-        if rule == "lion":
-            rules.lion(plain["params"], c, plain["exp_avgs"], **hyper)
-        else:
-            states = plain["params"], c, c, plain["exp_avgs"], plain["exp_avg_sqs"], []
-            rules.adamw(*states, [float(t)] * 3, beta2=0.99, eps=1e-8, **hyper)
-        plain["last_grads"] = g
-    del plain["gradients"]
+        scale = torch.tensor(1.0 / t, device=device)
+        lists["gradients"] = draw(sizes, device=device, seed=10 + t)
+        plain["gradients"] = [tensor.double() for tensor in lists["gradients"]]
+        correction = {"scale": scale, "last_scales": last_scales, "k": k}
+        settings = {**STEP, **correction, "rule": rule, "keep_last": not moved}
+        found = kernels.sums(lists["gradients"], lists["last_grads"], **correction)
+        wanted = rules.sums(plain["gradients"], plain["last_grads"], **correction)
+        assert ((found - wanted).abs() <= 1e-6 * wanted.abs().max(0).values).all()
+        steps, lr = torch.full((3,), float(t), device=device), torch.tensor(3e-3, device=device)
+        factors = clipping.factors(found[3], 1.0)
+        kernels.update(*lists.values(), **settings, steps=steps, lr=lr, factors=factors)
+        factors = clipping.factors(wanted[3], 1.0)
+        rules.update(*plain.values(), **settings, steps=[float(t)] * 3, lr=lr.item(), factors=factors)
+        if moved:
+            lists["last_grads"], plain["last_grads"] = lists["gradients"], plain["gradients"]
+            last_scales = scale.expand(3).contiguous()
     assert_close(lists, plain)
 
 
@@ -365,9 +430,6 @@ def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
         rule="lion",
         steps=torch.ones(2, device=device),
         lr=torch.tensor(lr, device=device),
-        scale=None,
-        factors=None,
-        second_moment_of="corrected",
         seed=None if seed is None else torch.tensor(seed, device=device),
     )
     return lists["params"][0].float()
@@ -401,9 +463,8 @@ def test_stochastic_rounding_keeps_the_nan_of_all_ones(device):
     """What NVIDIA GPUs produce; a carry would make it -0."""
     lists = problem([700], device, lion=True, last=False, param=torch.bfloat16)
     lists["params"][0].view(torch.int16).fill_(0x7FFF)
-    settings = {"scale": None, "factors": None, "second_moment_of": "corrected", "rule": "lion"}
     steps, lr, seed = torch.ones(1, device=device), torch.tensor(0.0, device=device), torch.tensor(1, device=device)
-    kernels.update(*lists.values(), **STEP, **settings, steps=steps, lr=lr, seed=seed)
+    kernels.update(*lists.values(), **STEP, rule="lion", steps=steps, lr=lr, seed=seed)
     assert lists["params"][0].isnan().all()
 
 
@@ -425,9 +486,6 @@ def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(d
                 rule="lion",
                 steps=torch.ones(1, device=device),
                 lr=torch.tensor(lr, device=device),
-                scale=None,
-                factors=None,
-                second_moment_of="corrected",
                 seed=seed if stochastic else None,
             )
         assert abs(lists["params"][0].float().mean().item() - expected) <= tolerance
@@ -481,8 +539,8 @@ def test_update_beyond_31_bits(device):
 
     start, length = 2**33, 1300
     lists = problem([length], device)
-    settings = {"steps": torch.ones(1, device=device), "lr": torch.tensor(1e-2, device=device), "scale": None}
-    expected = expected_update(lists, **STEP, **settings, rule="adamw", factors=None, second_moment_of="corrected")
+    settings = {"steps": torch.ones(1, device=device), "lr": torch.tensor(1e-2, device=device)}
+    expected = expected_update(lists, **STEP, **settings, rule="adamw")
     order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
     addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
     numbers = (0.4, 0.0, 0.95, kernels._log(0.95), 0.99, kernels._log(0.99), 1e-8, 0.1)
@@ -490,9 +548,9 @@ def test_update_beyond_31_bits(device):
     assert locate(words, 1, chunks - 1, device) == [0, start, length]
     words[8] = 1 - chunks  # as if the launch began at the last chunk
     triton_device.update[(1,)](
-        torch.tensor(words, device=device), 1, *settings.values(), None, None,
+        torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, STATE=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
-        LION=False, AMSGRAD=False, CORRECTED=True,
+        LION=False, AMSGRAD=False, CORRECTED=True, KEEP_LAST=True,
         CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
@@ -502,11 +560,11 @@ def test_update_beyond_31_bits(device):
 def test_tables_are_kept_by_content(device):
     kernels._kept.cache_clear()
     gradients = draw([10, 20], device=device)
-    kernels.sums(gradients, [], None)
-    kernels.sums(gradients, [], None)
+    kernels.sums(gradients, [])
+    kernels.sums(gradients, [])
     assert kernels._kept.cache_info().misses == 1
     moved = [gradients[0].clone(), gradients[1]]
-    assert torch.equal(kernels.sums(moved, [], None), kernels.sums(gradients, [], None))
+    assert torch.equal(kernels.sums(moved, []), kernels.sums(gradients, []))
     assert kernels._kept.cache_info().misses == 2
 
 
@@ -537,20 +595,21 @@ def whole_step(sizes, device):
     lists = problem(sizes, device)
     steps = torch.zeros(len(sizes), device=device)
     lr = torch.tensor(1e-2, device=device)
+    last_scales = torch.linspace(0.5, 2.0, len(sizes), device=device)
 
     def step():
         steps.add_(1)
-        gg, gl, ll = kernels.sums(lists["gradients"], lists["last_grads"], None)
-        factors = (1.96 * gg - 1.12 * gl + 0.16 * ll).sqrt().clamp_min(1.0).reciprocal()
+        correction = {"last_scales": last_scales, "k": STEP["k"]}
+        found = kernels.sums(lists["gradients"], lists["last_grads"], **correction)
+        factors = clipping.factors(found[3], 1.0)
         kernels.update(
             *lists.values(),
             **STEP,
             rule="adamw",
             steps=steps,
             lr=lr,
-            scale=None,
+            last_scales=last_scales,
             factors=factors,
-            second_moment_of="corrected",
         )
 
     return lists, steps, lr, step
@@ -611,8 +670,8 @@ def test_a_captured_step_replays(device):
 def test_sums_of_a_hundred_million_elements(device):
     gradient = torch.rand(100_000_000, device=device)
     last = torch.rand(100_000_000, device=device)
-    first = check_sums([gradient], [last])
-    assert torch.equal(first, kernels.sums([gradient], [last], None))
+    first = check_sums([gradient], [last], k=0.4)
+    assert torch.equal(first, kernels.sums([gradient], [last], k=0.4))
 
 
 @gpu

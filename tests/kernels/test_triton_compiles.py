@@ -26,6 +26,7 @@ POINTERS = {
     "steps": "*fp32",
     "lr": "*fp32",
     "scale": "*fp32",
+    "last_scales": "*fp32",
     "factors": "*fp32",
     "seed": "*i64",
     "partials": "*fp32",
@@ -41,7 +42,7 @@ def compiled(kernel, target=HOPPER, **constants):
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "STATE": state, "LAST": last, "COMPUTE": compute}
-    flags = {"LION": False, "AMSGRAD": False, "CORRECTED": True, **flags}
+    flags = {"LION": False, "AMSGRAD": False, "CORRECTED": True, "KEEP_LAST": last is not None, **flags}
     return compiled(triton_device.update, target, VECTOR=vector, **dtypes, **flags)
 
 
@@ -71,9 +72,19 @@ def test_everything_in_bfloat16_moves_128_bits_at_once():
     assert code.metadata.shared == 0
 
 
-def test_sums_move_128_bits_at_once():
-    code = compiled(triton_device.partial_sums, GRADIENT=tl.float32, LAST=tl.float32, COMPUTE=tl.float32, VECTOR=4)
-    assert accesses(code, "v4.b32")[0] == 4
+def test_a_last_gradient_that_is_not_kept_is_not_written():
+    code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4, KEEP_LAST=False)
+    assert accesses(code, "v4.b32") == (10, 6)
+
+
+def sums(gradient, last, vector, target=HOPPER, compute=tl.float32):
+    dtypes = {"GRADIENT": gradient, "LAST": last, "COMPUTE": compute}
+    return compiled(triton_device.partial_sums, target, VECTOR=vector, **dtypes)
+
+
+@pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
+def test_sums_move_128_bits_at_once(last):
+    assert accesses(sums(tl.float32, last, 4), "v4.b32")[0] == (2 if last is None else 4)
 
 
 @pytest.mark.parametrize("flags", [{"LION": True}, {"AMSGRAD": True}, {"CORRECTED": False}], ids=str)
@@ -84,8 +95,14 @@ def test_every_rule_compiles(flags):
 def test_float64_compiles():
     dtype = tl.float64
     assert update(dtype, dtype, dtype, dtype, 2, compute=dtype).asm["cubin"]
-    assert compiled(triton_device.total_sums, LAST=dtype).asm["cubin"]
+    assert sums(dtype, dtype, 2, compute=dtype).asm["cubin"]
+
+
+@pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
+def test_totals_compile(last):
+    assert compiled(triton_device.total_sums, LAST=last).asm["cubin"]
 
 
 def test_kernels_compile_for_amd():
     assert update(tl.float32, tl.float32, tl.float32, tl.float32, 4, target=MI300).asm["hsaco"]
+    assert sums(tl.float32, tl.float32, 4, target=MI300).asm["hsaco"]
