@@ -1,7 +1,7 @@
 """The Triton kernels against straight-line float64 arithmetic, on the CPU in Triton's interpreter and on a GPU.
 
-Triton reads TRITON_INTERPRET when it is imported, and with it Mars would take these kernels on the CPU everywhere. So
-the interpreter has a process of its own: `test_triton_interpreter.py` runs this file there. On a GPU:
+Triton reads TRITON_INTERPRET when it is imported, once for a process. So the interpreter has a process of its own:
+`test_triton_interpreter.py` runs this file there. On a GPU:
 CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/kernels.
 """
 
@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from mars_hf import clipping, rules
+from mars_hf import Mars, clipping, engines, rules
 from mars_hf.kernels import triton as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -415,6 +415,39 @@ def test_three_steps_follow_the_rules(device, rule, moved):
             lists["last_grads"], plain["last_grads"] = lists["gradients"], plain["gradients"]
             last_scales = scale.expand(3).contiguous()
     assert_close(lists, plain)
+
+
+def mars_steps(device, *, lr=0.01, **settings):
+    """Three steps of the optimizer on two matrices and a vector."""
+    shapes = (40, 30), (3, 700), (50,)
+    starts = draw([shape.numel() for shape in map(torch.Size, shapes)], device=device)
+    params = [torch.nn.Parameter(start.view(shape)) for start, shape in zip(starts, shapes, strict=True)]
+    optimizer = Mars(params, lr=lr, lr_1d=0.005, weight_decay=0.1, **settings)
+    for step in range(3):
+        gradients = draw([param.numel() for param in params], device=device, seed=100 + step)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.view_as(param)
+        optimizer.step()
+    return {"params": [param.detach() for param in params]}
+
+
+@here
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_grad_norm": 0.5, "take_grad": True},
+        {"mars_type": "mars-lion", "optimize_1d": True, "maximize": True},
+        {"second_moment": "gradient", "clip_threshold": None, "amsgrad": True},
+    ],
+    ids=str,
+)
+def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
+    expected = doubles(mars_steps(device, fused=False, foreach=False, **settings))
+    triton = engines.KernelEngine("triton", module=kernels)
+    monkeypatch.setattr(engines, "_kernels", lambda *_, **__: triton)
+    for lr in (0.01, torch.tensor(0.01, device=device)):
+        assert_close(mars_steps(device, lr=lr, fused=True, **settings), expected)
 
 
 def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
