@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 
 import pytest
@@ -34,16 +35,28 @@ POINTERS = {
 }
 
 
-def compiled(kernel, target=HOPPER, **constants):
+def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
     signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: value for name, value in {**SIZES, **constants}.items() if signature.get(name) == "constexpr"}
-    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=kernels.OPTIONS)
+    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options)
 
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "STATE": state, "LAST": last, "COMPUTE": compute}
     flags = {"LION": False, "AMSGRAD": False, "CORRECTED": True, "KEEP_LAST": last is not None, **flags}
     return compiled(triton_device.update, target, VECTOR=vector, **dtypes, **flags)
+
+
+def totals(last):
+    return compiled(triton_device.total_sums, options=kernels.OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)
+
+
+def spilled(code, folder):
+    """Bytes a thread keeps in memory for want of registers."""
+    (folder / "kernel.cubin").write_bytes(code.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", folder / "kernel.cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
 
 
 def accesses(code, width):
@@ -99,8 +112,10 @@ def test_float64_compiles():
 
 
 @pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
-def test_totals_compile(last):
-    assert compiled(triton_device.total_sums, LAST=last).asm["cubin"]
+def test_no_register_is_spilled(last, tmp_path):
+    dtypes = tl.float32, tl.float32, tl.float32, last
+    for code in (update(*dtypes, 4), update(*dtypes, 4, AMSGRAD=True), sums(tl.float32, last, 4), totals(last)):
+        assert spilled(code, tmp_path) == 0
 
 
 def test_kernels_compile_for_amd():
