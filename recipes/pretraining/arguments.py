@@ -72,9 +72,7 @@ class OptimizerArguments:
     )
     is_approx: bool | None = field(
         default=None,
-        metadata={
-            "help": "False: exact MARS, which takes a second gradient a step, at the parameters of the step before."
-        },
+        metadata={"help": "False: exact MARS, which takes two gradients a step."},
     )
     optimize_1d: bool | None = field(default=None, metadata={"help": "True: vectors take the MARS rule as well."})
     lr_1d: float | None = field(default=None, metadata={"help": "Learning rate of vectors; left out: half of it."})
@@ -93,7 +91,7 @@ class PretrainingArguments(TrainingArguments):
 
     output_dir: str | None = field(
         default=None,
-        metadata={"help": "Where the run goes; left out: runs/CONFIG-OPTIMIZER, with -exact for exact MARS."},
+        metadata={"help": "Where the run goes; left out: runs/CONFIG-OPTIMIZER, or ...-exact."},
     )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start again in a folder that holds a finished run."}
