@@ -20,7 +20,7 @@ class RunFailed(RuntimeError):
 
 
 def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:
-    """Run recipes/pretrain_gpt2.py; what it prints goes to OUTPUT.log.
+    """Run recipes/pretrain_gpt2.py; what it prints is appended to OUTPUT.log.
 
     Args:
         argv: its arguments, without --output_dir.
@@ -38,7 +38,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
     log = output.parent / f"{output.name}.log"
     # Unbuffered, so that a traceback stands at the log's end.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with log.open("w", encoding="utf-8") as file:
+    with log.open("a", encoding="utf-8") as file:
         finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     if finished.returncode:
         lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
