@@ -113,6 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     if trainer.is_world_process_zero() and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
+    trainer.accelerator.end_training()  # gloo's threads, left running at exit, abort a process now and then
 
 
 def _check_processes(training: arguments.PretrainingArguments) -> None:
