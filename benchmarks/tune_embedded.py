@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -30,6 +28,9 @@ from matplotlib import pyplot as plt
 from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "recipes"))
+from pretraining.launch import pretrain  # noqa: E402  (needs the line above)
+
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 PICTURE = ROOT / "docs" / "images" / "tune_embedded.png"
 
@@ -59,17 +60,8 @@ COMMON = [
 def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
     """One training run; returns its row."""
     output = Path(scratch) / f"{contender.replace(' ', '')}-{lr:g}-{seed}"
-    command = [
-        sys.executable,
-        str(ROOT / "recipes" / "pretrain_gpt2.py"),
-        *CONTENDERS[contender],
-        *("--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", "--output_dir", str(output)),
-        *COMMON,
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    if finished.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{finished.stderr[-2000:]}")
-    metrics = json.loads((output / "metrics.json").read_text())
+    argv = [*CONTENDERS[contender], "--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", *COMMON]
+    metrics = pretrain(argv, output)
     keep = ("steps", "tokens", "train_loss", "eval_loss", "bits_per_byte", "tokens_per_second")
     return {
         "contender": contender,

@@ -25,8 +25,8 @@ class MarsTrainer(Trainer):
     With a Mars, clipping by `max_grad_norm` is part of its step: it takes the global norm and scales in passes over the
     gradients that it makes anyway, and `grad_norm` is logged as ever. Callbacks that look at gradients before the step
     see them unclipped, and after it not at all, since they have become last gradients (`take_grad`). With a gradient
-    scaler (fp16), with DeepSpeed, and if the model has trainable parameters that the optimizer does not know, Trainer's
-    own clipping is used.
+    scaler (fp16), with DeepSpeed, in exact mode, and if the model has trainable parameters that the optimizer does not
+    know, Trainer's own clipping is used.
 
     Args:
         *args: as Trainer.
@@ -106,7 +106,8 @@ class MarsTrainer(Trainer):
         return mars.grad_norm
 
     def _can_fold(self, mars: Mars, model: Any) -> bool:
-        if self.accelerator.scaler is not None or self.is_deepspeed_enabled:
+        # Exact MARS clips two gradients, which are treated alike.
+        if mars.is_exact or self.accelerator.scaler is not None or self.is_deepspeed_enabled:
             return False
         known = {id(param) for group in mars.param_groups for param in group["params"]}
         return all(id(param) in known for param in model.parameters() if param.grad is not None)

@@ -3,6 +3,7 @@
 
     accelerate launch recipes/pretrain_gpt2.py                       # 2 CPU cores, no network, a few minutes
     accelerate launch recipes/pretrain_gpt2.py --optimizer adamw     # the same budget with torch's AdamW
+    accelerate launch recipes/pretrain_gpt2.py --is_approx false     # exact MARS: two gradients a step
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py \
         --config gpt2-small --data_dir data/openwebtext              # the paper's run, on prepared tokens
 
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from pretraining import arguments, data, figures, model, optimizers, report
 from pretraining.token_files import TokenDataset
-from transformers import Trainer, TrainerState, default_data_collator, set_seed
+from transformers import TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -28,8 +29,8 @@ import mars_hf
 from mars_hf import hub, param_groups
 
 
-class PretrainingTrainer(Trainer):
-    """Trainer with the project's model card."""
+class PretrainingTrainer(mars_hf.MarsTrainer):
+    """MarsTrainer, which steps with AdamW as well, with the project's model card."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write README.md beside the weights, so that every push carries it."""
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
     optimizer = optimizers.for_trainer(run.optimizer, training)
     mars = run.optimizer.optimizer != "adamw"
+    approx = run.optimizer.is_approx is not False if mars else None
     trainer = PretrainingTrainer(
         model=gpt2,
         args=training,
@@ -93,13 +95,15 @@ def main(argv: list[str] | None = None) -> None:
         )
         header = {
             "optimizer": run.optimizer.optimizer,
+            "is_approx": approx,
             "learning_rate": training.learning_rate,
             "weight_decay": training.weight_decay,
             "seed": training.seed,
             "dataset": source.name,
             "parameters": gpt2.num_parameters(),
         }
-        title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {run.optimizer.optimizer}"
+        name = run.optimizer.optimizer + (" (exact)" if approx is False else "")
+        title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {name}"
         figures.loss_curve(trainer.state.log_history, output / "loss_curve.png", title)
         trainer.create_model_card()
         report.write(output / "metrics.json", {**header, **metrics})  # last: it says that the run is complete
@@ -109,6 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     if trainer.is_world_process_zero() and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
+    trainer.accelerator.end_training()  # gloo's threads, left running at exit, abort a process now and then
 
 
 def _check_processes(training: arguments.PretrainingArguments) -> None:
@@ -160,7 +165,10 @@ def _introduce(
     if run.optimizer.optimizer == "adamw":
         print(f"optimizer   AdamW, {settings}")
     else:
-        print(param_groups.summary(make()(gpt2, **settings).param_groups))
+        groups = make()(gpt2, **settings).param_groups
+        approx = groups[0]["is_approx"]
+        print(f"mars        is_approx={approx}: {'one gradient' if approx else 'two gradients'} a step")
+        print(param_groups.summary(groups))
     sys.stdout.flush()
 
 

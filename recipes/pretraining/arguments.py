@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
@@ -69,6 +70,10 @@ class OptimizerArguments:
     clip_threshold: float | None = field(
         default=None, metadata={"help": "Largest norm of a corrected gradient; left out: 1.0; 0: no clipping."}
     )
+    is_approx: bool | None = field(
+        default=None,
+        metadata={"help": "False: exact MARS, which takes two gradients a step."},
+    )
     optimize_1d: bool | None = field(default=None, metadata={"help": "True: vectors take the MARS rule as well."})
     lr_1d: float | None = field(default=None, metadata={"help": "Learning rate of vectors; left out: half of it."})
     beta1_1d: float | None = field(default=None, metadata={"help": "beta1 of vectors."})
@@ -85,7 +90,8 @@ class PretrainingArguments(TrainingArguments):
     """transformers.TrainingArguments, and what the recipe adds."""
 
     output_dir: str | None = field(
-        default=None, metadata={"help": "Where the run goes; left out: runs/CONFIG-OPTIMIZER."}
+        default=None,
+        metadata={"help": "Where the run goes; left out: runs/CONFIG-OPTIMIZER, or ...-exact."},
     )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start again in a folder that holds a finished run."}
@@ -129,6 +135,7 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=str(DEFAULT_CONFIG))
     first.add_argument("--optimizer")
+    first.add_argument("--is_approx", type=string_to_bool)
     known, _ = first.parse_known_args(argv)
 
     dataclasses: Any = [ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments]
@@ -151,7 +158,9 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
     _reject_unknown(settings, actions, str(path), parser)
     parser.set_defaults(**{key: _as_written(actions[key], value) for key, value in settings.items()})
     if not any(argument == "--output_dir" or argument.startswith("--output_dir=") for argument in argv):
-        parser.set_defaults(output_dir=settings.get("output_dir") or f"runs/{path.stem}-{chosen}")
+        approx = settings.get("is_approx") if known.is_approx is None else known.is_approx
+        name = f"{path.stem}-{chosen}" + ("-exact" if approx is False else "")
+        parser.set_defaults(output_dir=settings.get("output_dir") or f"runs/{name}")
     model, data, optimizer, training, _ = parser.parse_args_into_dataclasses(argv)
     return RunArguments(model, data, optimizer, training, path)
 

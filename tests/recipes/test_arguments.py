@@ -31,6 +31,16 @@ def test_the_default_is_the_embedded_job():
     assert arguments.parse(["--optimizer", "adamw"]).training.output_dir == "runs/embedded-adamw"
 
 
+def test_exact_runs_go_to_a_folder_of_their_own(tmp_path):
+    assert arguments.parse(["--is_approx", "false"]).training.output_dir == "runs/embedded-mars_adamw-exact"
+    assert arguments.parse(["--is_approx", "true"]).training.output_dir == "runs/embedded-mars_adamw"
+    config = tmp_path / "mine.yaml"
+    config.write_text("use_cpu: true\noptimizers: {mars_lion: {is_approx: false}}\n")
+    argv = ["--config", str(config), "--optimizer", "mars_lion"]
+    assert arguments.parse(argv).training.output_dir == "runs/mine-mars_lion-exact"
+    assert arguments.parse([*argv, "--is_approx", "true"]).training.output_dir == "runs/mine-mars_lion"
+
+
 def test_every_shipped_config_is_known():
     assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == {"embedded", *PAPER}
 
@@ -103,6 +113,8 @@ def test_optimizers_of_a_run(tmp_path):
     lion = make()(model, **settings)
     assert isinstance(lion, mars_hf.Mars)
     assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--is_approx", "false"))
+    assert make()(model, **settings).is_exact
     argv = ["--optimizer", "adamw", "--no_decay", "*.wte.weight", "--beta1", "0.8"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     adamw = make()(model, **settings)
@@ -112,9 +124,10 @@ def test_optimizers_of_a_run(tmp_path):
         assert (id(param) in decayed) == (param.ndim == 2 and "wte" not in name)
 
 
-def test_settings_of_mars_are_refused_for_adamw(tmp_path):
-    with pytest.raises(ValueError, match="adamw has no gamma"):
-        optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "adamw", "--gamma", "0.1"))
+@pytest.mark.parametrize(("name", "value"), [("gamma", "0.1"), ("is_approx", "false")])
+def test_settings_of_mars_are_refused_for_adamw(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"adamw has no {name}"):
+        optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "adamw", f"--{name}", value))
 
 
 def _settings(tmp_path, *argv):

@@ -135,10 +135,29 @@ def test_other_optimizers(finished, tokens, tmp_path, optimizer):
     )
 
 
+def test_exact_mars(finished, tokens, tmp_path, capsys):
+    metrics = run(tmp_path / "run", tokens, "--is_approx", "false")
+    assert metrics["is_approx"] is False
+    assert "is_approx=False: two gradients a step" in capsys.readouterr().out
+    assert "| mars-adamw | 0.025 | False |" in (tmp_path / "run" / "README.md").read_text()
+    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
+    approx = json.loads((finished / "metrics.json").read_text())
+    assert approx["is_approx"] is True
+    assert metrics["eval_loss_at_step_0"] == approx["eval_loss_at_step_0"]
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(weights(finished).values(), weights(tmp_path / "run").values(), strict=True)
+    )
+
+
 @pytest.mark.parametrize("extra", [[], ["--dropout", "0.1", "--gradient_accumulation_steps", "2"]])
-@pytest.mark.parametrize("optimizer", ["mars_adamw", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [["mars_adamw"], ["mars_adamw", "--is_approx", "false"], ["adamw"]],
+    ids=["mars_adamw", "exact", "adamw"],
+)
 def test_resuming_continues_to_the_bit(tokens, tmp_path, optimizer, extra):
-    argv = ["--save_strategy", "steps", "--save_steps", "3", "--optimizer", optimizer, *extra]
+    argv = ["--save_strategy", "steps", "--save_steps", "3", "--optimizer", *optimizer, *extra]
     run(tmp_path / "whole", tokens, *argv)
     # As after a kill between steps 3 and 6: the checkpoint is there, the rest is not.
     (tmp_path / "resumed").mkdir()

@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Does it help here? Several optimizers on the same data, budget and seeds.
+
+    python recipes/compare_optimizers.py                                    # the default job
+    python recipes/compare_optimizers.py --optimizers mars_adamw adamw --seeds 1 2 3 --max_steps 1000
+    python recipes/compare_optimizers.py --launcher "accelerate launch --config_file accelerate_configs/ddp.yaml" \
+        --config gpt2-small --output_dir runs/compare-small
+
+Any further argument goes to every run of recipes/pretrain_gpt2.py; settings for one optimizer stand in the section
+`optimizers` of a config. Table, verdicts and picture go to comparison.json, .md and .png in the output folder. Runs
+that are finished there are not repeated, so an interrupted comparison goes on when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretraining import comparison, figures, report
+from pretraining.arguments import OPTIMIZERS
+from pretraining.launch import RunFailed, pretrain
+from tqdm.auto import tqdm
+
+# Name of a contender -> its arguments.
+CONTENDERS = {name: ["--optimizer", name] for name in OPTIMIZERS}
+CONTENDERS |= {
+    f"{name}_exact": ["--optimizer", name, "--is_approx", "false"] for name in OPTIMIZERS if name.startswith("mars_")
+}
+# What a single run prints, and this script has no use for.
+_QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
+_OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
+
+
+class _Wanted(NamedTuple):
+    """A run that the comparison needs, and where it is."""
+
+    contender: str
+    seed: int
+    folder: Path
+    launcher: list[str]
+    argv: list[str]
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {"launcher": self.launcher, "argv": self.argv}
+
+    @property
+    def _is_finished(self) -> bool:
+        return (self.folder / "metrics.json").exists()
+
+    @property
+    def _checkpoints(self) -> list[Path]:
+        return list(self.folder.glob("checkpoint-*"))
+
+    def refuse_other_settings(self) -> None:
+        """Stop if what there is of the run was made with other settings."""
+        if not self._is_finished and not self._checkpoints:
+            return
+        there = _load(self.folder / "arguments.json")
+        if there != self._settings:
+            raise SystemExit(
+                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder\n"
+                f"  there: {_command(there)}\n  asked: {_command(self._settings)}"
+            )
+
+    def run(self) -> comparison.Run:
+        """Take the run up where it is; nothing to do if it is finished."""
+        if not self._is_finished:
+            resume = ["--resume_from_checkpoint", "true"] if self._checkpoints else []
+            self.folder.mkdir(parents=True, exist_ok=True)
+            report.write(self.folder / "arguments.json", self._settings)
+            pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
+        metrics = _load(self.folder / "metrics.json")
+        history = _load(self.folder / "trainer_state.json")["log_history"]
+        return comparison.Run(
+            contender=self.contender,
+            seed=self.seed,
+            learning_rate=metrics["learning_rate"],
+            eval_loss=metrics["eval_loss"],
+            tokens_per_second=metrics["tokens_per_second"],
+            curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
+        )
+
+
+def _command(settings: dict[str, Any]) -> str:
+    return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run what is missing, then report; `argv` is the command line without the program's name."""
+    arguments, rest = _parse(argv)
+    output = Path(arguments.output_dir)
+    launcher = shlex.split(arguments.launcher or "")
+    wanted = [
+        _Wanted(
+            name, seed, output / f"{name}-{seed}", launcher, [*_QUIET, *rest, *CONTENDERS[name], "--seed", str(seed)]
+        )
+        for seed in arguments.seeds
+        for name in arguments.optimizers
+    ]
+    for one in wanted:
+        one.refuse_other_settings()
+    runs = []
+    with tqdm(wanted, unit="run") as progress:
+        for one in progress:
+            progress.set_description(f"{one.contender}, seed {one.seed}")
+            try:
+                runs.append(one.run())
+            except RunFailed as failure:
+                progress.close()
+                raise SystemExit(str(failure)) from None
+    _conclude(runs, output, rest)
+
+
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Our arguments, and those of the runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        metavar="NAME",
+        default=["mars_adamw", "mars_adamw_exact", "mars_lion", "adamw"],
+        help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: %(default)s")
+    parser.add_argument("--output_dir", default="runs/compare", help="default: %(default)s")
+    parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [name for name in arguments.optimizers if name not in CONTENDERS]
+    if unknown:
+        raise SystemExit(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+    for argument in rest:
+        name = argument.partition("=")[0]
+        if name in _OURS:
+            raise SystemExit(f"{name} differs between the runs; use {_OURS[name]}")
+    arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
+    arguments.seeds = list(dict.fromkeys(arguments.seeds))
+    return arguments, rest
+
+
+def _load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def _conclude(runs: Sequence[comparison.Run], output: Path, rest: Sequence[str]) -> None:
+    """Print the result, and write comparison.json, .md and .png."""
+    rows = comparison.summarize(runs)
+    table, verdicts = comparison.table(rows), comparison.verdicts(rows)
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
+    figures.comparison(runs, output / "comparison.png")
+    about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
+    lines = [table, "", *(f"- {verdict}" for verdict in verdicts), "", about, "", "![Losses](comparison.png)", ""]
+    (output / "comparison.md").write_text("\n".join(lines), encoding="utf-8")
+    report.write(
+        output / "comparison.json",
+        {
+            "arguments": list(rest),
+            "rows": [row._asdict() for row in rows],
+            "verdicts": verdicts,
+            "runs": [dataclasses.asdict(run) for run in runs],
+        },
+    )
+    print("\n".join(["", table, "", *verdicts, "", f"comparison.json, .md and .png are in {output}"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Runs of the recipe, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt2.py"
+_TAIL_LINES = 30
+
+
+class RunFailed(RuntimeError):
+    """A run ended without result; the message has its command and the end of what it printed."""
+
+
+def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:
+    """Run recipes/pretrain_gpt2.py; what it prints is appended to OUTPUT.log.
+
+    Args:
+        argv: its arguments, without --output_dir.
+        output: its output folder.
+        launcher: what starts a Python script.
+
+    Returns:
+        The run's metrics.json.
+
+    Raises:
+        RunFailed: the run ended with an error.
+    """
+    command = [*launcher, str(SCRIPT), *argv, "--output_dir", str(output)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.parent / f"{output.name}.log"
+    # Unbuffered, so that a traceback stands at the log's end.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("a", encoding="utf-8") as file:
+        finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    if finished.returncode:
+        lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
+        tail = "\n".join(lines[-_TAIL_LINES:])
+        raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
+    metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+    return metrics

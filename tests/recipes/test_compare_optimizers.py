@@ -1,0 +1,123 @@
+"""The comparison's command: which runs it starts, takes up, leaves alone and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import compare_optimizers
+import pytest
+from PIL import Image
+from test_pretrain_gpt2 import TINY
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[list[str]]:
+    """Arguments of the runs, which are finished as soon as they begin."""
+    calls = []
+
+    def pretrain(argv, output, launcher):
+        calls.append([*launcher, *argv])
+        metrics = {"learning_rate": 1e-3, "eval_loss": 4.0 + len(calls), "tokens_per_second": 10.0}
+        history = [{"step": 5, "loss": 6.0}, {"step": 5, "eval_loss": metrics["eval_loss"]}]
+        (output / "metrics.json").write_text(json.dumps(metrics))
+        (output / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+
+    monkeypatch.setattr(compare_optimizers, "pretrain", pretrain)
+    return calls
+
+
+def compare(tmp_path, *argv: str) -> dict:
+    compare_optimizers.main(["--output_dir", str(tmp_path / "compare"), *argv])
+    return json.loads((tmp_path / "compare" / "comparison.json").read_text())
+
+
+def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):
+    names = ["mars_lion_exact", "adamw"]
+    launcher = "accelerate launch --config_file 'my config.yaml'"
+    result = compare(tmp_path, "--optimizers", *names, "--seeds", "3", "4", "--launcher", launcher, "--max_steps", "5")
+    assert [(run["contender"], run["seed"]) for run in result["runs"]] == [(n, seed) for seed in (3, 4) for n in names]
+    assert all(argv[:4] == ["accelerate", "launch", "--config_file", "my config.yaml"] for argv in started)
+    assert all(" --max_steps 5 " in " ".join(argv) for argv in started)
+    assert started[0][-6:] == ["--optimizer", "mars_lion", "--is_approx", "false", "--seed", "3"]
+    assert started[3][-4:] == ["--optimizer", "adamw", "--seed", "4"]
+    # Losses 5 to 8, in the order of the runs.
+    assert [row["loss"] for row in result["rows"]] == [6.0, 7.0]
+    assert [row["against_baseline"] for row in result["rows"]] == [-1.0, 0.0]
+    assert result["verdicts"] == [
+        "mars_lion_exact: no difference from adamw shown; the means are 1.000 apart (seeds differ by up to 2.000)"
+    ]
+    page = (tmp_path / "compare" / "comparison.md").read_text()
+    printed = capsys.readouterr().out
+    for text in ("| mars_lion_exact |", result["verdicts"][0]):
+        assert text in page and text in printed
+    assert "Seeds 3, 4" in page and "--max_steps 5" in page
+    with Image.open(tmp_path / "compare" / "comparison.png") as picture:
+        picture.verify()
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path, started):
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
+    result = compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "2")
+    assert len(started) == 4 and len(result["runs"]) == 4
+    assert all("--resume_from_checkpoint" not in argv for argv in started)
+
+
+def test_a_run_with_checkpoints_is_taken_up(tmp_path, started):
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
+    folder = tmp_path / "compare" / "adamw-1"
+    (folder / "metrics.json").unlink()
+    (folder / "checkpoint-3").mkdir()
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
+    assert started[1][-2:] == ["--resume_from_checkpoint", "true"]
+    assert started[1][:-2] == started[0]
+
+
+def test_runs_with_other_settings_are_refused_before_any_is_started(tmp_path, started):
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1", "--max_steps", "5")
+    with pytest.raises(
+        SystemExit, match=r"adamw-1 holds a run with other settings(?s:.*)--max_steps 5(?s:.*)--max_steps 6"
+    ):
+        compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "--max_steps", "6")
+    assert len(started) == 1
+    # What has left nothing, such as a run with a mistake in its arguments, is no run.
+    (tmp_path / "compare" / "adamw-1" / "metrics.json").unlink()
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1", "--max_steps", "6")
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--optimizers", "mars_adamw", "sgd"],
+            "unknown sgd; accepted are mars_adamw, mars_lion, adamw, mars_adamw_exact",
+        ),
+        (["--optimizers", "adamw_exact"], "unknown adamw_exact"),
+        (["--optimizer", "adamw"], "use --optimizers"),
+        (["--seed=3"], "use --seeds"),
+        (["--is_approx", "false"], "use --optimizers NAME_exact"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, started, argv, message):
+    with pytest.raises(SystemExit) as failure:
+        compare(tmp_path, *argv)
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+    assert started == []
+
+
+@pytest.mark.slow
+def test_a_failed_run_ends_it_with_what_it_printed(tmp_path):
+    with pytest.raises(SystemExit, match=r"ended with code 1(?s:.*)adamw has no gamma"):
+        compare(tmp_path, *TINY, "--optimizers", "adamw", "--seeds", "1", "--gamma", "0.1")
+    assert "adamw has no gamma" in (tmp_path / "compare" / "adamw-1.log").read_text()
+
+
+@pytest.mark.slow
+def test_the_command_in_full(tmp_path):
+    result = compare(tmp_path, *TINY, "--optimizers", "mars_adamw_exact", "adamw", "--seeds", "1")
+    exact, adamw = result["runs"]
+    assert [step for step, _ in exact["curve"]] == [0, 4, 8]
+    assert exact["curve"][0] == adamw["curve"][0]  # the same weights to start from
+    assert exact["curve"][-1] != adamw["curve"][-1]
+    metrics = json.loads((tmp_path / "compare" / "mars_adamw_exact-1" / "metrics.json").read_text())
+    assert metrics["is_approx"] is False and metrics["eval_loss"] == exact["eval_loss"]

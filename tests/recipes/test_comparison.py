@@ -1,0 +1,95 @@
+"""Rows, table, verdicts and picture of a comparison, from runs made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from PIL import Image
+from pretraining import comparison, figures
+from pretraining.comparison import Run
+
+
+def run(contender: str, seed: int, losses: list[float], *, lr: float = 1e-3, speed: float = 100.0) -> Run:
+    curve = tuple((10 * index, loss) for index, loss in enumerate(losses))
+    return Run(contender, seed, lr, losses[-1], speed, curve)
+
+
+RUNS = [
+    run("mars_adamw", 1, [8.0, 5.0, 4.2, 4.0], lr=2e-3, speed=80.0),
+    run("adamw", 1, [8.0, 6.0, 4.9, 4.5], speed=100.0),
+    run("mars_adamw", 2, [8.0, 5.2, 4.4, 4.2], lr=2e-3, speed=60.0),
+    run("adamw", 2, [8.0, 6.0, 4.8, 4.4], speed=140.0),
+]
+
+
+def test_rows_are_measured_against_adamw():
+    mars, adamw = comparison.summarize(RUNS)
+    assert (mars.contender, mars.learning_rate, mars.seeds) == ("mars_adamw", 2e-3, 2)
+    assert (mars.loss, mars.lowest, mars.highest) == (pytest.approx(4.1), 4.0, 4.2)
+    assert mars.against_baseline == pytest.approx(4.1 - 4.45)
+    # Means: 8, 5.1, 4.3, 4.1; adamw ends at 4.45.
+    assert (mars.steps, mars.steps_to_baseline) == (30, 20)
+    assert mars.speed == pytest.approx(70 / 120)
+    assert (adamw.against_baseline, adamw.steps_to_baseline, adamw.speed) == (0, 30, 1)
+
+
+def test_the_first_is_the_baseline_without_adamw():
+    runs = [run("mars_lion", 1, [8.0, 5.0]), run("mars_adamw", 1, [8.0, 4.0])]
+    lion, mars = comparison.summarize(runs)
+    assert (lion.against_baseline, mars.against_baseline) == (0, -1)
+    assert "against mars_lion" in comparison.table([lion, mars])
+
+
+def test_steps_are_those_that_all_seeds_have_evaluated():
+    taken_up = Run("adamw", 2, 1e-3, 4.0, 100.0, ((0, 8.0), (7, 5.5), (10, 5.0)))  # evaluated again where it resumed
+    assert comparison.mean_curve([run("adamw", 1, [8.0, 4.0]), taken_up]) == [(0, 8.0), (10, 4.5)]
+
+
+def test_table():
+    header, rule, mars, adamw = comparison.table(comparison.summarize(RUNS)).splitlines()
+    cells = [cell.strip() for cell in mars.strip("|").split("|")]
+    assert cells == ["mars_adamw", "0.002", "4.100 (4.000-4.200)", "-0.350", "20 of 30 (67%)", "0.58x"]
+    cells = [cell.strip() for cell in adamw.strip("|").split("|")]
+    assert cells == ["adamw", "0.001", "4.450 (4.400-4.500)", "-", "30 of 30 (100%)", "-"]
+    assert len({len(line) for line in (header, rule, mars, adamw)}) == 1
+
+
+def test_a_loss_that_is_never_reached():
+    rows = comparison.summarize([run("adamw", 1, [8.0, 4.0]), run("mars_lion", 1, [8.0, 4.1])])
+    assert rows[1].steps_to_baseline is None
+    assert "not reached" in comparison.table(rows).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("mars", "adamw", "expected"),
+    [
+        ([4.0, 4.1], [4.4, 4.5], "mars_adamw: ahead of adamw by 0.400 nats per token (seeds differ by up to 0.100)"),
+        ([4.6, 4.7], [4.4, 4.5], "mars_adamw: behind adamw by 0.200 nats per token (seeds differ by up to 0.100)"),
+        # A lead of 0.2 beside a spread of 0.3, whoever's it is.
+        ([4.2, 4.3], [4.3, 4.6], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
+        ([4.3, 4.6], [4.2, 4.3], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
+        ([4.0], [4.4], "mars_adamw: 0.400 nats per token ahead of adamw, with one seed: no spread known"),
+        ([math.nan, 4.0], [4.4, 4.5], "mars_adamw: nothing to compare, mars_adamw diverged"),
+        ([4.0, 4.1], [math.inf, 4.5], "mars_adamw: nothing to compare, adamw diverged"),
+    ],
+)
+def test_verdicts(mars, adamw, expected):
+    runs = [run("mars_adamw", seed, [8.0, loss]) for seed, loss in enumerate(mars)]
+    runs += [run("adamw", seed, [8.0, loss]) for seed, loss in enumerate(adamw)]
+    (verdict,) = comparison.verdicts(comparison.summarize(runs))
+    assert verdict.startswith(expected)
+
+
+@pytest.mark.parametrize("end", [4.0, math.nan])
+def test_picture(tmp_path, end):
+    figures.comparison([*RUNS, run("mars_lion", 1, [8.0, 6.0, 5.0, end])], tmp_path / "comparison.png")
+    with Image.open(tmp_path / "comparison.png") as picture:
+        colors = {color for _, color in picture.convert("RGB").getcolors(maxcolors=1 << 20)}
+        assert picture.size[0] > 800
+    assert {(31, 119, 180), (64, 64, 64)} <= colors  # the lines of mars_adamw and adamw
+
+
+def test_the_picture_shows_the_end_of_the_curves():
+    low, high = figures._window([[(0, 8.0), (10, 7.0), (50, 5.0), (100, 4.0)], [(0, 8.0), (50, math.nan)]])
+    assert (low, high) == (pytest.approx(3.95), pytest.approx(5.05))
