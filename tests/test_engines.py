@@ -157,3 +157,25 @@ def test_learning_rate_as_a_tensor():
             results.append(torch.cat([param.detach().flatten() for param in params]))
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-6, atol=1e-8)
+
+
+@needs_compiler
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_compiled_training_step(settings):
+    """torch.compile runs up to the optimizer's step, which it calls as it is."""
+    results = []
+    for compiling in (False, True):
+        params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(4))]
+        optimizer = Mars(params, lr=torch.tensor(0.02), lr_1d=0.01, **settings)
+
+        def train(x, params=params, optimizer=optimizer):
+            optimizer.zero_grad()
+            (x @ params[0] + params[1]).square().sum().backward()
+            optimizer.step()
+
+        function = torch.compile(train, backend="eager") if compiling else train
+        for step in range(4):
+            function(torch.randn(3, 6, generator=torch.Generator().manual_seed(step)))
+        results.append([param.detach() for param in params])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from mars_hf import rules
 from mars_hf.kernels import compiled
@@ -361,3 +363,19 @@ def test_supports():
     assert compiled.supports(CPU, compiled.DTYPES)
     assert not compiled.supports(torch.device("meta"), [torch.float32])
     assert not compiled.supports(CPU, [torch.float32, torch.float8_e4m3fn])
+
+
+def test_loops_count_in_64_bits(fresh):
+    """Tensors beyond 2**31 elements do not fit into this machine's memory; the loops of the code that runs do."""
+    made = tensors((3 * ROW, 5 * ROW))
+
+    def both():
+        compiled.sums(made["g"], made["last"], k=0.1)
+        run(made, ADAMW, settings(2))
+
+    _, sources = run_and_get_code(both)
+    loops = re.findall(r"for\s*\(\s*(\w+) x\d+\s*=", "".join(sources))
+    assert len(loops) >= 2
+    assert set(loops) == {"int64_t"}
+    offsets = re.findall(r"static_cast<(\w+)>\(x\d+", "".join(sources))
+    assert set(offsets) <= {"int64_t"}
