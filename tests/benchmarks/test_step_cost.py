@@ -26,8 +26,9 @@ def player(name, work):
 
 def test_results(tmp_path, capsys):
     output = tmp_path / "step_cost.json"
-    wanted = ["--size", "tiny", "--pairwise", "--contenders", "Mars$|lion"]
-    step_cost.main([*wanted, "--device", "cpu", "--rounds", "1", "--output", str(output)])
+    wanted = ["--size", "tiny", "--contenders", OURS]
+    step_cost.main([*wanted, "--device", "cpu", "--rounds", "2", "--output", str(output)])
+    written = json.loads(output.read_text())
     result = written["sizes"]["tiny"]
     rows = result["contenders"]
     assert not result["failed"] and not result["pairwise"]
@@ -47,10 +48,8 @@ def test_results(tmp_path, capsys):
 
 def test_pairwise_measures_the_same_contenders(tmp_path):
     output = tmp_path / "pairs.json"
-    step_cost.main(
-        ["--device", "cpu", "--size", "tiny", "--rounds", "1", "--pairwise", "--contenders", "Mars$|lion"]
-        + ["--output", str(output)]
-    )
+    wanted = ["--size", "tiny", "--pairwise", "--contenders", "Mars$|lion"]
+    step_cost.main([*wanted, "--device", "cpu", "--rounds", "1", "--output", str(output)])
     result = json.loads(output.read_text())["sizes"]["tiny"]
     assert result["pairwise"]
     assert {"copy", "AdamW fused", "AdamW fused + clip_grad_norm_", "Mars", "mars-lion"} <= set(result["contenders"])
