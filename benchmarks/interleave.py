@@ -95,10 +95,22 @@ def median(values: Sequence[float | None]) -> float:
     return statistics.median(value for value in values if value is not None)
 
 
+def ratios(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
+    """One ratio for every round in which both had a turn."""
+    pairs = zip(values, others, strict=True)
+    return [one / other for one, other in pairs if one is not None and other is not None]
+
+
 def ratio(values: Sequence[float | None], others: Sequence[float | None]) -> float:
     """The median of the ratios within rounds."""
-    pairs = zip(values, others, strict=True)
-    return statistics.median(one / other for one, other in pairs if one is not None and other is not None)
+    return statistics.median(ratios(values, others))
+
+
+def quartiles(values: Sequence[float | None], others: Sequence[float | None]) -> tuple[float, float]:
+    """The first and the third quartile of the ratios within rounds: how quiet the machine was."""
+    found = ratios(values, others)
+    low, _, high = statistics.quantiles(found * 2 if len(found) == 1 else found, n=4, method="inclusive")
+    return low, high
 
 
 def device_name(device: torch.device) -> str:

@@ -294,6 +294,7 @@ def measure(
             player = Player(contender, made[contender.make], work, clock)
             warm[name] = min([player().seconds for _ in range(WARM_UP)][1:])
         except Exception as error:  # a peer's, or no room for it: the others go on
+            made.pop(contender.make, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
         players[name] = player
@@ -309,8 +310,11 @@ def measure(
         rows[name] = {
             "ms": 1e3 * interleave.median(seconds[name]),
             "host_ms": 1e3 * interleave.median([timing and timing.host for timing in timings[name]]),
+            "adamw_ms": 1e3 * interleave.median(seconds[ADAMW]),
             "against_adamw": interleave.ratio(seconds[name], seconds[ADAMW]),
+            "against_adamw_quartiles": interleave.quartiles(seconds[name], seconds[ADAMW]),
             "against_clipped_adamw": interleave.ratio(seconds[name], seconds[CLIPPED_ADAMW]),
+            "against_clipped_adamw_quartiles": interleave.quartiles(seconds[name], seconds[CLIPPED_ADAMW]),
             "steps": sum(one is not None for one in seconds[name]),
             "clips": player.contender.clips,
             "engine": player.engine(),
@@ -376,7 +380,17 @@ def measure_size(
 
 def table(result: Mapping[str, Any]) -> str:
     """A size's results in Markdown."""
-    header = ["optimizer", "engine", "ms", "host ms", "GB/s", "of copy", "against AdamW", "against AdamW + clip"]
+    header = [
+        "optimizer",
+        "engine",
+        "ms",
+        "host ms",
+        "AdamW's ms then",
+        "GB/s",
+        "of copy",
+        "against AdamW",
+        "against AdamW + clip",
+    ]
     header += ["state (bytes/parameter)", "peak in step (bytes/parameter)"]
     numel = result["parameters"]
     rows = []
@@ -385,7 +399,8 @@ def table(result: Mapping[str, Any]) -> str:
             rate = [f"{row['gb_per_s']:.1f}", f"{100 * row['of_copy']:.0f}%"] if "of_copy" in row else ["", ""]
             ratios = [f"{row['against_adamw']:.2f}x", f"{row['against_clipped_adamw']:.2f}x"]
             sizes = [f"{row['state_bytes'] / numel:.2f}", f"{row['peak_bytes'] / numel:.2f}"]
-            rows.append([name, row["engine"], f"{row['ms']:.2f}", f"{row['host_ms']:.2f}", *rate, *ratios, *sizes])
+            times = [f"{row[key]:.2f}" for key in ("ms", "host_ms", "adamw_ms")]
+            rows.append([name, row["engine"], *times, *rate, *ratios, *sizes])
     return interleave.markdown(header, rows)
 
 
@@ -406,7 +421,10 @@ def report(written: Mapping[str, Any], picture: Path) -> None:
 
 
 def draw(written: Mapping[str, Any], path: Path) -> None:
-    """Bars of the ratios to AdamW, a column a size; without clipping above, with clipping of the global norm below."""
+    """Bars of the ratios to AdamW, a column a size; without clipping above, with clipping of the global norm below.
+
+    Lines at their ends reach from the first to the third quartile.
+    """
     sizes = written["sizes"]
     groups = {
         clips: [name for name, row in _all_rows(sizes).items() if row.get("clips") is clips] for clips in (False, True)
@@ -426,7 +444,7 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
             _bars(axes, names, result["contenders"], "against_clipped_adamw" if clips else "against_adamw")
         column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M parameters", fontsize=10, pad=20)
         column[1].set_xlabel("time of a step / AdamW's", fontsize=9)
-        _scale(column[1], [bar.get_width() for axes in column for bar in axes.patches])
+        _scale(column[1], [end for axes in column for line in axes.lines for end in line.get_xdata()])
     texts = f"without clipping (1 is {ADAMW})", f"with clipping of the global norm (1 is {CLIPPED_ADAMW})"
     for axes, text in zip(grid[:, 0], texts, strict=True):
         axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(4, 3), textcoords="offset points", fontsize=8)
@@ -442,10 +460,13 @@ def _all_rows(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) -> None:
     for place, name in enumerate(names):
         if name in rows:
-            value = rows[name][key]
+            value, (low, high) = rows[name][key], rows[name][f"{key}_quartiles"]
             axes.barh(place, value, height=0.7, color=_color(name))
+            axes.plot([low, high], [place, place], color="black", alpha=0.5, linewidth=1.5)
             label = f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
-            axes.annotate(label, (value, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.annotate(
+                label, (max(value, high), place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+            )
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -464,8 +485,8 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
     """Linear from zero, or logarithmic where some take many times as long as others."""
     if max(values) > 5:
         axes.set_xscale("log")
-        axes.set_xlim(min(0.5, 0.8 * min(values)), 1.7 * max(values))
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick <= 1.7 * max(values)]
+        axes.set_xlim(min(0.5, 0.8 * min(values)), 2.2 * max(values))
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick <= 2.2 * max(values)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     else:

@@ -19,6 +19,8 @@ def test_ratio_is_taken_within_rounds():
     # The machine was three times as slow in the second round: the ratio of medians would be 1.
     assert interleave.ratio([2.0, 6.0, None], [1.0, 3.0, 2.0]) == 2.0
     assert interleave.ratio([2.0, 2.0, 2.0], [1.0, 1.0, 4.0]) == 2.0
+    assert interleave.quartiles([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (2.0, 4.0)
+    assert interleave.quartiles([3.0, None], [2.0, 1.0]) == (1.5, 1.5)
     assert interleave.median([5.0, None, 1.0]) == 3.0
 
 

@@ -11,7 +11,7 @@ import step_cost
 import torch
 
 CPU = torch.device("cpu")
-OURS = "AdamW|Mars$|take_grad|without|bfloat16|grad_norm"
+OURS = "AdamW|^Mars$|take_grad|without|bfloat16|grad_norm"
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_results(tmp_path, capsys):
 
 def test_pairwise_measures_the_same_contenders(tmp_path):
     output = tmp_path / "pairs.json"
-    wanted = ["--size", "tiny", "--pairwise", "--contenders", "Mars$|lion"]
+    wanted = ["--size", "tiny", "--pairwise", "--contenders", "^Mars$|lion"]
     step_cost.main([*wanted, "--device", "cpu", "--rounds", "1", "--output", str(output)])
     result = json.loads(output.read_text())["sizes"]["tiny"]
     assert result["pairwise"]
