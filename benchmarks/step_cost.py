@@ -3,7 +3,7 @@
 
     python benchmarks/step_cost.py                                  # 28M parameters; leave the machine alone meanwhile
     python benchmarks/step_cost.py --size small medium --rounds 50
-    python benchmarks/step_cost.py --contenders 'mars$|take_grad'   # a regular expression; AdamW is always there
+    python benchmarks/step_cost.py --contenders '^mars|timm'        # a regular expression; AdamW is always there
     python benchmarks/step_cost.py --report                         # table and picture from the results there are
 
 Parameters have the shapes of GPT-2 and are float32, gradients are random. In one process all contenders take turns,
