@@ -1,0 +1,533 @@
+#!/usr/bin/env python
+"""What a step of the optimizer costs: time, bandwidth and memory, beside torch's AdamW, Muon and other MARS.
+
+    python benchmarks/step_cost.py                                  # 28M parameters; leave the machine alone meanwhile
+    python benchmarks/step_cost.py --size small medium --rounds 50
+    python benchmarks/step_cost.py --contenders '^mars|timm'        # a regular expression; AdamW is always there
+    python benchmarks/step_cost.py --report                         # table and picture from the results there are
+
+Parameters have the shapes of GPT-2 and are float32, gradients are random. In one process all contenders take turns,
+step by step, on the same parameters and gradients; ratios to AdamW are taken within a round. Where memory is short they
+do so pairwise, each with AdamW alone. timm, pytorch_optimizer and the official code (its folder MARS on PYTHONPATH)
+take part if they are there. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import interleave
+import machine
+import matplotlib
+
+matplotlib.use("Agg")
+import psutil
+import torch
+from matplotlib import pyplot as plt
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from tqdm.auto import tqdm
+
+import mars_hf
+from mars_hf.batches import gather
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "recipes"))
+from pretraining import model as gpt2  # noqa: E402  (needs the line above)
+from pretraining.arguments import ModelArguments  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+SIZES = {
+    "tiny": ModelArguments(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=64),
+    "28m": ModelArguments(n_layer=8, n_head=8, n_embd=512, vocab_size=4096),
+    "small": ModelArguments(n_layer=12, n_head=12, n_embd=768, vocab_size=50304),
+    "medium": ModelArguments(n_layer=24, n_head=16, n_embd=1024, vocab_size=50304),
+    "large": ModelArguments(n_layer=36, n_head=20, n_embd=1280, vocab_size=50304),
+    "xl": ModelArguments(n_layer=48, n_head=25, n_embd=1600, vocab_size=50304),
+}
+ADAMW, CLIPPED_ADAMW, COPY = "AdamW fused", "AdamW fused + clip_grad_norm_", "copy"
+LR = 1e-5
+MAX_NORM = 1.0
+WARM_UP = 3
+# A contender that takes more than SLOW times AdamW's time has a turn in every SLOW-th round only.
+SLOW = 5
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
+# Bytes a parameter: parameters and two sets of gradients; states of AdamW; states of a contender; copies it may make.
+SHARED, ADAMW_STATE, OWN_STATE, TRANSIENT = 12, 8, 12, 12
+
+Named = Mapping[str, Tensor]
+Make = Callable[[Named], list[torch.optim.Optimizer]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An optimizer and what a step with it is.
+
+    `traffic` is what a step has to move, in bytes a parameter: every tensor it needs is read once in each pass, and
+    what it changes is written once. A pass is what cannot be merged: norms must be known before they are used. None
+    where arithmetic is the larger part.
+    """
+
+    make: Make
+    traffic: int | None
+    clips: bool = False  # has the global norm of the gradients clipped
+    before: Callable[[Iterable[Tensor]], Tensor] | None = None  # clips the gradients, returns their norm
+
+
+def _adamw(**settings: Any) -> Make:
+    return lambda named: [torch.optim.AdamW(named.values(), lr=LR, weight_decay=0.1, **settings)]
+
+
+def _mars(**settings: Any) -> Make:
+    return lambda named: [mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)]
+
+
+def _muon(named: Named) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for embeddings and vectors."""
+    hidden = [param for name, param in named.items() if param.ndim == 2 and ".h." in name]
+    kept = {id(param) for param in hidden}
+    rest = [param for param in named.values() if id(param) not in kept]
+    return [torch.optim.Muon(hidden, lr=LR), torch.optim.AdamW(rest, lr=LR, fused=True)]
+
+
+def _clip(params: Iterable[Tensor]) -> Tensor:
+    return clip_grad_norm_(params, MAX_NORM)
+
+
+def contenders() -> dict[str, Contender]:
+    """All that can run here, by name."""
+    adamw, mars = _adamw(fused=True), _mars()
+    return {
+        ADAMW: Contender(adamw, 28),
+        "AdamW foreach": Contender(_adamw(foreach=True), 28),
+        "Mars": Contender(mars, 44),
+        "Mars take_grad": Contender(_mars(take_grad=True), 40),
+        "Mars last_grad in bfloat16": Contender(_mars(last_grad_dtype="bfloat16"), 38),
+        "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
+        "Mars foreach": Contender(_mars(fused=False, foreach=True), 44),
+        "Mars for-loop": Contender(_mars(fused=False, foreach=False), 44),
+        "mars-lion": Contender(_mars(mars_type="mars-lion"), 36),
+        "Muon, AdamW for the rest": Contender(_muon, None),
+        **peers(),
+        CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
+        "Mars + clip_grad_norm_": Contender(mars, 56, clips=True, before=_clip),
+        "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 44, clips=True),
+        "Mars max_grad_norm, take_grad": Contender(_mars(max_grad_norm=MAX_NORM, take_grad=True), 40, clips=True),
+    }
+
+
+def peers() -> dict[str, Contender]:
+    """Other implementations of MARS, as far as they are installed."""
+    found = {}
+    timm = importlib.util.find_spec("timm")
+    if timm is not None and timm.submodule_search_locations:
+        # Its optimizers alone: the package needs torchvision.
+        package = types.ModuleType("timm_optim")
+        package.__path__ = [str(Path(timm.submodule_search_locations[0]) / "optim")]
+        sys.modules[package.__name__] = package
+        found["timm Mars"] = Contender(_peer("timm_optim.mars", "Mars"), 44)
+    if importlib.util.find_spec("pytorch_optimizer") is not None:
+        found["pytorch_optimizer MARS"] = Contender(_peer("pytorch_optimizer", "MARS"), 44)
+    if importlib.util.find_spec("optimizers") is not None:  # keeps the gradient itself, and does not copy it
+        found["official MARS"] = Contender(_peer("optimizers.mars", "MARS"), 40)
+    return found
+
+
+def _peer(module: str, name: str) -> Make:
+    def make(named: Named) -> list[torch.optim.Optimizer]:
+        cls = getattr(importlib.import_module(module), name)
+        return [cls(list(named.values()), lr=LR, betas=(0.95, 0.99), weight_decay=0.1)]
+
+    return make
+
+
+class Workload:
+    """Parameters of GPT-2's shapes and two sets of gradients for them, which all contenders share.
+
+    Two, so that the last gradient is another one than the gradient. A third of the gradients has a norm beyond 1, and
+    so have all together: clipping is active.
+    """
+
+    def __init__(self, size: str, device: torch.device) -> None:
+        """Draw them."""
+        with torch.device("meta"):
+            model = gpt2.build(SIZES[size], 1, 0)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(param: Tensor) -> Tensor:
+            return torch.empty(param.shape, device=device).normal_(generator=generator)
+
+        self.named = {name: draw(param).mul_(0.02).requires_grad_() for name, param in model.named_parameters()}
+        self.params = list(self.named.values())
+        self.numel = sum(param.numel() for param in self.params)
+        norms = itertools.cycle([0.1, 0.5, 2.0])
+        self._gradients = [
+            [gradient.mul_(next(norms) / gradient.norm()) for gradient in map(draw, self.params)] for _ in range(2)
+        ]
+
+    def present(self, turn: int) -> None:
+        """Set the gradients of a contender's turn, without a copy."""
+        for param, gradient in zip(self.params, self._gradients[turn % 2], strict=True):
+            param.grad = gradient
+
+    def unclip(self, turn: int, norm: Tensor) -> None:
+        """Take back a scaling to MAX_NORM, which is made in place."""
+        torch._foreach_mul_(self._gradients[turn % 2], (norm / MAX_NORM).clamp(min=1.0))
+
+
+class Player:
+    """A contender at work."""
+
+    def __init__(
+        self, contender: Contender, optimizers: list[torch.optim.Optimizer], work: Workload, clock: interleave.Clock
+    ) -> None:
+        """With its optimizers, which another contender may use as well."""
+        self.contender = contender
+        self.optimizers = optimizers
+        self._work = work
+        self._clock = clock
+        self._turn = 0
+
+    def __call__(self) -> interleave.Timing:
+        """Take a step, timed."""
+        return self._take(self._clock.time)
+
+    def peak(self, device: torch.device) -> int:
+        """Take a step: the most bytes it holds beyond what there was before."""
+        return self._take(lambda step: peak_memory(step, device))
+
+    def engine(self) -> str:
+        """What does the arithmetic of a Mars; nothing for other optimizers."""
+        self._work.present(self._turn)
+        batches = [
+            batch
+            for optimizer in self.optimizers
+            if isinstance(optimizer, mars_hf.Mars)
+            for batch in gather(optimizer.param_groups, optimizer.state, {})
+        ]
+        return ", ".join(dict.fromkeys(batch.engine.name for batch in batches))
+
+    def state_bytes(self) -> int:
+        """Bytes of all states."""
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def _take(self, measure: Callable[[Callable[[], None]], Any]) -> Any:
+        self._work.present(self._turn)
+        norms = []
+
+        def step() -> None:
+            if self.contender.before is not None:
+                norms.append(self.contender.before(self._work.params))
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+        measured = measure(step)
+        for norm in norms:
+            self._work.unclip(self._turn, norm)
+        self._turn += 1
+        return measured
+
+
+def peak_memory(call: Callable[[], None], device: torch.device) -> int:
+    """The most bytes of tensors that a call holds at once, beyond those there were before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+
+
+def make_copy(device: torch.device, clock: interleave.Clock) -> tuple[Callable[[], interleave.Timing], int]:
+    """A copy of a large buffer, timed, and the bytes it reads and writes."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return lambda: clock.time(lambda: target.copy_(source)), 2 * source.nbytes
+
+
+def measure(
+    work: Workload, wanted: Sequence[str], device: torch.device, rounds: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Let contenders take turns.
+
+    Args:
+        work: what they share.
+        wanted: their names; AdamW's must be among them.
+        device: where.
+        rounds: how many steps each.
+
+    Returns:
+        Per contender what was measured, and per contender that could not run its error.
+    """
+    clock = interleave.Clock(device)
+    available = contenders()
+    made: dict[Make, list[torch.optim.Optimizer]] = {}
+    players: dict[str, Player] = {}
+    failed: dict[str, str] = {}
+    warm: dict[str, float] = {}
+    for name in wanted:
+        contender = available[name]
+        try:
+            if contender.make not in made:
+                made[contender.make] = contender.make(work.named)
+            player = Player(contender, made[contender.make], work, clock)
+            warm[name] = min([player().seconds for _ in range(WARM_UP)][1:])
+        except Exception as error:  # a peer's, or no room for it: the others go on
+            made.pop(contender.make, None)
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        players[name] = player
+    every = {name: SLOW for name, seconds in warm.items() if name in players and seconds > SLOW * warm[ADAMW]}
+    copy, copied = make_copy(device, clock)
+    copy()
+    with tqdm(total=rounds * (len(players) + 1), unit="turn", leave=False) as progress:
+        timings = interleave.take_turns({COPY: copy, **players}, rounds, every, progress.update)
+    seconds = {name: [timing and timing.seconds for timing in taken] for name, taken in timings.items()}
+    rates = [copied / one if one else None for one in seconds[COPY]]
+    rows: dict[str, dict[str, Any]] = {COPY: {"gb_per_s": interleave.median(rates) / 1e9}}
+    for name, player in players.items():
+        rows[name] = {
+            "ms": 1e3 * interleave.median(seconds[name]),
+            "host_ms": 1e3 * interleave.median([timing and timing.host for timing in timings[name]]),
+            "adamw_ms": 1e3 * interleave.median(seconds[ADAMW]),
+            "against_adamw": interleave.ratio(seconds[name], seconds[ADAMW]),
+            "against_adamw_quartiles": interleave.quartiles(seconds[name], seconds[ADAMW]),
+            "against_clipped_adamw": interleave.ratio(seconds[name], seconds[CLIPPED_ADAMW]),
+            "against_clipped_adamw_quartiles": interleave.quartiles(seconds[name], seconds[CLIPPED_ADAMW]),
+            "steps": sum(one is not None for one in seconds[name]),
+            "clips": player.contender.clips,
+            "engine": player.engine(),
+            "state_bytes": player.state_bytes(),
+            "peak_bytes": player.peak(device),
+        }
+        if player.contender.traffic is not None:
+            moved = player.contender.traffic * work.numel
+            own = [moved / one if one else None for one in seconds[name]]
+            rows[name]["gb_per_s"] = interleave.median(own) / 1e9
+            rows[name]["of_copy"] = interleave.ratio(own, rates)
+    for param in work.params:
+        param.grad = None
+    return rows, failed
+
+
+def sessions(names: Sequence[str], numel: int, free: int, pairwise: bool | None) -> list[list[str]]:
+    """Which contenders share a session, AdamW's always among them; no session where there is no room for any.
+
+    Args:
+        names: of the contenders.
+        numel: elements of the parameters.
+        free: bytes that may be used.
+        pairwise: every contender alone with AdamW; None where all at once do not fit.
+    """
+    baselines = [ADAMW, CLIPPED_ADAMW]
+    others = [name for name in names if name not in baselines]
+    alone = numel * (SHARED + ADAMW_STATE + OWN_STATE + TRANSIENT)
+    if alone > free:
+        return []
+    together = alone + numel * OWN_STATE * max(0, len(others) - 1)
+    if pairwise or (pairwise is None and together > free):
+        return [[*baselines, name] for name in others] or [baselines]
+    return [[name for name in contenders() if name in {*baselines, *others}]]
+
+
+def measure_size(
+    size: str, names: Sequence[str], device: torch.device, rounds: int, pairwise: bool | None
+) -> dict[str, Any] | None:
+    """All contenders on one size; None where it does not fit into memory."""
+    with torch.device("meta"):
+        numel = gpt2.build(SIZES[size], 1, 0).num_parameters()
+    free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    plan = sessions(names, numel, int(0.9 * free), pairwise)
+    if not plan:
+        return None
+    work = Workload(size, device)
+    rows: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for session in plan:
+        measured, unable = measure(work, session, device, rounds)
+        rows |= measured
+        failed |= unable
+    order = [COPY, *contenders()]
+    return {
+        "parameters": work.numel,
+        "tensors": len(work.params),
+        "pairwise": len(plan) > 1,
+        "contenders": {name: rows[name] for name in order if name in rows},
+        "failed": failed,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """A size's results in Markdown."""
+    header = [
+        "optimizer",
+        "engine",
+        "ms",
+        "host ms",
+        "AdamW's ms then",
+        "GB/s",
+        "of copy",
+        "against AdamW",
+        "against AdamW + clip",
+    ]
+    header += ["state (bytes/parameter)", "peak in step (bytes/parameter)"]
+    numel = result["parameters"]
+    rows = []
+    for name, row in result["contenders"].items():
+        if name != COPY:
+            rate = [f"{row['gb_per_s']:.1f}", f"{100 * row['of_copy']:.0f}%"] if "of_copy" in row else ["", ""]
+            ratios = [f"{row['against_adamw']:.2f}x", f"{row['against_clipped_adamw']:.2f}x"]
+            sizes = [f"{row['state_bytes'] / numel:.2f}", f"{row['peak_bytes'] / numel:.2f}"]
+            times = [f"{row[key]:.2f}" for key in ("ms", "host_ms", "adamw_ms")]
+            rows.append([name, row["engine"], *times, *rate, *ratios, *sizes])
+    return interleave.markdown(header, rows)
+
+
+def report(written: Mapping[str, Any], picture: Path) -> None:
+    """Print the tables and draw the picture."""
+    for size, result in written["sizes"].items():
+        copy = result["contenders"][COPY]["gb_per_s"]
+        how = "each with AdamW alone" if result["pairwise"] else "all in turn"
+        print(f"\nGPT-2 {size}, {result['parameters'] / 1e6:.1f}M parameters, {written['device']}, {how}")
+        print(f"copy of a large tensor: {copy:.1f} GB/s\n")
+        print(table(result))
+        for name, error in result["failed"].items():
+            print(f"{name} did not run: {error}")
+    for size in written["left_out"]:
+        print(f"GPT-2 {size} does not fit into memory")
+    if written["sizes"]:
+        draw(written, picture)
+
+
+def draw(written: Mapping[str, Any], path: Path) -> None:
+    """Bars of the ratios to AdamW, a column a size; without clipping above, with clipping of the global norm below.
+
+    Lines at their ends reach from the first to the third quartile.
+    """
+    sizes = written["sizes"]
+    groups = {
+        clips: [name for name, row in _all_rows(sizes).items() if row.get("clips") is clips] for clips in (False, True)
+    }
+    heights = [len(names) + 0.5 for names in groups.values()]
+    figure, grid = plt.subplots(
+        *(2, len(sizes)),
+        figsize=(3.2 + 3.8 * len(sizes), 1.6 + 0.27 * sum(heights)),
+        height_ratios=heights,
+        sharex="col",
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, (size, result) in zip(grid.T, sizes.items(), strict=True):
+        for axes, (clips, names) in zip(column, groups.items(), strict=True):
+            _bars(axes, names, result["contenders"], "against_clipped_adamw" if clips else "against_adamw")
+        column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M parameters", fontsize=10, pad=20)
+        column[1].set_xlabel("time of a step / AdamW's", fontsize=9)
+        _scale(column[1], [end for axes in column for line in axes.lines for end in line.get_xdata()])
+    texts = f"without clipping (1 is {ADAMW})", f"with clipping of the global norm (1 is {CLIPPED_ADAMW})"
+    for axes, text in zip(grid[:, 0], texts, strict=True):
+        axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(4, 3), textcoords="offset points", fontsize=8)
+    figure.suptitle(f"Step of the optimizer on {written['device']}", fontsize=11)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _all_rows(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: row for result in sizes.values() for name, row in result["contenders"].items() if name != COPY}
+
+
+def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) -> None:
+    for place, name in enumerate(names):
+        if name in rows:
+            value, (low, high) = rows[name][key], rows[name][f"{key}_quartiles"]
+            axes.barh(place, value, height=0.7, color=_color(name))
+            axes.plot([low, high], [place, place], color="black", alpha=0.5, linewidth=1.5)
+            label = f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+            axes.annotate(
+                label, (max(value, high), place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+            )
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _color(name: str) -> str:
+    if name.startswith(("Mars", "mars-")):
+        return "#2171b5"
+    return "#9e9e9e" if name.startswith(("AdamW", "Muon")) else "#e6a04b"
+
+
+def _scale(axes: Any, values: Sequence[float]) -> None:
+    """Linear from zero, or logarithmic where some take many times as long as others."""
+    if max(values) > 5:
+        axes.set_xscale("log")
+        axes.set_xlim(min(0.5, 0.8 * min(values)), 2.2 * max(values))
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick <= 2.2 * max(values)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    else:
+        axes.set_xlim(0, 1.15 * max(values))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, write, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["28m"], help="%(default)s")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each contender: %(default)s")
+    parser.add_argument("--contenders", default="", help="regular expression of names; left out: all")
+    parser.add_argument(
+        "--pairwise", action=argparse.BooleanOptionalAction, help="each with AdamW alone; left out: if memory is short"
+    )
+    parser.add_argument("--threads", type=int, help="of PyTorch on CPU; left out: its own choice")
+    parser.add_argument("--output", type=Path, help="JSON file; left out: benchmarks/results/step_cost_DEVICE.json")
+    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture of what is there")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    name = interleave.device_name(device)
+    output = arguments.output or RESULTS / f"step_cost_{interleave.slug(name)}.json"
+    if not arguments.report:
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        names = [name for name in contenders() if re.search(arguments.contenders, name, re.IGNORECASE)]
+        results = {
+            size: measure_size(size, names, device, arguments.rounds, arguments.pairwise) for size in arguments.size
+        }
+        written = {
+            "machine": {**machine.describe(), "threads": torch.get_num_threads()},
+            "device": name,
+            "rounds": arguments.rounds,
+            "sizes": {size: result for size, result in results.items() if result is not None},
+            "left_out": [size for size, result in results.items() if result is None],
+        }
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(written, indent=1) + "\n")
+    report(json.loads(output.read_text()), output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The benchmark of the optimizers' steps measures what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import interleave
+import pytest
+import step_cost
+import torch
+
+CPU = torch.device("cpu")
+OURS = "AdamW|^Mars$|take_grad|without|bfloat16|grad_norm"
+
+
+@pytest.fixture(autouse=True)
+def small_copy(monkeypatch):
+    monkeypatch.setattr(step_cost, "COPY_BYTES", {"cpu": 2**16})
+
+
+def player(name, work):
+    contender = step_cost.contenders()[name]
+    return step_cost.Player(contender, contender.make(work.named), work, interleave.Clock(CPU))
+
+
+def test_results(tmp_path, capsys):
+    output = tmp_path / "step_cost.json"
+    wanted = ["--size", "tiny", "--contenders", OURS]
+    step_cost.main([*wanted, "--device", "cpu", "--rounds", "2", "--output", str(output)])
+    written = json.loads(output.read_text())
+    result = written["sizes"]["tiny"]
+    rows = result["contenders"]
+    assert not result["failed"] and not result["pairwise"]
+    assert rows["AdamW fused"]["against_adamw"] == 1.0
+    assert rows["AdamW fused + clip_grad_norm_"]["against_clipped_adamw"] == 1.0
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values() if isinstance(value, float))
+    assert {name for name, row in rows.items() if row.get("clips")} == {
+        "AdamW fused + clip_grad_norm_",
+        "Mars + clip_grad_norm_",
+        "Mars max_grad_norm",
+        "Mars max_grad_norm, take_grad",
+    }
+    printed = capsys.readouterr().out
+    assert all(f"| {name} " in printed for name in rows if name != step_cost.COPY)
+    assert output.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_pairwise_measures_the_same_contenders(tmp_path):
+    output = tmp_path / "pairs.json"
+    wanted = ["--size", "tiny", "--pairwise", "--contenders", "^Mars$|lion"]
+    step_cost.main([*wanted, "--device", "cpu", "--rounds", "1", "--output", str(output)])
+    result = json.loads(output.read_text())["sizes"]["tiny"]
+    assert result["pairwise"]
+    assert {"copy", "AdamW fused", "AdamW fused + clip_grad_norm_", "Mars", "mars-lion"} <= set(result["contenders"])
+
+
+def test_bytes_of_state():
+    work = step_cost.Workload("tiny", CPU)
+    matrices = sum(param.numel() for param in work.params if param.ndim > 1)
+    counted = {}
+    for name in ("AdamW fused", "Mars", "Mars last_grad in bfloat16", "Mars without last_grad"):
+        one = player(name, work)
+        one()
+        counted[name] = one.state_bytes() - 4 * len(work.params)  # step counts
+    assert counted == {
+        "AdamW fused": 8 * work.numel,
+        "Mars": 8 * work.numel + 4 * matrices,
+        "Mars last_grad in bfloat16": 8 * work.numel + 2 * matrices,
+        "Mars without last_grad": 8 * work.numel,
+    }
+
+
+def test_contenders_leave_the_shared_gradients_as_they_were():
+    work = step_cost.Workload("tiny", CPU)
+    before = [[gradient.clone() for gradient in gradients] for gradients in work._gradients]
+    norm = torch.cat([gradient.flatten() for gradient in before[0]]).norm()
+    assert norm > step_cost.MAX_NORM  # or clipping would do nothing
+    for name in step_cost.contenders():
+        if name.startswith(("AdamW", "Mars")):
+            one = player(name, work)
+            for _ in range(3):
+                one()
+    torch.testing.assert_close(work._gradients, before, rtol=1e-5, atol=0)
+
+
+def test_last_gradient_is_that_of_the_turn_before():
+    work = step_cost.Workload("tiny", CPU)
+    one = player("Mars take_grad", work)
+    one()
+    one()
+    matrix = next(param for param in work.params if param.ndim > 1)
+    last = one.optimizers[0].state[matrix]["last_grad"]
+    work.present(1)
+    assert last.data_ptr() == matrix.grad.data_ptr()
+    work.present(2)
+    assert last.data_ptr() != matrix.grad.data_ptr()
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def call():
+        first = torch.empty(1000)
+        second = torch.empty(3000)
+        del first
+        third = torch.empty(500)
+        return second, third
+
+    assert step_cost.peak_memory(call, CPU) == 4 * 4000
+
+
+def test_a_contender_that_cannot_run_is_named_and_the_others_go_on(monkeypatch):
+    def broken(named):
+        raise ImportError("nothing here")
+
+    both = ["AdamW fused", "AdamW fused + clip_grad_norm_"]
+    known = step_cost.contenders()
+    monkeypatch.setattr(step_cost, "contenders", lambda: {**known, "broken": step_cost.Contender(broken, 28)})
+    rows, failed = step_cost.measure(step_cost.Workload("tiny", CPU), [*both, "broken"], CPU, 1)
+    assert failed == {"broken": "ImportError: nothing here"}
+    assert set(rows) == {"copy", *both}
+
+
+def test_sessions_follow_memory():
+    names = list(step_cost.contenders())
+    baselines = {"AdamW fused", "AdamW fused + clip_grad_norm_"}
+    assert step_cost.sessions(names, 1000, 10**9, None) == [names]
+    assert step_cost.sessions(names, 1000, 10**4, None) == []
+    pairs = step_cost.sessions(names, 1000, 50_000, None)
+    assert len(pairs) == len(names) - 2 and all(len(pair) == 3 and baselines < set(pair) for pair in pairs)
+    assert step_cost.sessions(["Mars"], 1000, 10**9, True) == [[*step_cost.sessions([], 1000, 10**9, True)[0], "Mars"]]
+
+
+@pytest.mark.parametrize("size", ["28m", "small", "medium", "large", "xl"])
+def test_sizes_are_those_of_gpt2(size):
+    with torch.device("meta"):
+        numel = step_cost.gpt2.build(step_cost.SIZES[size], 1, 0).num_parameters()
+    # OpenAI's have 50257 tokens; ours are padded to 50304.
+    published = {"28m": 27.8e6, "small": 124.4e6, "medium": 354.8e6, "large": 774.0e6, "xl": 1557.6e6}
+    assert numel == pytest.approx(published[size], rel=2e-3)
