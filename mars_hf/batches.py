@@ -34,6 +34,7 @@ class Batch:
     group: dict[str, Any]
     engine: engines.Engine
     moves_gradients: bool = False
+    clips: bool = False  # in the update itself, so that no factors are needed
     owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
     params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -92,8 +93,10 @@ class Batch:
             for index, piece in enumerate(self):
                 piece._update_and_round(index)
 
-    def _update(self, params: list[Tensor], **rounding: bool) -> None:
+    def _update(self, params: list[Tensor], **how: Any) -> None:
         group = self.group
+        if self.clips:
+            how["clip_threshold"] = group["clip_threshold"]
         self.engine.update(
             *(params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
             rule="lion" if self.mars and group["mars_type"] == "mars-lion" else "adamw",
@@ -108,7 +111,7 @@ class Batch:
             second_moment=group["second_moment"],
             keep_last=group["is_approx"] and not self.moves_gradients,
             **self.correction,
-            **rounding,
+            **how,
         )
 
     def _update_and_round(self, index: int) -> None:

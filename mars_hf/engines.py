@@ -33,6 +33,7 @@ class Engine:
     name: str
     foreach: bool = False
     rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
+    clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
 
     @property
     def is_flat(self) -> bool:
@@ -57,7 +58,6 @@ class KernelEngine(Engine):
     """Kernels: they take numbers that change from step to step as tensors on the device."""
 
     module: ModuleType = rules
-    rounds_stochastically: bool = False
 
     @property
     def is_flat(self) -> bool:
@@ -67,8 +67,8 @@ class KernelEngine(Engine):
     def sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`; all rows cost one pass."""
-        return self.module.sums(gradients, last_grads, **settings)
+        """As `rules.sums`."""
+        return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
 
     def update(
         self,
@@ -160,7 +160,7 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
         from mars_hf.kernels import compiled
 
-        return KernelEngine("compiled", module=compiled) if compiled.supports(device, dtypes) else None
+        return KernelEngine("compiled", module=compiled, clips=True) if compiled.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 

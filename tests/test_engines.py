@@ -77,7 +77,7 @@ def test_foreach_and_fused_contradict_each_other():
         Mars(two(), foreach=True, fused=True)
 
 
-SHAPES = ((40, 30), (0, 3), (1, 1), (7, 1), (3, 1365), (64, 64), (17, 241), (5,), (4096,), ())
+SHAPES = ((40, 30), (128, 128), (0, 3), (1, 1), (7, 1), (3, 1365), (64, 64), (17, 241), (5,), (4096,), ())
 
 
 def run(dtype: torch.dtype, transposed: bool, **settings) -> list[torch.Tensor]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import clipping
+
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,6 +26,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ROW = 4096
 # Rows of the matrices the sums are compiled with.
 EXAMPLE_ROWS = 4
+
+# dynamic_threads: torch.set_num_threads holds, and the size of the example does not decide on threads. The other one
+# lets a multiplication and an addition be one instruction.
+OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True, "cpp.enable_floating_point_contract_flag": "fast"}
 
 _failures: list[str] = []
 
@@ -51,24 +57,40 @@ def sums(
     scale: Tensor | None = None,
     last_scales: Tensor | None = None,
     k: float = 0.0,
+    products: bool = True,
+    corrected: bool = True,
 ) -> Tensor:
     """As `rules.sums`, for one-dimensional contiguous tensors.
 
-    Rows of 4096 elements are summed in the dtype of the arithmetic and added up in float64.
+    Rows of 4096 elements are summed in the dtype of the arithmetic and added up in float64. What is not asked for is
+    not computed: with all four sums a core is busier with arithmetic than with memory.
     """
+    if not gradients:
+        return torch.zeros(4, 0)
     dtype = _arithmetic_dtype([*gradients, *last_grads])
     numbers = _columns([scale, last_scales, k], len(gradients), dtype)
-    found = torch.zeros(len(gradients), 4, dtype=torch.float64)
-    for i, row in enumerate(found.unbind()):
+    corrected = corrected and bool(last_grads)
+    flags = (products or not corrected, corrected, corrected and (scale is not None or last_scales is not None))
+    totals = []
+    for i, row in enumerate(numbers):
         pair = [entries[i] for entries in (gradients, last_grads) if entries]
         size = pair[0].numel()
         whole = size // ROW * ROW if size >= 2 * ROW else 0  # torch.compile would make a kernel of its own for one row
+        parts = []
         if whole:
-            kernel = _sums_kernel(dtype, *(t.dtype for t in pair))
-            row += torch.stack(kernel(numbers[i], *(t[:whole].view(-1, ROW) for t in pair))).sum(1, dtype=torch.float64)
-        if whole < size:
-            row += torch.stack(_sum_rows(numbers[i], *(t[whole:].view(1, -1) for t in pair))).squeeze(1)
-    return found.T.to(dtype)
+            kernel = _sums_kernel(flags, dtype, *(t.dtype for t in pair))
+            parts.append(kernel(*flags, row, *(t[:whole].view(-1, ROW) for t in pair)))
+        if whole < size or not size:
+            parts.append(_sum_rows(*flags, row, *(t[whole:].view(1, -1) for t in pair)))
+        totals.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+    found = torch.zeros(4, len(gradients), dtype=torch.float64)
+    found[_rows(flags, bool(last_grads))] = torch.stack(totals, 1)
+    own = torch.ones((), dtype=torch.float64) if scale is None else scale.double()
+    last = own.new_ones(len(gradients)) if last_scales is None else last_scales.double()
+    found[:3] *= torch.stack([(own * own).expand_as(last), own * last, last * last])
+    if not corrected:
+        found[3] = found[0]  # c is g, or is not asked for
+    return found.to(dtype)
 
 
 @torch.compiler.disable  # a compiled caller must not take the kernels apart
@@ -95,8 +117,14 @@ def update(
     weight_decay: float,
     second_moment: str = "corrected",
     keep_last: bool = True,
+    clip_threshold: float | None = None,
 ) -> None:
-    """As `rules.update`, for one-dimensional contiguous tensors; steps and lr are tensors."""
+    """As `rules.update`, for one-dimensional contiguous tensors; steps and lr are tensors.
+
+    Args:
+        clip_threshold: take the factors here, from <c, c> of the tensors themselves: norm and update of one tensor come
+            right after each other, while its gradients are in the cache. None takes `factors`.
+    """
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     dtype = _arithmetic_dtype([t for entries in lists for t in entries])
     t, rate = steps.double(), lr.double()
@@ -114,14 +142,23 @@ def update(
         (1 - beta2**t).rsqrt(),
         eps,
     ]
-    numbers = _columns(columns, len(params), dtype)
+    numbers = _columns([*columns, clip_threshold], len(params), dtype)
     flags = (rule == "lion", blend != 0.0, second_moment == "gradient", keep_last)
-    for i, row in enumerate(numbers):
+    scaled = scale is not None or last_scales is not None
+    for i in reversed(range(len(params))):  # the pass that reads has left the last ones in the cache
         tensors = [entries[i].detach() if entries else None for entries in lists]
+        size = params[i].numel()
+        clips = clip_threshold is not None
+        if clip_threshold is not None and (size % ROW or size < 2 * ROW):
+            settings = {"scale": scale, "last_scales": None if last_scales is None else last_scales[i : i + 1]}
+            last_grad = [last_grads[i]] if last_grads else []
+            square = sums([gradients[i]], last_grad, **settings, k=k, products=False)[3]
+            numbers[i][3] = clipping.factors(square, clip_threshold)[0]
+            clips = False
         kernel: Callable[..., None] = _update_one
-        if params[i].numel() > 1:  # torch.compile would make kernels of their own for sizes 0 and 1
-            kernel = _update_kernel(flags, dtype, *(t if t is None else t.dtype for t in tensors))
-        kernel(*flags, row, *tensors)
+        if size > 1:  # torch.compile would make kernels of their own for sizes 0 and 1
+            kernel = _update_kernel((*flags, scaled, clips), dtype, *(t if t is None else t.dtype for t in tensors))
+        kernel(*flags, scaled, clips, numbers[i], *tensors)
 
 
 def _columns(numbers: Sequence[Tensor | float | None], count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -130,22 +167,42 @@ def _columns(numbers: Sequence[Tensor | float | None], count: int, dtype: torch.
     return list(torch.stack([value.expand(count) for value in values], 1).to(dtype).unbind())
 
 
-def _corrected(gradient: Tensor, last_grad: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _corrected(
+    scaled: bool, numbers: Tensor, gradient: Tensor, last_grad: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """g, last and c; `numbers` begins with scale, last scale and k."""
-    g = gradient.to(numbers.dtype) * numbers[0]
-    if last_grad is None:
-        return g, None, g
-    last = last_grad.to(numbers.dtype) * numbers[1]
-    return g, last, (g - last) * numbers[2] + g
+    g = gradient.to(numbers.dtype)
+    last = None if last_grad is None else last_grad.to(numbers.dtype)
+    if scaled:
+        g = g * numbers[0]
+        last = None if last is None else last * numbers[1]
+    return g, last, g if last is None else (g - last) * numbers[2] + g
 
 
-def _sum_rows(numbers: Tensor, gradient: Tensor, last_grad: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The four sums over the rows of two matrices."""
-    g, last, c = _corrected(gradient, last_grad, numbers)
-    squares = (g * g).sum(1)
-    if last is None:
-        return squares, torch.zeros_like(squares), torch.zeros_like(squares), squares
-    return squares, (g * last).sum(1), (last * last).sum(1), (c * c).sum(1)
+def _rows(flags: tuple[bool, bool, bool], has_last: bool) -> list[int]:
+    """The rows of `sums` that `_sum_rows` returns."""
+    products, corrected, _ = flags
+    return [*(range(3 if has_last else 1) if products else ()), *([3] if corrected else [])]
+
+
+def _sum_rows(
+    products: bool,
+    corrected: bool,
+    scaled: bool,
+    numbers: Tensor,
+    gradient: Tensor,
+    last_grad: Tensor | None = None,
+) -> Tensor:
+    """Sums over two matrices, row by row: the products unscaled, <c, c> with `numbers` (scale, last scale and k)."""
+    g = gradient.to(numbers.dtype)
+    found = [g * g] if products else []
+    if last_grad is not None:
+        last = last_grad.to(numbers.dtype)
+        found += [g * last, last * last] if products else []
+        if corrected:
+            c = _corrected(scaled, numbers, gradient, last_grad)[2]
+            found.append(c * c)
+    return torch.stack([matrix.sum(1).sum(dtype=torch.float64) for matrix in found])
 
 
 def _update_one(
@@ -153,6 +210,8 @@ def _update_one(
     blended: bool,
     square_gradient: bool,
     keep_last: bool,
+    scaled: bool,
+    clips: bool,
     numbers: Tensor,
     param: Tensor,
     gradient: Tensor,
@@ -163,10 +222,14 @@ def _update_one(
 ) -> None:
     """The step of one parameter; `numbers` has the columns of `update` and the dtype of the arithmetic."""
     dtype = numbers.dtype
-    g, _, c = _corrected(gradient, last_grad, numbers)
+    g, _, c = _corrected(scaled, numbers, gradient, last_grad)
+    factor = numbers[3]
+    if clips:
+        square = (c * c).view(-1, ROW).sum(1).sum(dtype=torch.float64).to(dtype)  # as `sums`, to the bit
+        factor = 1 / (square.sqrt() / numbers[12]).clamp_min(1.0)
     if last_grad is not None and keep_last:
         last_grad.copy_(g)
-    c = c * numbers[3]
+    c = c * factor
     old = exp_avg.to(dtype)
     average = old + numbers[4] * (c - old)
     exp_avg.copy_(average)
@@ -186,15 +249,19 @@ def _update_one(
 
 
 @functools.cache
-def _sums_kernel(dtype: torch.dtype, *dtypes: torch.dtype) -> Callable[..., Any]:
-    """`_sum_rows` for tensors of these dtypes."""
-    return _compile(_sum_rows, torch.ones(3, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS, ROW)) for entry in dtypes))
+def _sums_kernel(flags: tuple[bool, bool, bool], dtype: torch.dtype, *dtypes: torch.dtype) -> Callable[..., Any]:
+    """`_sum_rows` for these flags and tensors of these dtypes."""
+    return _compile(
+        _sum_rows, *flags, torch.ones(3, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS, ROW)) for entry in dtypes)
+    )
 
 
 @functools.cache
 def _update_kernel(flags: tuple[bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None) -> Callable[..., Any]:
     """`_update_one` for these flags and tensors of these dtypes (None: no such tensor)."""
-    return _compile(_update_one, *flags, torch.ones(12, dtype=dtype), *(_example(entry, (ROW,)) for entry in dtypes))
+    return _compile(
+        _update_one, *flags, torch.ones(13, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS * ROW,)) for entry in dtypes)
+    )
 
 
 def _example(dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -210,8 +277,7 @@ def _compile(body: Callable[..., Any], *example: object) -> Callable[..., Any]:
     """Compile `body` for arguments like `example`; where that fails, what is returned runs `body` itself."""
     # torch.compile keeps its results, few of them, with the code object: give every kernel one of its own.
     own = types.FunctionType(body.__code__.replace(), body.__globals__, body.__name__, body.__defaults__)
-    # dynamic_threads: torch.set_num_threads holds, and the size of the example does not decide on threads.
-    compiled = torch.compile(own, fullgraph=True, options={"cpp.dynamic_threads": True})
+    compiled = torch.compile(own, fullgraph=True, options=OPTIONS)
 
     def kernel(*args: object) -> Any:
         if not _failures:

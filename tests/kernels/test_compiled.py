@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from mars_hf import rules
+from mars_hf import clipping, rules
 from mars_hf.kernels import compiled
 
 CPU = torch.device("cpu")
@@ -120,6 +120,21 @@ def test_update_is_the_rule(case):
     run(made, kept, numbers)
     assert_equal(made, kept, exact)
     assert all(torch.equal(g, old) for g, old in zip(made["g"], before, strict=True))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("threshold", [1e-3, 1.0, 1e6])
+def test_clipping_within_the_update(threshold, scaled):
+    """To the bit what `sums`, the factor and `update` give, for sizes that are whole rows and others."""
+    sizes = (*SIZES, 4 * ROW, 16 * ROW)
+    made, other = tensors(sizes), tensors(sizes)
+    numbers = settings(len(sizes), scale=-0.3 if scaled else None, last_scales=scaled)
+    correction = {name: numbers[name] for name in ("scale", "last_scales", "k")}
+    square = compiled.sums(other["g"], other["last"], **correction, products=False)[3]
+    run(other, ADAMW, {**numbers, "factors": clipping.factors(square, threshold)})
+    run(made, ADAMW, {**numbers, "clip_threshold": threshold})
+    for name in ADAMW:
+        assert all(torch.equal(a, b) for a, b in zip(made[name], other[name], strict=True)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -285,7 +300,8 @@ def test_one_compilation_for_all_numbers_and_sizes(fresh):
         compiled.sums(made["g"], made["last"], scale=numbers["scale"], k=numbers["k"])
     made = tensors((3 * ROW, 4 * ROW))
     compiled.sums(made["g"], made["last"])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    # Of each kernel one with and one without a scale.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
 def test_many_flag_combinations_do_not_exhaust_the_compile_cache(fresh):
