@@ -299,6 +299,10 @@ def test_batches():
     assert ns.batches(matrices, max_elements=1) == [[0], [1], [2], [3], [4]]
     assert ns.batches([torch.empty(4, 6), torch.empty(4, 6, dtype=torch.float64)]) == [[0], [1]]
     assert ns.batches([]) == []
+    large = [torch.empty(2048, 1024, device="meta") for _ in range(65)]
+    assert [len(batch) for batch in ns.batches(large)] == [64, 1]
+    large = [torch.empty(1, 1).expand(2048, 1024) for _ in range(3)]
+    assert [len(batch) for batch in ns.batches(large)] == [2, 1]
 
 
 @pytest.mark.parametrize(
