@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mars_hf.param_groups import shape_of
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -179,11 +181,6 @@ def takes_adamw(model: nn.Module, *, orthogonalize_embeddings: bool = False, ada
         for name, param_id in names
         if param_id in left_out or any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw)
     }
-
-
-def shape_of(param: Tensor) -> torch.Size:
-    """The parameter's own shape, also where DeepSpeed's `zero.Init` has left an empty tensor in its place."""
-    return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def _embeddings_and_heads(model: nn.Module) -> set[int]:

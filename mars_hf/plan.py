@@ -31,7 +31,7 @@ class Plan:
         self._owned = [[states[owner] for owner in batch.owners] for batch in batches]
         self._structure = _structure(param_groups)
         self._params = _params(param_groups)
-        self._moments = [states[param].get("exp_avg") for param in self._params]
+        self._kept = _kept(param_groups, states)
         self._marks = _marks(param_groups, states)
 
     @staticmethod
@@ -53,7 +53,7 @@ class Plan:
         same = len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
         if not same or _structure(param_groups) != self._structure:
             return None
-        if any(states[param].get("exp_avg") is not m for param, m in zip(params, self._moments, strict=True)):
+        if any(a is not b for a, b in zip(_kept(param_groups, states), self._kept, strict=True)):
             return None
         if _marks(param_groups, states) != self._marks:
             return None
@@ -72,6 +72,17 @@ def _refilled(batch: Batch, owned: Sequence[dict[str, Any]]) -> Batch:
 
 def _params(param_groups: Sequence[dict[str, Any]]) -> list[Tensor]:
     return [param for group in param_groups for param in group["params"]]
+
+
+def _kept(param_groups: Sequence[dict[str, Any]], states: _States) -> list[Any]:
+    """The states that stay the same tensors from step to step; others are made and lost with them."""
+    found: list[Any] = []
+    for group in param_groups:
+        for param in group["params"]:
+            state = states[param]
+            last = state.get("last_grad")
+            found += [state.get("exp_avg"), last is not None if group["take_grad"] else last]
+    return found
 
 
 def _structure(param_groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -130,6 +130,8 @@ def _guarded(callbacks: list[Any] | None, optimizer: Mars) -> list[TrainerCallba
     """Callbacks with a LastGradientCallback among them."""
     callbacks = list(callbacks or [])
     for callback in callbacks:
-        if isinstance(callback, LastGradientCallback) or callback is LastGradientCallback:
+        kind = callback if isinstance(callback, type) else type(callback)
+        # By name too: a reloaded module (a notebook's autoreload) makes a new class.
+        if issubclass(kind, LastGradientCallback) or kind.__name__ == LastGradientCallback.__name__:
             return callbacks
     return [*callbacks, LastGradientCallback(optimizer)]

@@ -49,6 +49,16 @@ def test_sums_without_a_last_gradient(foreach):
     assert not found[1:3].any()
 
 
+@pytest.mark.parametrize("shape", [(768, 3072), (768 * 3072,)])
+def test_sums_of_many_elements_are_accurate(shape):
+    g, last = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    found = rules.sums([g], [last], k=K)[:, 0].double()
+    g, last = g.double(), last.double()
+    c = g + K * (g - last)
+    expected = torch.stack([(g * g).sum(), (g * last).sum(), (last * last).sum(), (c * c).sum()])
+    assert ((found - expected).abs() <= 1e-6 * (g * g).sum()).all()
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_only_the_sums_that_are_asked_for(foreach):
     g, last = tensors(1), tensors(2)
