@@ -90,6 +90,16 @@ class KernelEngine(Engine):
 class AdamWEngine(Engine):
     """torch's fused AdamW, for parameters that take plain AdamW."""
 
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
+        """As `rules.sums`, without last gradients: all at once, since vectors are many and small."""
+        square = torch.stack(torch._foreach_norm(gradients)).square()
+        if settings["scale"] is not None:
+            square = square * settings["scale"].to(square).square()
+        zeros = torch.zeros_like(square)
+        return torch.stack([square, zeros, zeros, square])
+
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`, without last gradients and factors."""
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
