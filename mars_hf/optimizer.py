@@ -253,9 +253,9 @@ class Mars(torch.optim.Optimizer):
                     device = value.device if key == "step" and not group["capturable"] else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
 
-    @torch.compiler.disable  # sorting does not trace, and the kernels are compiled already
+    @torch._disable_dynamo  # sorting does not trace; torch.compiler.disable would import dynamo with this module
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         Args:

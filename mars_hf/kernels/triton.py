@@ -77,6 +77,8 @@ def sums(
     scale: Tensor | None = None,
     last_scales: Tensor | None = None,
     k: float = 0.0,
+    products: bool = True,
+    corrected: bool = True,
 ) -> Tensor:
     """As `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
@@ -86,6 +88,8 @@ def sums(
         scale: 0-d, on the device; g = scale * gradient. None is 1.
         last_scales: one for each tensor, on the device; last = last_scales[i] * last_grads[i]. None is 1.
         k: of the correction, c = g + k (g - last).
+        products: whether the first three rows are asked for. They cost nothing here, where memory is what counts.
+        corrected: the same for the fourth row.
 
     Returns:
         Shape (4, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
