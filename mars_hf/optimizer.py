@@ -225,7 +225,8 @@ class Mars(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied and keep the dtypes they were saved in.
 
-        torch alone would cast them to the parameters' dtype, and share memory with `state_dict`.
+        torch alone would cast them to the parameters' dtype, and share memory with `state_dict`. Settings are those
+        saved, but for `max_grad_norm` and `take_grad`, which belong to the loop that runs now (MarsTrainer sets them).
 
         Raises:
             ValueError: the state belongs to another optimizer, or to groups with another role, rule or form.
@@ -244,7 +245,10 @@ class Mars(torch.optim.Optimizer):
                         "optimizer from the same parameters, in the same order and with the same settings, as when it "
                         "was saved"
                     )
+        owned = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, owned, strict=True):
+            group.update(own)
         saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         for id_, (param, group) in zip(saved_ids, params, strict=True):

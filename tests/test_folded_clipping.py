@@ -152,3 +152,36 @@ def test_contradicting_norms_are_refused(tmp_path):
     assert mars.max_grad_norm == 0.5
     with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
         mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
+
+
+@pytest.mark.parametrize("saved_by", ["trainer", "user"])
+def test_a_loaded_state_brings_no_settings_of_another_loop(tmp_path, saved_by):
+    """What clips and who owns the gradients is this run's business, not that of the run that saved."""
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=0.3 if saved_by == "user" else None)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    plain = mars_hf.create(gpt2())
+    plain.load_state_dict(mars.state_dict())
+    assert plain.max_grad_norm is None
+    assert not any(group["take_grad"] for group in plain.param_groups)
+    own = mars_hf.create(gpt2(), max_grad_norm=0.5)
+    own.load_state_dict(mars.state_dict())
+    assert own.max_grad_norm == 0.5
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+def test_resuming_with_another_norm(tmp_path, max_grad_norm):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    model = gpt2()
+    mars_trainer(arguments(tmp_path, **settings), model, optimizers=(mars_hf.create(model, eps=1e-6), None)).train()
+    logs, weights = [], []
+    for make in (trainer, mars_trainer):
+        resumed = gpt2()
+        args = arguments(tmp_path / make.__name__, **{**settings, "max_grad_norm": max_grad_norm})
+        run = make(args, resumed, optimizers=(mars_hf.create(resumed, eps=1e-6), None))
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        logs.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+        weights.append([param.detach() for param in resumed.parameters()])
+    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
