@@ -50,6 +50,7 @@ class Batch:
     scale: Tensor | None = None  # of the gradients, 0-d
     last_scales: Tensor | None = None  # of the last gradients, one a piece
     factors: Tensor | None = None  # of the corrected gradients, one a piece
+    last_norms: Tensor | None = None  # of the last gradients, one a piece; after the step of the next ones
 
     @property
     def mars(self) -> bool:
@@ -78,7 +79,7 @@ class Batch:
         for index in range(len(self.params)):
             one = slice(index, index + 1)
             own: dict[str, Any] = {name: getattr(self, name)[one] for name in lists}
-            for name in ("factors", "last_scales"):
+            for name in ("factors", "last_scales", "last_norms"):
                 own[name] = None if getattr(self, name) is None else getattr(self, name)[one]
             yield replace(self, **own)
 
@@ -96,7 +97,7 @@ class Batch:
     def _update(self, params: list[Tensor], **how: Any) -> None:
         group = self.group
         if self.clips:
-            how["clip_threshold"] = group["clip_threshold"]
+            how |= {"clip_threshold": group["clip_threshold"], "last_norms": self.last_norms}
         self.engine.update(
             *(params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
             rule="lion" if self.mars and group["mars_type"] == "mars-lion" else "adamw",

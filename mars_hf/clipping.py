@@ -30,6 +30,15 @@ def corrected_square(sums: Tensor, k: float, scale: Tensor) -> Tensor:
     return square.clamp_min(0.0)  # rounding; NaN stays NaN
 
 
+def is_certain(norm: float, last_norm: float, k: float, clip_threshold: float) -> bool:
+    """Whether ||g + k (g - last)|| cannot be above `clip_threshold`, by the triangle inequality.
+
+    ||last|| is known from the step before, so that ||c|| needs no pass over the last gradient. The margin is for the
+    rounding of a last gradient kept in bfloat16. False for a norm that is NaN.
+    """
+    return (1 + k) * norm + k * last_norm <= 0.99 * clip_threshold
+
+
 def factors(square: Tensor, clip_threshold: float) -> Tensor:
     """What corrected gradients are multiplied by so that none is longer than `clip_threshold`.
 

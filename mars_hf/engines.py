@@ -33,7 +33,9 @@ class Engine:
     name: str
     foreach: bool = False
     rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
-    clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
+    # By the norm of each tensor, in `update` itself, if it is given `clip_threshold`; for it and for `sums`, norms of
+    # last gradients that are known save a pass over these.
+    clips: bool = False
 
     @property
     def is_flat(self) -> bool:

@@ -31,19 +31,20 @@ class Norms:
             max_grad_norm: gradients are to be scaled to this global norm; None for no scaling.
             metrics: what to report to; None if nobody asks.
         """
-        rows = {
-            "products": max_grad_norm is not None or metrics is not None,
-            "corrected": max_grad_norm is None,
-        }
-        self._sums = [
-            (batch, batch.engine.sums(batch.gradients, batch.last_grads, **rows, **batch.correction))
-            for batch in batches
-        ]
         self._max_grad_norm = max_grad_norm
         self._metrics = metrics
+        self._sums = [(batch, self._take(batch)) for batch in batches]
         # With a global norm, <c, c> depends on the sums of all parameters.
         self._rows = slice(GG, LL + 1) if max_grad_norm is not None else slice(CC, CC + 1)
         self._whole: sharding.WholeSums | None = None
+
+    def _take(self, batch: Batch) -> Tensor:
+        """Sums over the pieces of a batch, without its last gradients where these may not be needed."""
+        folded = self._max_grad_norm is not None
+        unclipped = batch.last_norms is not None or batch.group["clip_threshold"] is None
+        last_grads = [] if folded and unclipped and self._metrics is None else batch.last_grads
+        rows = {"products": folded or self._metrics is not None, "corrected": not folded}
+        return batch.engine.sums(batch.gradients, last_grads, **rows, **batch.correction)
 
     def reduce(
         self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
@@ -84,11 +85,16 @@ class Norms:
             own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
             if batch.mars:
                 self._clip(batch, sums, own_scale)
+            if batch.last_norms is not None:
+                batch.last_norms = _norms(sums, own_scale).double()
             if own_scale is not None:
                 batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
         return norm
 
     def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
+        if batch.last_norms is not None and scale is not None and self._metrics is None:
+            batch.factors = _few_factors(batch, _norms(sums, scale), scale)
+            return
         whole = sums[self._rows]
         if batch.is_sharded and self._whole is not None:
             whole = self._whole.of(batch.process_group, batch.slots).to(sums)
@@ -110,3 +116,29 @@ class Norms:
         if self._whole is not None:
             here.append(self._whole.total(GG))
         return torch.stack([value.to(here[0].device, torch.float64) for value in here]).sum().float()
+
+
+def _norms(sums: Tensor, scale: Tensor | None) -> Tensor:
+    norms = sums[GG].sqrt()
+    return norms if scale is None else norms * scale
+
+
+def _few_factors(batch: Batch, norms: Tensor, scale: Tensor) -> Tensor:
+    """Factors of a batch whose last gradients have not been read: they are for those that may need clipping."""
+    assert batch.last_norms is not None
+    threshold = batch.group["clip_threshold"]
+    pairs = zip(norms.tolist(), batch.last_norms.tolist(), strict=True)
+    some = [i for i, pair in enumerate(pairs) if not clipping.is_certain(*pair, batch.k, threshold)]
+    factors = torch.ones_like(norms)
+    if some:
+        found = batch.engine.sums(
+            [batch.gradients[i] for i in some],
+            [batch.last_grads[i] for i in some],
+            products=True,
+            corrected=False,
+            scale=batch.scale,
+            last_scales=None if batch.last_scales is None else batch.last_scales[some],
+            k=batch.k,
+        )
+        factors[some] = clipping.factors(clipping.corrected_square(found, batch.k, scale), threshold)
+    return factors

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mars_hf import hyperparameters, param_groups, sharding, states, universal
 from mars_hf.batches import Batch, gather
+from mars_hf.last_norms import LastNorms
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
 from mars_hf.param_groups import takes_mars
@@ -114,6 +115,7 @@ class Mars(torch.optim.Optimizer):
     _layout: sharding.Layout | None = None
     _grad_norm: Tensor | None = None
     _plan: Plan | None = None
+    _last_norms: LastNorms | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -470,6 +472,10 @@ class Mars(torch.optim.Optimizer):
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
         max_grad_norm = self.max_grad_norm
         asked = [batch for batch in batches if self._wants_norms(batch.group)]
+        if self._last_norms is None:
+            self._last_norms = LastNorms()
+        for batch in asked:
+            batch.last_norms = self._last_norms.of(batch, self.state)
         if max_grad_norm is None and self._metrics is None:  # nobody else needs the norms of whole tensors
             for batch in asked:
                 batch.clips = batch.engine.clips and not batch.is_sharded
@@ -522,6 +528,8 @@ class Mars(torch.optim.Optimizer):
                 state["last_grad"], owner.grad = owner.grad, None
                 if scale is not None:
                     state["last_grad_scale"] = scale
+        if self._last_norms is not None:
+            self._last_norms.keep(batch, self.state)
 
 
 # Every hyperparameter of Mars and its default, as its constructor has them.

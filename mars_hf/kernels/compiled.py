@@ -63,17 +63,21 @@ def sums(
     """As `rules.sums`, for one-dimensional contiguous tensors.
 
     Rows of 4096 elements are summed in the dtype of the arithmetic and added up in float64. What is not asked for is
-    not computed: with all four sums a core is busier with arithmetic than with memory.
+    not computed: with all four sums a core is busier with arithmetic than with memory. Without last gradients, <g, g>
+    is all there is.
     """
     if not gradients:
         return torch.zeros(4, 0)
     dtype = _arithmetic_dtype([*gradients, *last_grads])
+    if not last_grads:
+        own_scale = 1.0 if scale is None else float(scale)
+        squares = torch.tensor([own_scale**2 * _square(gradient, dtype) for gradient in gradients], dtype=dtype)
+        return squares * torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=dtype).unsqueeze(1)
     numbers = _columns([scale, last_scales, k], len(gradients), dtype)
-    corrected = corrected and bool(last_grads)
     flags = (products or not corrected, corrected, corrected and (scale is not None or last_scales is not None))
     totals = []
     for i, row in enumerate(numbers):
-        pair = [entries[i] for entries in (gradients, last_grads) if entries]
+        pair = (gradients[i], last_grads[i])
         size = pair[0].numel()
         whole = size // ROW * ROW if size >= 2 * ROW else 0  # torch.compile would make a kernel of its own for one row
         parts = []
@@ -84,7 +88,7 @@ def sums(
             parts.append(_sum_rows(*flags, row, *(t[whole:].view(1, -1) for t in pair)))
         totals.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
     found = torch.zeros(4, len(gradients), dtype=torch.float64)
-    found[_rows(flags, bool(last_grads))] = torch.stack(totals, 1)
+    found[_rows(flags)] = torch.stack(totals, 1)
     own = torch.ones((), dtype=torch.float64) if scale is None else scale.double()
     last = own.new_ones(len(gradients)) if last_scales is None else last_scales.double()
     found[:3] *= torch.stack([(own * own).expand_as(last), own * last, last * last])
@@ -118,12 +122,15 @@ def update(
     second_moment: str = "corrected",
     keep_last: bool = True,
     clip_threshold: float | None = None,
+    last_norms: Tensor | None = None,
 ) -> None:
     """As `rules.update`, for one-dimensional contiguous tensors; steps and lr are tensors.
 
     Args:
         clip_threshold: take the factors here, from <c, c> of the tensors themselves: norm and update of one tensor come
             right after each other, while its gradients are in the cache. None takes `factors`.
+        last_norms: with `clip_threshold`, norms of the last gradients (NaN: unknown), replaced by those of g. Where
+            they show that nothing is to be clipped, <g, g> is all that is summed. None takes <c, c> always.
     """
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     dtype = _arithmetic_dtype([t for entries in lists for t in entries])
@@ -149,16 +156,27 @@ def update(
         tensors = [entries[i].detach() if entries else None for entries in lists]
         size = params[i].numel()
         clips = clip_threshold is not None
-        if clip_threshold is not None and (size % ROW or size < 2 * ROW):
+        if clip_threshold is not None and last_norms is not None:
+            norm = (1.0 if scale is None else abs(float(scale))) * _square(gradients[i], dtype) ** 0.5
+            clips = not clipping.is_certain(norm, float(last_norms[i]), k, clip_threshold)
+            last_norms[i] = norm
+        if clips and clip_threshold is not None and (size % ROW or size < 2 * ROW):
             settings = {"scale": scale, "last_scales": None if last_scales is None else last_scales[i : i + 1]}
-            last_grad = [last_grads[i]] if last_grads else []
-            square = sums([gradients[i]], last_grad, **settings, k=k, products=False)[3]
+            square = sums([gradients[i]], last_grads[i : i + 1], **settings, k=k, products=False)[3]
             numbers[i][3] = clipping.factors(square, clip_threshold)[0]
             clips = False
         kernel: Callable[..., None] = _update_one
         if size > 1:  # torch.compile would make kernels of their own for sizes 0 and 1
             kernel = _update_kernel((*flags, scaled, clips), dtype, *(t if t is None else t.dtype for t in tensors))
         kernel(*flags, scaled, clips, numbers[i], *tensors)
+
+
+def _square(gradient: Tensor, dtype: torch.dtype) -> float:
+    """<g, g>; PyTorch's norm over rows reads faster than what it compiles for that sum."""
+    whole = gradient.numel() // ROW * ROW
+    rows = [gradient[:whole].view(-1, ROW), gradient[whole:].view(1, -1)]
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in rows if part.numel()]
+    return sum(float(norm.square_().sum(dtype=torch.float64)) for norm in norms)
 
 
 def _columns(numbers: Sequence[Tensor | float | None], count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -179,10 +197,10 @@ def _corrected(
     return g, last, g if last is None else (g - last) * numbers[2] + g
 
 
-def _rows(flags: tuple[bool, bool, bool], has_last: bool) -> list[int]:
+def _rows(flags: tuple[bool, bool, bool]) -> list[int]:
     """The rows of `sums` that `_sum_rows` returns."""
     products, corrected, _ = flags
-    return [*(range(3 if has_last else 1) if products else ()), *([3] if corrected else [])]
+    return [*(range(3) if products else ()), *([3] if corrected else [])]
 
 
 def _sum_rows(
@@ -191,17 +209,14 @@ def _sum_rows(
     scaled: bool,
     numbers: Tensor,
     gradient: Tensor,
-    last_grad: Tensor | None = None,
+    last_grad: Tensor,
 ) -> Tensor:
     """Sums over two matrices, row by row: the products unscaled, <c, c> with `numbers` (scale, last scale and k)."""
-    g = gradient.to(numbers.dtype)
-    found = [g * g] if products else []
-    if last_grad is not None:
-        last = last_grad.to(numbers.dtype)
-        found += [g * last, last * last] if products else []
-        if corrected:
-            c = _corrected(scaled, numbers, gradient, last_grad)[2]
-            found.append(c * c)
+    g, last = gradient.to(numbers.dtype), last_grad.to(numbers.dtype)
+    found = [g * g, g * last, last * last] if products else []
+    if corrected:
+        c = _corrected(scaled, numbers, gradient, last_grad)[2]
+        found.append(c * c)
     return torch.stack([matrix.sum(1).sum(dtype=torch.float64) for matrix in found])
 
 

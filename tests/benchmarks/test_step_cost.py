@@ -72,7 +72,7 @@ def test_bytes_of_state():
 
 
 def test_contenders_leave_the_shared_gradients_as_they_were():
-    work = step_cost.Workload("tiny", CPU)
+    work = step_cost.Workload("tiny", CPU, gradient_norm=3.0)
     before = [[gradient.clone() for gradient in gradients] for gradients in work._gradients]
     norm = torch.cat([gradient.flatten() for gradient in before[0]]).norm()
     assert norm > step_cost.MAX_NORM  # or clipping would do nothing

@@ -1,0 +1,149 @@
+"""Norms of last gradients that are known from the step before: they save a pass, and never a clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mars_hf import Mars, clipping
+from mars_hf.kernels import compiled
+
+SHAPES = ((64, 128), (5, 7), (4096, 3))
+# Sizes of the gradients, step by step: unclipped at first, then clipped, then for a while only the last one was large.
+SIZES = (0.1, 0.12, 5.0, 4.0, 0.2, 0.1, 0.1, 0.7, 0.1)
+SETTINGS = {
+    "adamw": {},
+    "lion": {"mars_type": "mars-lion"},
+    "strong correction": {"gamma": 0.2},
+    "bfloat16 last_grad": {"last_grad_dtype": "bfloat16"},
+    "maximize": {"maximize": True},
+    "take_grad": {"take_grad": True},
+    "folded": {"max_grad_norm": 2.0},
+    "folded, take_grad": {"max_grad_norm": 2.0, "take_grad": True},
+    "folded, maximize": {"max_grad_norm": 2.0, "maximize": True},
+}
+
+
+def make_params() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        gradient = torch.randn(param.shape, generator=generator)
+        param.grad = gradient * (SIZES[step] / gradient.norm())
+
+
+def pair(**settings) -> tuple[Mars, Mars, list, list]:
+    """One that uses known norms and one that never does."""
+    fast, plain = make_params(), make_params()
+    settings = {"lr": 0.01, "weight_decay": 0.1, **settings}
+    return Mars(fast, fused=True, **settings), Mars(plain, foreach=False, **settings), fast, plain
+
+
+def step_both(one: Mars, two: Mars, fast: list, plain: list, step: int) -> None:
+    for params, optimizer in ((fast, one), (plain, two)):
+        set_gradients(params, step)
+        optimizer.step()
+    for a, b in zip(fast, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def verdicts(monkeypatch):
+    """What `is_certain` has said."""
+    said, original = [], clipping.is_certain
+
+    def listen(*args):
+        said.append(original(*args))
+        return said[-1]
+
+    monkeypatch.setattr(clipping, "is_certain", listen)
+    return said
+
+
+def test_certain_is_never_wrong():
+    generator = torch.Generator().manual_seed(0)
+    certain = 0
+    for _ in range(2000):
+        g, last = torch.randn(2, 3, generator=generator, dtype=torch.float64) * torch.rand(2, 1, generator=generator)
+        k = torch.rand((), generator=generator).item()
+        if clipping.is_certain(g.norm().item(), last.norm().item(), k, 1.0):
+            certain += 1
+            assert (g + k * (g - last)).norm() <= 1
+    assert 100 < certain < 1900
+    assert not clipping.is_certain(0.1, float("nan"), 0.5, 1.0)
+    assert not clipping.is_certain(float("nan"), 0.1, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_every_step_is_the_plain_one(case, verdicts):
+    both = pair(**SETTINGS[case])
+    for step in range(len(SIZES)):
+        step_both(*both, step)
+    assert True in verdicts
+    assert False in verdicts
+
+
+def test_a_step_that_needs_no_clipping_sums_no_last_gradient(monkeypatch):
+    """And no other kernel than that of the update without clipping is compiled."""
+    made, original = [], compiled._update_kernel
+    monkeypatch.setattr(compiled, "_sums_kernel", lambda *args: pytest.fail("a pass over last gradients"))
+
+    def listen(flags, *args):
+        made.append(flags[-1])
+        return original(flags, *args)
+
+    monkeypatch.setattr(compiled, "_update_kernel", listen)
+    params = make_params()
+    optimizer = Mars(params, fused=True, lr=0.01)
+    for _ in range(3):
+        set_gradients(params, 0)
+        optimizer.step()
+    assert made == [False] * 3 * len(SHAPES)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_last_gradient_that_was_changed_is_measured_again(folded, verdicts):
+    one, two, fast, plain = both = pair(max_grad_norm=2.0 if folded else None)
+    for step in range(2):
+        step_both(*both, step)
+    verdicts.clear()
+    for params, optimizer in ((fast, one), (plain, two)):
+        for param in params:
+            optimizer.state[param]["last_grad"].mul_(1000)
+    step_both(*both, 5)
+    assert verdicts == [False] * len(SHAPES)
+
+
+def test_a_loaded_last_gradient_is_measured_again(verdicts):
+    one, two, _, _ = both = pair()
+    for step in range(2):
+        step_both(*both, step)
+    verdicts.clear()
+    for optimizer in (one, two):
+        saved = optimizer.state_dict()
+        for state in saved["state"].values():
+            state["last_grad"] = state["last_grad"] * 1000
+        optimizer.load_state_dict(saved)
+    step_both(*both, 5)
+    assert verdicts == [False] * len(SHAPES)
+    step_both(*both, 6)
+    assert verdicts[len(SHAPES) :] == [True] * len(SHAPES)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 2.0])
+def test_steps_that_are_measured_keep_the_norms(max_grad_norm, verdicts):
+    one, two, _, _ = both = pair(max_grad_norm=max_grad_norm)
+    step_both(*both, 0)
+    for optimizer in (one, two):
+        optimizer.collect_metrics(True)
+    step_both(*both, 1)
+    for optimizer in (one, two):
+        optimizer.collect_metrics(False)
+    verdicts.clear()
+    step_both(*both, 5)
+    assert verdicts == [True] * len(SHAPES)
