@@ -59,21 +59,21 @@ class Exchange:
         self._wire = device
         for group in (self._shards, self._replicas):
             if group is not None:
-                self._wire = wire_device(device, group)
+                self._wire = wire_device(self._wire, group)
         rank, replica = _rank(self._shards), _rank(self._replicas)
         settings = _digest([(slot, shape, costs[slot]) for slot, shape in sorted(shapes.items())], dtype)
         held = {slot: region for slot, region in sorted(regions.items()) if region.shape(shapes[slot]).numel()}
-        shared = _gather((settings, replica, held), self._shards)
+        shared = _gather((settings, held, replica), self._shards)
         # One answer for all ranks, so that none of them goes on alone.
-        everywhere = _gather((_digest(shared), rank), self._replicas)
-        if len(set(everywhere)) > 1 or len({(settings, replica) for settings, replica, _ in shared}) > 1:
+        everywhere = _gather((_digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
+        if len(set(everywhere)) > 1 or len({(settings, replica) for settings, _, replica in shared}) > 1:
             raise RuntimeError(
-                f"{len(everywhere)} replicas on {len(shared)} ranks each do not hold the same pieces of the same "
-                "parameters: build the optimizer from the same parameters in the same order on every rank, and give "
-                "them gradients in the same steps"
+                f"{len(everywhere) * len(shared)} ranks, {len(shared)} for each copy of the model, disagree on the "
+                "parameters to be updated, on their shapes, or on which pieces are where: build the optimizer from the "
+                "same parameters in the same order on every rank, and give them gradients in the same steps"
             )
         self._routes = Routes(
-            shapes, costs, [held for *_, held in shared], rank=rank, replica=replica, replicas=len(everywhere)
+            shapes, costs, [held for _, held, _ in shared], rank=rank, replica=replica, replicas=len(everywhere)
         )
 
     @property
@@ -154,7 +154,9 @@ class Exchange:
         sent = self._pack([here[item.slot] for item in block], self._wire, routes.block)
         # Padded, since NCCL makes a broadcast for each rank of an uneven one.
         received = torch.empty(len(routes.blocks) * routes.block, dtype=self._dtype, device=self._wire)
-        dist.all_gather_into_tensor(_bytes(received), _bytes(sent), group=self._replicas)
+        # torch 2.13 gave it another name.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(_bytes(received), _bytes(sent), group=self._replicas)
         blocks = received.split(routes.block)
         return {
             item.slot: piece

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Most that a rank may have to do, over what it has to do in the best division found, where that saves communication.
-SLACK = 1.05
+SLACK = 1.25
 
 
 class Region(NamedTuple):
@@ -134,8 +134,10 @@ class Routes:
             [self._item(slot, rank) for slot in slots if slot in held[rank] and self.owners[slot] // ranks == index]
             for index in range(replicas)
         ]
-        # Whether any rank has to send a piece to another one of its replica.
-        self.moves = any(holders[slot] != [owner % ranks] for slot, owner in self.owners.items())
+        # Whether any rank of this replica has to send a piece to another one of it.
+        self.moves = any(
+            holders[slot] != [owner % ranks] for slot, owner in self.owners.items() if owner // ranks == replica
+        )
 
     @property
     def kept(self) -> list[Item]:
@@ -180,9 +182,11 @@ def _check_cover(slot: int, shape: torch.Size, regions: Sequence[Region]) -> Non
         ends.append(start + length if start == ends[-1] else -1)
     dim = next(iter(dims))
     if len(dims) > 1 or ends[-1] != (shape.numel() if dim is None else shape[dim]):
-        found = ", ".join(f"[{start}, {start + length}) of {dim}" for dim, start, length in regions)
+        found = [
+            f"{'elements' if dim is None else f'dimension {dim}'} [{start}, {start + length})"
+            for dim, start, length in regions
+        ]
         raise RuntimeError(
-            f"the pieces of parameter {slot}, of shape {tuple(shape)}, on all ranks are {found} (None: the elements in "
-            "order), which is not each of its elements once: this engine lays parameters out in a way that mars_hf "
-            "does not know"
+            f"the ranks hold {' and '.join(found)} of parameter {slot}, of shape {tuple(shape)}: not each of its "
+            "elements once, so this engine lays parameters out in a way that mars_hf does not know"
         )
