@@ -22,7 +22,8 @@ class Exchange:
     Ranks may hold pieces of parameters (`shards`: FSDP2, ZeRO), repeat what others hold (`replicas`: DDP), or both
     (HSDP). `Routes` divides the work. Everybody gets the owner's result, so that replicas stay alike to the bit.
 
-    Making one is collective, and so is `run`: all ranks of both groups take part, also those that hold nothing.
+    One is made for each set of parameters that are updated together. That is collective, and so is `run`: all ranks of
+    both groups take part, also those that hold nothing.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ def all_reduce(values: Tensor, group: Group) -> Tensor:
 def wire_device(device: torch.device, group: Group) -> torch.device:
     """Where a process group takes tensors that live on `device`."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda")
     return device
 
 
@@ -306,15 +306,18 @@ def _groups_of_ddp() -> dict[int, Group]:
     groups: dict[int, Group] = {}
     for module in gc.get_objects():
         # Not isinstance, which asks proxies for their __class__.
-        if not issubclass(type(module), nn.parallel.DistributedDataParallel):
-            continue
-        hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
-        if dist.get_world_size(module.process_group) == 1 or "post_localSGD_hook" in hooks:  # lets them drift apart
-            continue
-        for name, param in module.module.named_parameters():
-            if name not in module.parameters_to_ignore:
-                groups[id(param)] = module.process_group
+        if issubclass(type(module), nn.parallel.DistributedDataParallel) and _stays_alike(module):
+            for name, param in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    groups[id(param)] = module.process_group
     return groups
+
+
+def _stays_alike(module: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether there are other ranks that take every step with this one, on the same gradients."""
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
+    joining = module._join_config.enable  # some ranks may have had their last batch
+    return dist.get_world_size(module.process_group) > 1 and "post_localSGD_hook" not in hooks and not joining
 
 
 def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:

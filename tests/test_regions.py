@@ -79,7 +79,7 @@ def test_a_region_is_a_view_of_the_whole(region, expected):
 
 
 def test_longest_first_and_ties_by_index():
-    assert assign([1, 5, 3, 3, 2], 2) == [1, 0, 1, 1, 0]  # by loads: 5, 3, 6, 7, 7
+    assert assign([1, 5, 3, 3, 2], 2) == [1, 0, 1, 1, 0]  # 5 | 3 + 3, then 2, then 1: 7 | 7
     assert assign([1, 1, 1], 5) == [0, 1, 2]
     assert assign([], 3) == []
 

@@ -346,6 +346,9 @@ def find_replicas(_: str) -> dict[str, Any]:
     state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=one_each[rank], start_localSGD_iter=1)
     drifting.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     found["local_sgd"] = known(drifting.module.parameters())
+    joining = DistributedDataParallel(nn.Linear(3, 2))
+    with joining.join():
+        found["join"] = known(joining.module.parameters())
     del wrapped, alone, second, third
     gc.collect()
     found["freed"] = known(model.parameters())

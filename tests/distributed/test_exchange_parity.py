@@ -99,10 +99,9 @@ def test_bytes_that_travel_are_those_announced(outcomes, world, name):
     gathers = layout == "replicas" or layout.startswith("hybrid")
     for rank in ranks:
         volume, sent = rank["volume"], rank["sent"]
-        assert [size for kind, size in sent if "alltoall" in kind] in (
-            [volume["to_owners"], volume["from_owners"]],
-            [] if volume["to_owners"] == volume["from_owners"] == 0 else None,
-        )
+        both_ways = [volume["to_owners"], volume["from_owners"]]
+        exchanged = [size for kind, size in sent if "alltoall" in kind]
+        assert exchanged == both_ways or (exchanged == [] and both_ways == [0, 0])
         assert [size for kind, size in sent if "allgather" in kind] == ([volume["replicas"]] if gathers else [])
         assert len(sent) == sum("alltoall" in kind or "allgather" in kind for kind, _ in sent)
         assert volume["to_owners"] <= BYTES[dtype] * rank["elements"]
@@ -139,6 +138,6 @@ def test_replicas_are_the_ranks_of_a_ddp_module_and_nothing_else(outcomes):
         assert all(found["ddp"]) and len(found["ddp"]) > 20
         assert found["ddp_and_other"] == [*found["ddp"], False, False]
         assert found["ignored_bias"] == [True, False]
-        for name in ("unwrapped", "ddp_of_one_rank", "two_groups", "local_sgd", "freed"):
+        for name in ("unwrapped", "ddp_of_one_rank", "two_groups", "join", "local_sgd", "freed"):
             assert found[name] and not any(found[name])
     assert first["rank_0_only"] == [False, False] and "rank_0_only" not in second
