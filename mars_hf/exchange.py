@@ -106,7 +106,8 @@ class Exchange:
                 all that this rank works on, or not at all if that is nothing.
 
         Returns:
-            The same pieces of the results, in the dtype of the exchange. They may share memory with each other.
+            The same pieces of the results, in the dtype of the exchange. They may share memory with each other and
+            with what `work` has returned.
         """
         here = self._from_owners(self._work(work, self._to_owners(pieces)))
         here = self._from_replicas(here)
