@@ -1,4 +1,4 @@
-"""Where the pieces of a parameter live, and how a sum over a whole parameter is taken across ranks.
+"""Where the pieces of a parameter live, who repeats them, and how a sum over a whole parameter is taken across ranks.
 
 With `universal` for checkpoints, the only file that knows an engine by name. An engine may hand `step()` something else
 than the parameters the optimizer was built with: FSDP2 a DTensor for each, DeepSpeed ZeRO flat tensors that hold pieces
@@ -8,33 +8,44 @@ over the ranks.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from mars_hf.regions import Region
 
 # ProcessGroup, or None for the default one.
 Group = Any
 
 
 class Piece(NamedTuple):
-    """A stretch of a local tensor, flattened: `numel` elements from `start` on, out of `whole` of parameter `slot`."""
+    """A stretch of a local tensor, flattened: `numel` elements from `start` on, out of `whole` of parameter `slot`.
+
+    `region` says which of them these are.
+    """
 
     slot: int
     start: int
     numel: int
     whole: int
+    region: Region
 
 
 class Placement(NamedTuple):
-    """The pieces a local tensor is made of (none where it is all padding), and the ranks that hold the others."""
+    """The pieces a local tensor is made of (none where it is all padding), and the ranks that hold the others.
+
+    `replicas` are the ranks that hold the same pieces; here None means that there are none.
+    """
 
     pieces: tuple[Piece, ...]
     group: Group
+    replicas: Group = None
 
 
 class Layout:
@@ -48,6 +59,7 @@ class Layout:
         """Remember the parameters of these groups."""
         self._origins: list[weakref.ref[Tensor]] = []
         self._roles: list[str] = []
+        self.shapes: list[torch.Size] = []  # of the whole parameters, by slot
         self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._verified: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for group in groups:
@@ -55,6 +67,9 @@ class Layout:
 
     def extend(self, group: Mapping[str, Any]) -> None:
         """Remember the parameters of one more group."""
+        from mars_hf.param_groups import shape_of  # which imports this module
+
+        self.shapes += [shape_of(param) for param in group["params"]]
         self._origins += [weakref.ref(param) for param in group["params"]]
         self._roles += [group["role"]] * len(group["params"])
         self._found.clear()
@@ -165,12 +180,33 @@ class WholeSums:
 def all_reduce(values: Tensor, group: Group) -> Tensor:
     """Sum of `values` over a process group, on the device of `values`."""
     device = values.device
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
-        values = values.to("cuda")
-    else:
-        values = values.clone()
+    values = values.to(wire_device(device, group), copy=True)
     dist.all_reduce(values, group=group)
     return values.to(device)
+
+
+def wire_device(device: torch.device, group: Group) -> torch.device:
+    """Where a process group takes tensors that live on `device`."""
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
+        return torch.device("cuda")
+    return device
+
+
+def replicas_of(params: Sequence[Tensor]) -> list[Group]:
+    """For each of these whole parameters the process group on whose ranks it is repeated; None where none is known.
+
+    Of a DTensor without sharded dimension that of its mesh; of a plain parameter that of the DistributedDataParallel
+    module which reduces its gradients, and which is looked for among all live objects (slow: remember the answer).
+    Nothing is concluded from the number of ranks: a model may be on one of them only, or differ. Plain parameters of
+    modules with different groups count as not repeated.
+    """
+    wrapped = _groups_of_ddp() if any(not is_dtensor(param) for param in params) else {}
+    plain = [None if is_dtensor(param) else wrapped.get(id(param)) for param in params]
+    known = {group for group in plain if group is not None}
+    return [
+        _replicas_in_mesh(param) if is_dtensor(param) else (group if len(known) == 1 else None)
+        for param, group in zip(params, plain, strict=True)
+    ]
 
 
 def reject_fsdp1(param: Tensor) -> None:
@@ -240,9 +276,48 @@ def _in_dtensor(tensor: Any, slot: int) -> Placement | None:
         )
     if not sharded:
         return None
-    here = tensor.to_local().numel()
-    pieces = (Piece(slot, 0, here, tensor.numel()),) if here else ()
-    return Placement(pieces, mesh.get_group(sharded[0]))
+    (mesh_dim,) = sharded
+    dim = placements[mesh_dim].dim % tensor.ndim
+    # As torch.chunk does it; the first ones are full.
+    full = -(-tensor.shape[dim] // mesh.size(mesh_dim))
+    start = min(mesh.get_local_rank(mesh_dim) * full, tensor.shape[dim])
+    region = Region(dim, start, min(full, tensor.shape[dim] - start))
+    here = tensor.to_local()
+    assert here.shape == region.shape(tensor.shape)
+    pieces = (Piece(slot, 0, here.numel(), tensor.numel(), region),) if here.numel() else ()
+    return Placement(pieces, mesh.get_group(mesh_dim), _replicas_in_mesh(tensor))
+
+
+def _replicas_in_mesh(tensor: Any) -> Group:
+    """The ranks along the longest mesh dimension that a DTensor is replicated over; None where there are no others.
+
+    Along further dimensions work is repeated, which changes nothing: all ranks there start from the same.
+    """
+    mesh = tensor.device_mesh
+    lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}
+    longest = max(lengths, key=lengths.__getitem__, default=None)
+    return None if longest is None or lengths[longest] == 1 else mesh.get_group(longest)
+
+
+def _groups_of_ddp() -> dict[int, Group]:
+    """Process group of each parameter, by id, that a DistributedDataParallel module keeps alike on several ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    groups: dict[int, Group] = {}
+    for module in gc.get_objects():
+        # Not isinstance, which asks proxies for their __class__.
+        if issubclass(type(module), nn.parallel.DistributedDataParallel) and _stays_alike(module):
+            for name, param in module.module.named_parameters():
+                if name not in module.parameters_to_ignore:
+                    groups[id(param)] = module.process_group
+    return groups
+
+
+def _stays_alike(module: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether there are other ranks that take every step with this one, on the same gradients."""
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
+    joining = module._join_config.enable  # some ranks may have had their last batch
+    return dist.get_world_size(module.process_group) > 1 and "post_localSGD_hook" not in hooks and not joining
 
 
 def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
@@ -260,7 +335,7 @@ def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placeme
             f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "
             "which is not supported"
         )
-    group = next(iter(groups.values()))
+    group = next(iter(groups.values())) or dist.group.WORLD
     here = tensor.untyped_storage().data_ptr()
     buffers = {
         origin.untyped_storage().data_ptr()
@@ -274,7 +349,8 @@ def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placeme
             start = max(origin.storage_offset(), first)
             end = min(origin.storage_offset() + origin.numel(), first + tensor.numel())
             if start < end:
-                pieces.append(Piece(slot, start - first, end - start, origin.numel()))
+                region = Region(None, start - origin.storage_offset(), end - start)
+                pieces.append(Piece(slot, start - first, end - start, origin.numel(), region))
     return Placement(tuple(pieces), group)
 
 
@@ -298,7 +374,8 @@ def _in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placemen
         # The last partitions may be padded.
         numel = min(partition, max(0, origin.ds_numel - rank * partition))
         if numel:
-            pieces.append(Piece(slot, start, numel, origin.ds_numel))
+            region = Region(None, rank * partition, numel)
+            pieces.append(Piece(slot, start, numel, origin.ds_numel, region))
     return Placement(tuple(pieces), group) if known else None
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mars_hf
 from mars_hf import sharding
+from mars_hf.regions import Region
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,41 @@ def test_fsdp1_is_refused(alone):
         )
         with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*FSDP2"):
             mars_hf.create(model)
+
+
+def test_pieces_know_their_place_in_the_parameter(alone):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    placement = layout.locate(zero12(params), 0)
+    assert [piece.region for piece in placement.pieces] == [Region(None, 0, 12), Region(None, 0, 10)]
+    assert placement.group is dist.group.WORLD and placement.replicas is None
+    param = dtensor((6, 4), (1,), ("shard",), [Shard(-1)])
+    (piece,) = layout.locate(param, 0).pieces
+    assert piece.region == Region(1, 0, 4)
+
+
+def test_shapes_are_those_of_whole_parameters(alone):
+    emptied = nn.Parameter(torch.empty(0))  # as DeepSpeed's zero.Init leaves it
+    emptied.ds_shape = torch.Size([5, 2])
+    params = [nn.Parameter(torch.randn(4, 3)), emptied, dtensor((6, 4), (1,), ("shard",), [Shard(0)])]
+    layout = sharding.Layout([{"params": params[:1], "role": "matrix"}])
+    layout.extend({"params": params[1:], "role": "matrix"})
+    assert layout.shapes == [torch.Size([4, 3]), torch.Size([5, 2]), torch.Size([6, 4])]
+
+
+def test_one_rank_has_no_replicas(alone):
+    model = nn.Linear(3, 2)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    params = [*wrapped.parameters(), dtensor((6, 4), (1,), ("replicate",), [Replicate()])]
+    assert sharding.replicas_of(params) == [None, None, None]
+
+
+def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    for backend, expected in (("nccl", torch.device("cuda")), ("gloo", cpu)):
+        monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
+        assert sharding.wire_device(cpu, None) == expected
+        assert sharding.wire_device(cuda, None) == cuda
 
 
 def test_layout_forgets_freed_parameters():

@@ -1,0 +1,192 @@
+"""Which part of which parameter is on which rank, and who works on the whole of it: geometry, and no communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Most that a rank may have to do, over what it has to do in the best division found, where that saves communication.
+SLACK = 1.25
+
+
+class Region(NamedTuple):
+    """What a rank holds of a whole parameter.
+
+    `dim=None`: elements [start, start + length) of the parameter flattened in row-major order. Otherwise indices
+    [start, start + length) along dimension `dim`.
+    """
+
+    dim: int | None
+    start: int
+    length: int
+
+    @classmethod
+    def everything(cls, shape: torch.Size) -> Region:
+        """All of a parameter, in its own shape."""
+        return cls(0, 0, shape[0])
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole parameter, as a view; `dim=None` takes a contiguous tensor."""
+        if self.dim is None:
+            return whole.view(-1)[self.start : self.start + self.length]
+        return whole.narrow(self.dim, self.start, self.length)
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        """The shape of this part of a parameter of shape `whole`."""
+        if self.dim is None:
+            return torch.Size([self.length])
+        return torch.Size([*whole[: self.dim], self.length, *whole[self.dim + 1 :]])
+
+
+class Item(NamedTuple):
+    """A piece on its way: of the parameter in `slot` the part `region`, a tensor of `shape`."""
+
+    slot: int
+    region: Region
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.shape.numel()
+
+
+def assign(costs: Sequence[float], ranks: int, homes: Sequence[Sequence[int]] = ()) -> list[int]:
+    """Divide pieces of work among ranks, longest processing time first; ties go to the lower index.
+
+    Args:
+        costs: of each piece of work, any unit.
+        ranks: number of ranks.
+        homes: for each piece of work the ranks where it costs no communication, empty if there are none; they get it
+            as far as no rank then has more than `SLACK` times the work of the busiest one without them.
+
+    Returns:
+        The rank of each piece of work.
+    """
+    owners, longest = _longest_first(costs, ranks, [()] * len(costs), math.inf)
+    if any(homes):
+        at_home, busiest = _longest_first(costs, ranks, homes, SLACK * longest)
+        if busiest <= SLACK * longest:
+            return at_home
+    return owners
+
+
+class Routes:
+    """Who works on which parameter, and which pieces it needs from whom."""
+
+    def __init__(
+        self,
+        shapes: Mapping[int, torch.Size],
+        costs: Mapping[int, float],
+        held: Sequence[Mapping[int, Region]],
+        *,
+        rank: int,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        """Plan for one rank; all plan alike.
+
+        Args:
+            shapes: of the whole parameters, by slot; those of which nobody holds anything are left out.
+            costs: of the work on each, by slot.
+            held: what each rank that shares a replica's pieces holds of each slot; the same in all replicas.
+            rank: this one's place in `held`.
+            replica: the one that this rank belongs to.
+            replicas: how many there are.
+
+        Raises:
+            RuntimeError: what the ranks hold are not the whole parameters, each element once.
+        """
+        slots = sorted({slot for regions in held for slot in regions})
+        holders = {slot: [index for index, regions in enumerate(held) if slot in regions] for slot in slots}
+        for slot in slots:
+            _check_cover(slot, shapes[slot], [held[index][slot] for index in holders[slot]])
+        self._shapes, self._held, self._rank = shapes, held, rank
+        ranks = len(held)
+        homes = [
+            range(holders[slot][0], ranks * replicas, ranks) if len(holders[slot]) == 1 < ranks else ()
+            for slot in slots
+        ]
+        owners = assign([costs[slot] for slot in slots], ranks * replicas, homes)
+        # Of each slot: replica * ranks + rank.
+        self.owners = dict(zip(slots, owners, strict=True))
+        here = replica * ranks
+        # What this rank works on, with its shape, and what of it is here already.
+        self.whole = {slot: shapes[slot] for slot in slots if self.owners[slot] == here + rank}
+        self.uncut = {slot for slot in self.whole if holders[slot] == [rank]}
+        # For each rank of this replica: pieces that are here of what it works on, and the other way round.
+        self.sent = [
+            [self._item(slot, rank) for slot in slots if slot in held[rank] and self.owners[slot] == here + peer]
+            if peer != rank
+            else []
+            for peer in range(ranks)
+        ]
+        self.received = [
+            [self._item(slot, peer) for slot in self.whole if slot in held[peer]] if peer != rank else []
+            for peer in range(ranks)
+        ]
+        # For each replica: this rank's pieces of what is worked on there.
+        self.blocks = [
+            [self._item(slot, rank) for slot in slots if slot in held[rank] and self.owners[slot] // ranks == index]
+            for index in range(replicas)
+        ]
+        # Whether any rank of this replica has to send a piece to another one of it.
+        self.moves = any(
+            holders[slot] != [owner % ranks] for slot, owner in self.owners.items() if owner // ranks == replica
+        )
+
+    @property
+    def kept(self) -> list[Item]:
+        """This rank's own pieces of what it works on."""
+        return [self._item(slot, self._rank) for slot in self.whole if slot in self._held[self._rank]]
+
+    @property
+    def block(self) -> int:
+        """Elements of the largest block."""
+        return max(sum(item.numel for item in items) for items in self.blocks)
+
+    def volume(self, itemsize: int) -> dict[str, int]:
+        """Bytes that this rank sends; see `exchange.Exchange.volume`."""
+        to_owners, from_owners = (
+            itemsize * sum(item.numel for items in parcel for item in items) for parcel in (self.sent, self.received)
+        )
+        replicas = itemsize * self.block * (len(self.blocks) - 1)
+        return {"to_owners": to_owners, "from_owners": from_owners, "replicas": replicas}
+
+    def _item(self, slot: int, rank: int) -> Item:
+        region = self._held[rank][slot]
+        return Item(slot, region, region.shape(self._shapes[slot]))
+
+
+def _longest_first(
+    costs: Sequence[float], ranks: int, homes: Sequence[Sequence[int]], limit: float
+) -> tuple[list[int], float]:
+    """Owners, and the work of the busiest rank; those with homes come first, and stay there up to `limit`."""
+    owners, loads = [0] * len(costs), [0.0] * ranks
+    for index in sorted(range(len(costs)), key=lambda index: (not homes[index], -costs[index], index)):
+        rank = min(homes[index] or range(ranks), key=loads.__getitem__)
+        if loads[rank] + costs[index] > limit:
+            rank = min(range(ranks), key=loads.__getitem__)
+        owners[index] = rank
+        loads[rank] += costs[index]
+    return owners, max(loads)
+
+
+def _check_cover(slot: int, shape: torch.Size, regions: Sequence[Region]) -> None:
+    ends, dims = [0], {region.dim for region in regions}
+    for _, start, length in sorted(regions, key=lambda region: region.start):
+        ends.append(start + length if start == ends[-1] else -1)
+    dim = next(iter(dims))
+    if len(dims) > 1 or ends[-1] != (shape.numel() if dim is None else shape[dim]):
+        found = [
+            f"{'elements' if dim is None else f'dimension {dim}'} [{start}, {start + length})"
+            for dim, start, length in regions
+        ]
+        raise RuntimeError(
+            f"the ranks hold {' and '.join(found)} of parameter {slot}, of shape {tuple(shape)}: not each of its "
+            "elements once, so this engine lays parameters out in a way that mars_hf does not know"
+        )
