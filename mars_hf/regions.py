@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Most that a rank may have to do, over what it has to do in the best division found, where that saves communication.
-SLACK = 1.25
+SLACK = 1.1
 
 
 class Region(NamedTuple):
