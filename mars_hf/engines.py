@@ -127,6 +127,7 @@ def choose(
     *,
     plain_adamw: bool,
     dense: bool,
+    orthogonalizes: bool = False,
 ) -> Engine:
     """The engine for a batch.
 
@@ -137,10 +138,13 @@ def choose(
         numel: elements of the parameters.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
         dense: whether they fill their memory without gaps, as kernels need.
+        orthogonalizes: whether their first moments are orthogonalized, for which there are no kernels.
 
     Raises:
         RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
     """
+    if orthogonalizes:
+        return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
     wanted = group["fused"]
     if wanted is not False and group["foreach"] is None:
         kernels = _kernels(device, dtypes, numel, always=wanted is True) if dense else None
