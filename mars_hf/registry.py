@@ -124,8 +124,8 @@ def register() -> None:
     """Make the rules' names values of `TrainingArguments.optim` and of `--optim`; safe to call twice.
 
     They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
-    made. Further settings come from `optim_args`; such runs get LastGradientCallback's guard and metrics without passing
-    the callback.
+    made. Further settings come from `optim_args`; such runs get LastGradientCallback's guard and metrics without
+    passing the callback.
 
     Raises:
         ImportError: transformers is older than 5.2, which has no registry of optimizers.
