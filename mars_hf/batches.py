@@ -37,6 +37,7 @@ class Batch:
     moves_gradients: bool = False
     chunk: Hashable = None  # equal for batches whose matrices are orthogonalized together; None for no such rule
     clips: bool = False  # in the update itself, so that no factors are needed
+    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # of the optimizer's tensors
     owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
     params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -102,17 +103,22 @@ class Batch:
         Returns:
             m of each of the optimizer's tensors, of its shape and strides, in the dtype of Newton-Schulz.
         """
-        owners = [sharding.local(owner.detach()) for owner in self.owners]
-        momenta = [torch.empty_like(owner, dtype=iteration_dtype(self.group, owner)) for owner in owners]
-        self._update(self._like_params(momenta), "momentum")
+        here = [sharding.local(owner.detach()) for owner in self.placements]
+        momenta = [torch.empty_like(tensor, dtype=iteration_dtype(self.group, tensor)) for tensor in here]
+        self._update(self._cut(momenta), "momentum")
         return momenta
 
     def take_directions(self, found: Iterable[Tensor]) -> None:
         """Keep directions for the update: one for each of `momenta`, of its shape and strides."""
-        self.directions = self._like_params(found)
+        self.directions = self._cut(found)
 
-    def _like_params(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [_in_memory_order({"params": t})["params"] if self.engine.is_flat else t for t in tensors]
+    def _cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Pieces, as `params` has them, of tensors like the optimizer's."""
+        pieces = []
+        for tensor, placement in zip(tensors, self.placements.values(), strict=True):
+            flat = _in_memory_order({"params": tensor})["params"] if self.engine.is_flat else tensor
+            pieces += sharding.cut(flat, placement)
+        return pieces
 
     def _move(self, params: list[Tensor], **how: Any) -> None:
         group = self.group
@@ -166,6 +172,7 @@ class Batch:
             here = _in_memory_order(here)
         for name, tensor in here.items():
             getattr(self, name).extend(sharding.cut(tensor, placement))
+        self.placements[owner] = placement
         count = len(self.params) - len(self.steps)
         self.owners += [owner] * count
         self.steps += [state["step"]] * count
@@ -233,13 +240,13 @@ def in_order(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 def _orthogonalize(batches: Sequence[Batch]) -> None:
     """Give the batches of a chunk their directions."""
-    owners = [(batch.group, owner) for batch in batches for owner in batch.owners]
+    owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
     settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
     momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
     wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
     found = iter(directions(momenta, settings, out_dtype=wide).values())
     for batch in batches:
-        batch.take_directions([next(found) for _ in batch.owners])
+        batch.take_directions([next(found) for _ in batch.placements])
 
 
 def _require_whole(param: Tensor, group: Mapping[str, Any], placement: Placement | None) -> None:

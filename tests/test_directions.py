@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -157,12 +158,17 @@ def test_chunks_are_of_one_shape_and_bounded():
 def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
     monkeypatch.setattr(directions.Chunks.__init__, "__defaults__", (128,))
     params = make(*[(8, 8)] * 6)
-    held = []
+    held, alive = [], []
     whole = directions.directions
-    monkeypatch.setattr(
-        "mars_hf.batches.directions",
-        lambda momenta, *args, **how: held.append(len(momenta)) or whole(momenta, *args, **how),
-    )
+
+    def watched(momenta, *args, **how):
+        assert not any(reference() is not None for reference in alive)
+        held.append(len(momenta))
+        found = whole(momenta, *args, **how)
+        alive[:] = map(weakref.ref, [*momenta.values(), *found.values()])
+        return found
+
+    monkeypatch.setattr("mars_hf.batches.directions", watched)
     found = run(params, Mars(params, mars_type="mars-m"), range(2))
     assert held == [2] * 6
     for index, param in enumerate(make(*[(8, 8)] * 6)):
