@@ -7,6 +7,8 @@
 | adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
 | for-loop  | all   | rules.py, one tensor after the other            | else                                   |
+
+Matrices that are orthogonalized go to foreach or for-loop, also with `fused=True`: there are no kernels for them.
 """
 
 from __future__ import annotations

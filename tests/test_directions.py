@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import mars_hf
-from mars_hf import Mars, directions
+from mars_hf import Mars, directions, engines
 from mars_hf.batches import gather
 from mars_hf.directions import Settings
 from mars_hf.layouts import MatrixLayout
@@ -388,6 +388,22 @@ def test_all_engines_agree(mars_type, dtype):
         found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, lr_1d=0.0, **engine)))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@every_type
+def test_an_engine_for_flat_tensors_does_the_same(monkeypatch, mars_type):
+    class Flat(engines.Engine):
+        is_flat = True
+
+    found = []
+    for engine in (engines.Engine("for-loop"), Flat("flat")):
+        monkeypatch.setattr(engines, "choose", lambda *args, engine=engine, **how: engine)
+        params = make(*SHAPES)
+        params[1].data = params[1].data.T.contiguous().T
+        params[4].data = params[4].data.to(memory_format=torch.channels_last)
+        found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, rounding="kahan")))
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-5)
 
 
 @every_type
