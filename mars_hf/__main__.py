@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
-        "run", help="run a script with --optim mars_adamw and mars_lion available", add_help=False
+        "run", help="run a script with --optim mars_adamw, mars_lion, mars_shampoo and mars_m", add_help=False
     )
     run.add_argument("-h", "--help", action="help")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")

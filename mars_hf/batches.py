@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mars_hf import engines, rounding, sharding, states
-from mars_hf.param_groups import takes_mars
+from mars_hf import engines, rounding, rules, sharding, states
+from mars_hf.directions import Chunks, directions, iteration_dtype, settings_of
+from mars_hf.param_groups import orthogonalizes, rule_of, takes_mars
 from mars_hf.sharding import Group, Placement
 
 # The list of a batch that each state is in.
@@ -34,7 +35,9 @@ class Batch:
     group: dict[str, Any]
     engine: engines.Engine
     moves_gradients: bool = False
+    chunk: Hashable = None  # equal for batches whose matrices are orthogonalized together; None for no such rule
     clips: bool = False  # in the update itself, so that no factors are needed
+    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # of the optimizer's tensors
     owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
     params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -44,6 +47,7 @@ class Batch:
     last_grads: list[Tensor] = field(default_factory=list)
     compensations: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    directions: list[Tensor] = field(default_factory=list)  # only while the batch is updated
     shares: list[float] = field(default_factory=list)  # how much of its parameter a piece is
     slots: list[int] = field(default_factory=list)  # of the parameters, where other pieces of them are on other ranks
     process_group: Group = None  # of those ranks
@@ -84,23 +88,54 @@ class Batch:
             yield replace(self, **own)
 
     def update(self) -> None:
-        """Move the parameters by one step; `steps` have been counted."""
+        """Move the parameters by one step; `steps` have been counted, and directions taken where the rule has any."""
         how = self.group["rounding"] if self.params[0].dtype == torch.bfloat16 else "nearest"
         if how == "nearest":
-            self._update(self.params)
-        elif how == "stochastic" and self.engine.rounds_stochastically:
-            self._update(self.params, stochastic=True)
+            self._move(self.params)
+        elif how == "stochastic" and self.engine.rounds_stochastically and self.chunk is None:
+            self._move(self.params, stochastic=True)
         else:
             for index, piece in enumerate(self):
                 piece._update_and_round(index)
 
-    def _update(self, params: list[Tensor], **how: Any) -> None:
+    def momenta(self) -> list[Tensor]:
+        """Take the first moments a step further.
+
+        Returns:
+            m of each of the optimizer's tensors, of its shape and strides, in the dtype of Newton-Schulz.
+        """
+        here = [sharding.local(owner.detach()) for owner in self.placements]
+        momenta = [torch.empty_like(tensor, dtype=iteration_dtype(self.group, tensor)) for tensor in here]
+        self._update(self._cut(momenta), "momentum")
+        return momenta
+
+    def take_directions(self, found: Iterable[Tensor]) -> None:
+        """Keep directions for the update: one for each of `momenta`, of its shape and strides."""
+        self.directions = self._cut(found)
+
+    def _cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Pieces, as `params` has them, of tensors like the optimizer's."""
+        pieces = []
+        for tensor, placement in zip(tensors, self.placements.values(), strict=True):
+            flat = _in_memory_order({"params": tensor})["params"] if self.engine.is_flat else tensor
+            pieces += sharding.cut(flat, placement)
+        return pieces
+
+    def _move(self, params: list[Tensor], **how: Any) -> None:
+        group = self.group
+        if self.chunk is None:
+            self._update(params, "lion" if rule_of(group) == "mars-lion" else "adamw", **how)
+        else:
+            settings = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
+            rules.apply(params, self.directions, **settings, foreach=self.engine.foreach)
+
+    def _update(self, params: list[Tensor], rule: str, **how: Any) -> None:
         group = self.group
         if self.clips:
             how |= {"clip_threshold": group["clip_threshold"], "last_norms": self.last_norms}
         self.engine.update(
             *(params, self.gradients, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.last_grads),
-            rule="lion" if self.mars and group["mars_type"] == "mars-lion" else "adamw",
+            rule=rule,
             steps=self.steps,
             lr=group["lr"],
             factors=self.factors,
@@ -121,7 +156,7 @@ class Batch:
         values = param.float()
         if self.compensations:
             values += self.compensations[0]
-        self._update([values])
+        self._move([values])
         if self.compensations:
             param.copy_(rounding.kahan(values, self.compensations[0]))
         else:
@@ -138,6 +173,7 @@ class Batch:
             here = _in_memory_order(here)
         for name, tensor in here.items():
             getattr(self, name).extend(sharding.cut(tensor, placement))
+        self.placements[owner] = placement
         count = len(self.params) - len(self.steps)
         self.owners += [owner] * count
         self.steps += [state["step"]] * count
@@ -156,19 +192,26 @@ def gather(
         param_groups: of the optimizer.
         all_states: state of every parameter; modified.
         placements: of the sharded parameters.
+
+    Raises:
+        NotImplementedError: a matrix that is to be orthogonalized and is not whole.
     """
+    chunks = Chunks()
     sorted_: dict[tuple[Any, ...], list[Tensor]] = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
             if param.grad is not None:
-                state = states.fill(param, group, all_states[param])
                 placement = placements.get(param)
+                if orthogonalizes(group):
+                    _require_whole(param, group, placement)
+                state = states.fill(param, group, all_states[param])
                 key = (
                     *(index, param.device, param.dtype, param.grad.dtype),
                     tuple((name, state[name].dtype) for name in _LISTS if name in state),
                     None if placement is None else (placement.group,),
                     placement is None and may_move(param, group, state),
                     _is_dense(param, state),
+                    chunks.of(group, param) if orthogonalizes(group) else None,
                 )
                 sorted_.setdefault(key, []).append(param)
     batches = []
@@ -179,6 +222,43 @@ def gather(
     return batches
 
 
+def in_order(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Batches in the order they are to be updated in, with directions where their rule has any.
+
+    Those of a chunk come together: their first moments are taken further and orthogonalized before the first of them,
+    and no directions are kept when the next one is asked for.
+    """
+    chunks: dict[Hashable, list[Batch]] = {}
+    for batch in batches:
+        chunks.setdefault(id(batch) if batch.chunk is None else batch.chunk, []).append(batch)
+    for together in chunks.values():
+        if together[0].chunk is not None:
+            _orthogonalize(together)
+        for batch in together:
+            yield batch
+            batch.directions = []
+
+
+def _orthogonalize(batches: Sequence[Batch]) -> None:
+    """Give the batches of a chunk their directions."""
+    owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
+    settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
+    momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
+    wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
+    found = iter(directions(momenta, settings, out_dtype=wide).values())
+    for batch in batches:
+        batch.take_directions([next(found) for _ in batch.placements])
+
+
+def _require_whole(param: Tensor, group: Mapping[str, Any], placement: Placement | None) -> None:
+    """Raise NotImplementedError for a piece of a matrix that is to be orthogonalized."""
+    if placement is not None and not (sharding.is_dtensor(param) and sharding.local(param).shape == param.shape):
+        raise NotImplementedError(
+            f"mars_type={group['mars_type']!r} with sharded parameters: it takes whole matrices, and this rank holds "
+            "pieces; use one process or DDP, or mars_type='mars-adamw'"
+        )
+
+
 def _make(
     group: dict[str, Any],
     key: tuple[Any, ...],
@@ -186,7 +266,7 @@ def _make(
     all_states: Mapping[Tensor, Any],
     placements: Mapping[Tensor, Placement],
 ) -> Batch:
-    _, device, dtype, gradient_dtype, state_dtypes, _, moves, dense = key
+    _, device, dtype, gradient_dtype, state_dtypes, _, moves, dense, chunk = key
     engine = engines.choose(
         group,
         device,
@@ -194,8 +274,9 @@ def _make(
         sum(sharding.local(param).numel() for param in params),
         plain_adamw=not takes_mars(group),
         dense=dense,
+        orthogonalizes=chunk is not None,
     )
-    batch = Batch(group, engine, moves_gradients=moves)
+    batch = Batch(group, engine, moves_gradients=moves, chunk=chunk)
     for param in params:
         batch.add(param, placements.get(param), all_states[param])
     if group["maximize"]:

@@ -7,6 +7,8 @@
 | adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
 | for-loop  | all   | rules.py, one tensor after the other            | else                                   |
+
+Matrices that are orthogonalized go to foreach or for-loop, also with `fused=True`: there are no kernels for them.
 """
 
 from __future__ import annotations
@@ -129,6 +131,7 @@ def choose(
     *,
     plain_adamw: bool,
     dense: bool,
+    orthogonalizes: bool = False,
 ) -> Engine:
     """The engine for a batch.
 
@@ -139,10 +142,13 @@ def choose(
         numel: elements of the parameters.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
         dense: whether they fill their memory without gaps, as kernels need.
+        orthogonalizes: whether their first moments are orthogonalized, for which there are no kernels.
 
     Raises:
         RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
     """
+    if orthogonalizes:
+        return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
     wanted = group["fused"]
     if wanted is not False and group["foreach"] is None:
         kernels = _kernels(device, dtypes, numel, always=wanted is True) if dense else None

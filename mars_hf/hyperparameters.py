@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-MARS_TYPES = ("mars-adamw", "mars-lion")
-PLANNED_MARS_TYPES = ("mars-shampoo", "mars-m")
-ROLES = ("matrix", "vector")
+from mars_hf import layouts
+from mars_hf.orthogonalize import SCHEDULES, Coefficients
+
+MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
+ROLES = ("matrix", "vector", "embedding")
 MATRIX_NDIMS = (">=2", "==2")
 SECOND_MOMENTS = ("corrected", "gradient")
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-# lr_1d=None stands for this share of lr: the ratio of every published configuration (PAPER.md, 3.2).
-LR_1D_RATIO = 0.5
+NS_DTYPES = DTYPES[1:]  # the entries of a first moment are below what float16 holds
 
 # What a parameter group may state besides its parameters. `*_1d` settings are consumed when the group is split by
 # role: the vector group's own lr, betas and weight_decay take their values, so that schedulers see one of each.
@@ -34,6 +35,10 @@ GROUP_KEYS = (
     "optimize_1d",
     "matrix_ndim",
     "second_moment",
+    "ns_steps",
+    "ns_coefficients",
+    "ns_dtype",
+    "layout",
     "max_grad_norm",
     "take_grad",
     "last_grad_dtype",
@@ -113,22 +118,64 @@ def _one_of(accepted: tuple[str, ...]) -> Callable[[str, Any], None]:
     return check
 
 
-def _mars_type(name: str, value: Any) -> None:
-    if value in PLANNED_MARS_TYPES:
-        raise NotImplementedError(
-            f"{name}={value!r} is not implemented yet; available now: {', '.join(map(repr, MARS_TYPES))}"
-        )
-    _one_of(MARS_TYPES)(name, value)
-
-
 def dtype_of(value: str | torch.dtype) -> torch.dtype:
-    """The dtype of a `last_grad_dtype` or `state_dtype`, which may be its name ("bfloat16", "torch.bfloat16")."""
+    """The dtype that a setting names ("bfloat16", "torch.bfloat16"), or is."""
     return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
 
 
-def _optional_dtype(name: str, value: Any) -> None:
-    if value is not None and str(value).removeprefix("torch.") not in DTYPES:
-        raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, DTYPES))}, or None")
+def _optional_dtype(accepted: tuple[str, ...]) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value is not None and str(value).removeprefix("torch.") not in accepted:
+            raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}, or None")
+
+    return check
+
+
+def _positive_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} is out of range; accepted: an integer >= 1")
+
+
+def _coefficients(name: str, value: Any) -> None:
+    triples = isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_triple, value))
+    if not (triples or _is_triple(value) or (isinstance(value, str) and value in SCHEDULES)):
+        raise ValueError(
+            f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, SCHEDULES))}, three finite numbers, or a "
+            "list of such triples, one a step"
+        )
+
+
+def _is_triple(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    return all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
+
+
+def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
+    """The coefficients of each Newton-Schulz step, from `ns_coefficients` and `ns_steps`.
+
+    Raises:
+        ValueError: a schedule whose length is not `ns_steps`.
+    """
+    given, steps = settings["ns_coefficients"], settings["ns_steps"]
+    schedule: Any = SCHEDULES[given] if isinstance(given, str) else given
+    if _is_triple(schedule):
+        schedule = [schedule] * steps
+    if len(schedule) != steps:
+        raise ValueError(
+            f"ns_coefficients={given!r} is a schedule of {len(schedule)} steps and ns_steps={steps!r}; give as many "
+            "triples as steps, or one for all"
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in schedule)
+
+
+def _layout(name: str, value: Any) -> None:
+    try:
+        layouts.from_plain(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={value!r} is not a layout ({error}); accepted: a MatrixLayout, a dict of its fields, or None"
+        ) from None
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
@@ -137,7 +184,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "eps": _non_negative,
     "weight_decay": _non_negative,
     "gamma": _non_negative,
-    "mars_type": _mars_type,
+    "mars_type": _one_of(MARS_TYPES),
     "is_approx": _flag,
     "clip_threshold": _threshold,
     "amsgrad": _flag,
@@ -147,10 +194,14 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "weight_decay_1d": _non_negative,
     "matrix_ndim": _one_of(MATRIX_NDIMS),
     "second_moment": _one_of(SECOND_MOMENTS),
+    "ns_steps": _positive_integer,
+    "ns_coefficients": _coefficients,
+    "ns_dtype": _optional_dtype(NS_DTYPES),
+    "layout": _layout,
     "max_grad_norm": _threshold,
     "take_grad": _flag,
-    "last_grad_dtype": _optional_dtype,
-    "state_dtype": _optional_dtype,
+    "last_grad_dtype": _optional_dtype(DTYPES),
+    "state_dtype": _optional_dtype(DTYPES),
     "rounding": _one_of(ROUNDINGS),
     "maximize": _flag,
     "foreach": _optional_flag,
@@ -161,7 +212,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError (NotImplementedError for what is planned) at the first setting with a value MARS cannot use."""
+    """Raise ValueError at the first setting with a value MARS cannot use."""
     for name, value in settings.items():
         if name in _CHECKS:
             _CHECKS[name](name, value)
@@ -169,3 +220,10 @@ def check(settings: Mapping[str, Any]) -> None:
         raise ValueError("foreach=True and fused=True contradict each other; give one of them")
     if settings.get("capturable") and settings.get("rounding") == "stochastic":
         raise ValueError("capturable=True and rounding='stochastic' cannot be had together; rounding='kahan' can")
+    if "ns_steps" in settings and "ns_coefficients" in settings:
+        ns_coefficients(settings)
+
+
+def lr_1d_ratio(mars_type: str) -> float:
+    """The share of lr that lr_1d=None stands for: that of every published configuration."""
+    return 1.0 if mars_type == "mars-m" else 0.5

@@ -10,13 +10,11 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-
-from mars_hf.param_groups import shape_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -48,6 +46,51 @@ class MatrixLayout:
     transposed: bool = False
     parts: tuple[int, ...] | None = None
     batched: bool = False
+
+
+def shape_of(param: Tensor) -> torch.Size:
+    """The parameter's own shape, also where DeepSpeed's `zero.Init` has left an empty tensor in its place."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
+
+
+def to_plain(layout: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a parameter group keeps of a layout: a dict of its fields, which any checkpoint can hold."""
+    found = from_plain(layout)
+    return None if found is None else asdict(found)
+
+
+def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout | None:
+    """The layout that `to_plain` has written; fields left out have their defaults.
+
+    Raises:
+        TypeError: an unknown field, or a value of another kind.
+        ValueError: parts that are no sizes.
+    """
+    if value is None:
+        return None
+    layout = value if isinstance(value, MatrixLayout) else MatrixLayout(**value)
+    if not isinstance(layout.transposed, bool) or not isinstance(layout.batched, bool):
+        raise TypeError("transposed and batched are True or False")
+    if layout.parts is None:
+        return layout
+    parts = tuple(layout.parts)
+    if not parts or not all(isinstance(size, int) and size > 0 for size in parts):
+        raise ValueError(f"parts={parts!r}: sizes > 0 are needed")
+    return replace(layout, parts=parts)
+
+
+def of_shape(shape: Sequence[int]) -> MatrixLayout:
+    """The layout of a parameter of which nothing else is known: three dimensions are a batch of (out, in) matrices."""
+    return MatrixLayout(batched=len(shape) == 3)
+
+
+def check(shape: Sequence[int], layout: MatrixLayout) -> None:
+    """Raise ValueError unless a parameter of this shape can have this layout."""
+    if len(shape) < 2 + layout.batched:
+        raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: too few dimensions")
+    out = shape[layout.batched + layout.transposed]
+    if layout.parts is not None and out % sum(layout.parts):
+        raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: the parts do not fit its {out} outputs")
 
 
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:

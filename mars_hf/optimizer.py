@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, param_groups, sharding, states, universal
-from mars_hf.batches import Batch, gather
+from mars_hf import hyperparameters, layouts, param_groups, sharding, states, universal
+from mars_hf.batches import Batch, gather, in_order
 from mars_hf.last_norms import LastNorms
+from mars_hf.layouts import MatrixLayout
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
 from mars_hf.param_groups import takes_mars
@@ -20,7 +21,7 @@ from mars_hf.plan import Plan
 
 
 class Mars(torch.optim.Optimizer):
-    """MARS: AdamW or Lion on a variance-reduced gradient.
+    """MARS: AdamW, Lion or orthogonalized momentum on a variance-reduced gradient.
 
     For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1)::
 
@@ -30,14 +31,23 @@ class Mars(torch.optim.Optimizer):
         mars-adamw:  v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
                      x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
         mars-lion:   x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
+        mars-shampoo:  x_{t+1} = x_t - lr (sqrt(max(1, rows / cols)) NS(m_t / (1 - beta1)) + weight_decay x_t)
+        mars-m:      x_{t+1} = x_t - lr (0.2 sqrt(max(rows, cols)) NS(m_t) + weight_decay x_t)
+
+    NS is Newton-Schulz (see `orthogonalize`), on each (rows, cols) = (outputs, inputs) matrix of the parameter divided
+    by its Frobenius norm + eps (1e-7 for mars-m). What these matrices are, `layout` says. As in the official class
+    every matrix is orthogonalized, embeddings included; `create(model)` gives those the role `embedding`.
 
     last_t is g_{t-1}, the gradient of the step before, with `is_approx`; otherwise the stale gradient, that of this
     step's batch at x_{t-1}, which somebody has to supply: `MarsTrainer` does, a loop of your own calls
     `previous_params()`, `update_previous_grad()` and `update_last_grad()`.
 
     A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`, unless
-    `optimize_1d`. Call `step()` after the backward pass, as with any torch optimizer; gradients are expected as they
-    shall act (accumulated, averaged over ranks, globally clipped). `p.grad` is never modified or kept.
+    `optimize_1d`: then the MARS rule, which is mars-adamw where matrices are orthogonalized. An embedding takes AdamW
+    with the same settings in any case.
+
+    Call `step()` after the backward pass, as with any torch optimizer; gradients are expected as they shall act
+    (accumulated, averaged over ranks, globally clipped). `p.grad` is never modified or kept.
 
     Every group is split by role at construction: first its matrices, then its vectors, each in the order given. The
     role and all hyperparameters are written into the groups and read from there at every step; `lr`, `betas` and
@@ -45,22 +55,32 @@ class Mars(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and own hyperparameters. What a group states
-            itself holds for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`.
+            itself holds for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
+            (`"matrix"`, `"vector"` or `"embedding"`).
         lr: learning rate of the matrices, >= 0.
         betas: decay rates of first and second moment, each in [0, 1).
-        eps: added to the root of the second moment, >= 0.
+        eps: added to the root of the second moment, >= 0, and by mars-shampoo to the norm of m_t / (1 - beta1).
         weight_decay: decoupled decay of the matrices, >= 0.
         gamma: scale of the variance reduction, >= 0; 0 is AdamW on the clipped gradient.
-        mars_type: `"mars-adamw"` or `"mars-lion"`.
+        mars_type: `"mars-adamw"`, `"mars-lion"`, `"mars-shampoo"` or `"mars-m"`.
         is_approx: True takes the gradient of the step before in the place of the stale gradient; False is exact MARS.
         clip_threshold: largest norm of a corrected gradient, > 0; None for no clipping.
-        amsgrad: divide by the running maximum of the second moment (mars-adamw and vectors).
-        optimize_1d: vectors take the MARS rule with the settings of the matrices; `*_1d` settings are then unused.
-        lr_1d: learning rate of the vectors, >= 0; None for lr / 2.
+        amsgrad: divide by the running maximum of the second moment (mars-adamw, vectors and embeddings;
+            other matrices have none).
+        optimize_1d: vectors take the MARS rule with the settings of the matrices; `*_1d` settings then hold for
+            embeddings only.
+        lr_1d: learning rate of the vectors, >= 0; None for lr / 2, and for lr with mars-m, as published.
         betas_1d: decay rates of the vectors' moments, each in [0, 1).
         weight_decay_1d: decoupled decay of the vectors, >= 0; a group that states its own `weight_decay` keeps it.
         matrix_ndim: `">=2"` counts convolutions and expert stacks as matrices; `"==2"` is the official code's test.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
+        ns_steps: steps of Newton-Schulz, >= 1.
+        ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
+            same cost; or three numbers, or a list of as many triples as steps.
+        ns_dtype: of the iteration, a torch.dtype or its name; None for bfloat16, and float64 for float64 parameters.
+        layout: the (out, in) matrices in each matrix parameter: a `layouts.MatrixLayout` or a dict of its fields, as
+            which groups keep it. None goes by shape: two dimensions are (out, in), three a batch of such, more are
+            (out, all others).
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
@@ -75,20 +95,22 @@ class Mars(torch.optim.Optimizer):
         foreach: True updates many tensors per kernel launch at the price of temporary copies, False one tensor after
             the other; None is True on accelerators, False on CPU, where no faster engine is chosen.
         fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does;
-            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`).
+            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`). There
+            are none for matrices that are orthogonalized.
         capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
+            Not for matrices that are orthogonalized.
 
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
             value and the accepted ones.
-        NotImplementedError: `mars_type` `"mars-shampoo"` and `"mars-m"`.
+        NotImplementedError: in `step()`, mars-shampoo or mars-m on sharded parameters.
         RuntimeError: in `step()`, a sparse, complex or integer gradient, or an exact step without stale gradients;
             nothing has been changed then.
 
     State, per parameter, made at its first step:
         step: 0-d float32 on CPU, number of steps taken.
         exp_avg: shape of the parameter; m_t, or the average e_t of the gradients where no last gradient is needed.
-        exp_avg_sq: the same; v_t (not for mars-lion's matrices).
+        exp_avg_sq: the same; v_t (mars-adamw, vectors and embeddings).
         max_exp_avg_sq: the same; with `amsgrad`.
         last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
             from `update_last_grad()` to the end of `step()`.
@@ -97,10 +119,12 @@ class Mars(torch.optim.Optimizer):
         previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
         compensation: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
         Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
-        moment, so with `clip_threshold=None` mars-lion, and mars-adamw with `second_moment="gradient"`, keep no
-        last_grad.
+        moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad.
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
+        Besides, while it orthogonalizes, a step holds first moments, directions and what Newton-Schulz works on, of
+        matrices of one shape and at most 2**27 elements (or one parameter) at a time: 8 to 10 bytes an element with
+        bfloat16.
 
     A step that a gradient scaler skips changes nothing. Without a scaler a NaN or infinite gradient does what it does
     in torch.optim.AdamW: it enters moments and parameter.
@@ -139,6 +163,10 @@ class Mars(torch.optim.Optimizer):
         weight_decay_1d: float = 0.0,
         matrix_ndim: str = ">=2",
         second_moment: str = "corrected",
+        ns_steps: int = 5,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
+        ns_dtype: str | torch.dtype | None = None,
+        layout: MatrixLayout | Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         take_grad: bool = False,
         last_grad_dtype: str | torch.dtype | None = None,
@@ -150,7 +178,7 @@ class Mars(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         """See the class."""
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -166,6 +194,10 @@ class Mars(torch.optim.Optimizer):
             "weight_decay_1d": weight_decay_1d,
             "matrix_ndim": matrix_ndim,
             "second_moment": second_moment,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_dtype": ns_dtype,
+            "layout": layout,
             "max_grad_norm": max_grad_norm,
             "take_grad": take_grad,
             "last_grad_dtype": last_grad_dtype,
@@ -177,6 +209,7 @@ class Mars(torch.optim.Optimizer):
             "capturable": capturable,
         }
         hyperparameters.check(defaults)
+        defaults["layout"] = layouts.to_plain(layout)
         if not isinstance(params, Tensor):  # torch's own error for that is good
             params = list(params)
             if not params:
@@ -247,6 +280,11 @@ class Mars(torch.optim.Optimizer):
                         "optimizer from the same parameters, in the same order and with the same settings, as when it "
                         "was saved"
                     )
+            if layouts.from_plain(saved.get("layout")) != layouts.from_plain(own["layout"]):
+                raise ValueError(
+                    f"param group {index} was saved with layout={saved.get('layout')!r} and is {own['layout']!r} here; "
+                    "build the optimizer with the split_fused it was saved with"
+                )
         owned = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, owned, strict=True):
@@ -288,7 +326,7 @@ class Mars(torch.optim.Optimizer):
         moved = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if moved:
             torch._foreach_add_([self.state[param]["step"] for param in moved], 1)
-        for batch in batches:
+        for batch in in_order(batches):
             self._update(batch)
             self._keep_gradients(batch)
         for param in self._exact_params():
@@ -540,34 +578,64 @@ DEFAULTS = {
 }
 
 
+# What `create` takes besides, for models, and the defaults.
+MODEL_DEFAULTS = {"no_decay": [], "split_fused": "auto", "orthogonalize_embeddings": False, "adamw": []}
+
+
 def create(
-    model_or_params: nn.Module | Iterable[Any], *, no_decay: Iterable[str] = (), **hyperparameters_: Any
+    model_or_params: nn.Module | Iterable[Any],
+    *,
+    no_decay: Iterable[str] = (),
+    split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
+    orthogonalize_embeddings: bool = False,
+    adamw: Iterable[str] = (),
+    **hyperparameters_: Any,
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
     With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
-    `param_groups.from_model`. Frozen parameters are left out, tied weights appear once.
+    `param_groups.from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
+    they also decide what is one (out, in) matrix, and that embeddings and heads take AdamW; of plain parameters nothing
+    is known but their shapes.
 
     Args:
         model_or_params: a module, or what `Mars` takes as `params`.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
+        split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
+            projections apart, `"none"` nothing; or patterns of names to sizes, see `layouts.of_model`. Needs a model.
+        orthogonalize_embeddings: for the same: True takes embeddings and heads for matrices too. Needs a model.
+        adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
-        ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing.
+        ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing; what needs a model
+            with parameters, or a rule that orthogonalizes with another one.
     """
-    hyperparameters.reject_unknown(hyperparameters_, [*DEFAULTS, "no_decay"], "mars_hf.create")
-    patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
-    if isinstance(model_or_params, nn.Module):
-        matrix_ndim = hyperparameters_.get("matrix_ndim", DEFAULTS["matrix_ndim"])
-        hyperparameters.check({"matrix_ndim": matrix_ndim})
-        return Mars(
-            param_groups.from_model(model_or_params, matrix_ndim=matrix_ndim, no_decay=patterns), **hyperparameters_
+    hyperparameters.reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
+    options: dict[str, Any] = {
+        "no_decay": _patterns(no_decay),
+        "split_fused": split_fused,
+        "orthogonalize_embeddings": orthogonalize_embeddings,
+        "adamw": _patterns(adamw),
+    }
+    if not isinstance(model_or_params, nn.Module):
+        given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
+        if given:
+            raise ValueError(f"{', '.join(given)}: plain parameters have neither names nor modules; pass the model")
+        return Mars(model_or_params, **hyperparameters_)
+    if hyperparameters_.get("layout") is not None:
+        raise ValueError(
+            f"layout={hyperparameters_['layout']!r}: the layouts of a model's matrices are found from its modules; use "
+            "split_fused, or Mars with parameter groups of your own"
         )
-    if patterns:
-        raise ValueError(f"no_decay={patterns!r} matches names, which plain parameters do not have; pass the model")
-    return Mars(model_or_params, **hyperparameters_)
+    shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
+    hyperparameters.check(shared)
+    return Mars(param_groups.from_model(model_or_params, **shared, **options), **hyperparameters_)
+
+
+def _patterns(given: Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
 
 
 def _check_gradient(param: Tensor) -> None:

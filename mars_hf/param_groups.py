@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, sharding
+from mars_hf import hyperparameters, layouts, sharding
+from mars_hf.layouts import shape_of
 
 # The names transformers.Trainer keeps out of weight decay.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
@@ -24,11 +24,8 @@ _NORM_MODULES = (
 )
 _NORM_CLASS_NAME = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _BIAS_NAME = re.compile(r"(?:^|[._])bias$")
-
-
-def shape_of(param: Tensor) -> torch.Size:
-    """The parameter's own shape, also where DeepSpeed's `zero.Init` has left an empty tensor in its place."""
-    return torch.Size(getattr(param, "ds_shape", param.shape))
+# The groups of a model: role, and whether `weight_decay` holds.
+_ORDER = [("matrix", True), ("matrix", False), ("embedding", True), ("embedding", False), ("vector", True)]
 
 
 def role_of(param: Tensor, matrix_ndim: str) -> str:
@@ -39,16 +36,31 @@ def role_of(param: Tensor, matrix_ndim: str) -> str:
 
 def takes_mars(group: Mapping[str, Any]) -> bool:
     """Whether the parameters of an optimizer's group take the MARS rule; plain AdamW otherwise."""
-    return bool(group["role"] == "matrix" or group["optimize_1d"])
+    return bool(group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"]))
+
+
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The rule that the parameters of an optimizer's group take: a `mars_type`, or plain `adamw`."""
+    if not takes_mars(group):
+        return "adamw"
+    if group["mars_type"] in hyperparameters.ORTHOGONAL_TYPES and group["role"] != "matrix":
+        return "mars-adamw"  # as in the official code
+    return str(group["mars_type"])
+
+
+def orthogonalizes(group: Mapping[str, Any]) -> bool:
+    """Whether the first moments of an optimizer's group are orthogonalized."""
+    return rule_of(group) in hyperparameters.ORTHOGONAL_TYPES
 
 
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split one parameter group into its matrices and its vectors, in this order, each in the order given.
+    """Split one parameter group into matrices, vectors and embeddings, in this order, each in the order given.
 
     A part without parameters is left out (a group that had none stays, as a matrix group). A group that states its
     `role` is not split. What a group states itself holds for all of its parameters, except that vectors take
     `lr_1d`, `betas_1d` and `weight_decay_1d` where the group states those, and that a stated `lr` is the matrices':
-    vectors take it times the ratio lr_1d / lr of the defaults (1/2 where lr_1d is None).
+    vectors take it times the ratio lr_1d / lr of the defaults (where lr_1d is None 1/2, or 1 for mars-m). Embeddings,
+    which are only what a group states to be such, have the settings of vectors.
 
     Args:
         group: a dict with `params` (a tensor, an iterable of tensors, or of (name, tensor) pairs) and any
@@ -56,8 +68,8 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         defaults: every hyperparameter of `Mars`.
 
     Raises:
-        ValueError: an unknown key, a value out of range, a vector in a group whose role is `matrix`.
-        NotImplementedError: a value that is planned.
+        ValueError: an unknown key, a value out of range, a vector in a group whose role is `matrix`, a layout that
+            does not fit, `capturable` with a rule that orthogonalizes.
     """
     hyperparameters.reject_unknown(
         group,
@@ -66,12 +78,13 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     )
     hyperparameters.check(group)
     settings = {**defaults, **group}
+    hyperparameters.ns_coefficients(settings)
     params = group["params"]
     if isinstance(params, set):
         raise TypeError("params is a set, whose order changes from run to run; use a list")
     entries = [params] if isinstance(params, Tensor) else list(params)
 
-    parts: dict[str, list[Any]] = {"matrix": [], "vector": []}
+    parts: dict[str, list[Any]] = {role: [] for role in hyperparameters.ROLES}
     for entry in entries:
         param = entry[1] if isinstance(entry, tuple) else entry
         if not isinstance(param, Tensor):
@@ -87,21 +100,40 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     if not entries:
         parts = {group.get("role", "matrix"): []}
     stated = {key: value for key, value in group.items() if key not in hyperparameters.KEYS_1D}
+    stated["layout"] = layouts.to_plain(settings["layout"])
     split = []
     for role, part in parts.items():
         if part or not entries:
-            own = _vector_settings(group, defaults) if role == "vector" and not settings["optimize_1d"] else {}
-            split.append({**stated, **own, "params": part, "role": role})
+            own = {"params": part, "role": role}
+            _check_orthogonal({**settings, **own})
+            if not takes_mars({**settings, **own}):
+                own |= _vector_settings(group, defaults)
+            split.append({**stated, **own})
     return split
 
 
+def _check_orthogonal(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for matrices that are to be orthogonalized and cannot be."""
+    if not orthogonalizes(group):
+        return
+    if group["capturable"]:
+        raise ValueError(
+            f"capturable=True and mars_type={group['mars_type']!r}: the step of its matrices cannot be captured; use "
+            "capturable=False"
+        )
+    layout = layouts.from_plain(group["layout"])
+    for entry in group["params"]:
+        shape = shape_of(entry[1] if isinstance(entry, tuple) else entry)
+        layouts.check(shape, layout or layouts.of_shape(shape))
+
+
 def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Learning rate, betas and decay of the vectors of a group, which take AdamW."""
+    """Learning rate, betas and decay of the vectors or embeddings of a group, which take AdamW."""
     ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]
     elif lr_1d is None:
-        lr = group.get("lr", ratio_base) * hyperparameters.LR_1D_RATIO
+        lr = group.get("lr", ratio_base) * hyperparameters.lr_1d_ratio(group.get("mars_type", defaults["mars_type"]))
     elif "lr" in group and ratio_base > 0:
         lr = group["lr"] * (lr_1d / ratio_base)
     else:
@@ -113,8 +145,17 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     }
 
 
-def from_model(model: nn.Module, *, matrix_ndim: str = ">=2", no_decay: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Parameter groups of a model, by module and shape: decayed matrices, undecayed matrices, vectors.
+def from_model(
+    model: nn.Module,
+    *,
+    matrix_ndim: str = ">=2",
+    no_decay: Sequence[str] = (),
+    mars_type: str = "mars-adamw",
+    split_fused: Any = "auto",
+    orthogonalize_embeddings: bool = False,
+    adamw: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Parameter groups of a model, by module and shape: decayed matrices, undecayed matrices, embeddings, vectors.
 
     Trainable parameters only, each once (tied weights under the first of their names), named, in the order of
     `model.named_parameters()`; a group without parameters is left out.
@@ -123,14 +164,21 @@ def from_model(model: nn.Module, *, matrix_ndim: str = ">=2", no_decay: Sequence
       whatever its shape. They state no decay and so take `weight_decay_1d`.
     - Matrices: all others, embeddings included. Decayed as `transformers.Trainer` would; those whose name matches a
       pattern of `no_decay` have `weight_decay` 0 as well.
+    - With mars-shampoo and mars-m, embeddings, heads and what `adamw` names take AdamW with the settings of vectors
+      (see `layouts.takes_adamw`), and the other matrices have a group for each `layout` (see `layouts.of_model`).
 
     Args:
         model: any module; PEFT wrappers need nothing special, their frozen weights are left out like any other.
         matrix_ndim: `">=2"` or `"==2"`, see `Mars`.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`); each must match at least one matrix.
+        mars_type: as `Mars`. The arguments below are for mars-shampoo and mars-m.
+        split_fused: which fused projections are orthogonalized part by part, see `layouts.of_model`.
+        orthogonalize_embeddings: embeddings and heads are orthogonalized like other matrices.
+        adamw: shell patterns of names of further parameters that take AdamW; each must match one.
 
     Raises:
-        ValueError: the model has no trainable parameter, or a pattern matches no matrix.
+        ValueError: the model has no trainable parameter, a pattern matches nothing, a `split_fused` that does not fit,
+            or one of the last three arguments for a rule without orthogonalization.
     """
     norms = {
         id(param)
@@ -138,44 +186,62 @@ def from_model(model: nn.Module, *, matrix_ndim: str = ">=2", no_decay: Sequence
         if isinstance(module, _NORM_MODULES) or _NORM_CLASS_NAME.search(type(module).__name__)
         for param in module.parameters(recurse=False)
     }
-    groups: dict[str, list[tuple[str, Tensor]]] = {"decayed": [], "undecayed": [], "vectors": []}
+    rest = {"orthogonalize_embeddings": orthogonalize_embeddings, "adamw": adamw}
+    left_out, stated = _orthogonal(model, mars_type, split_fused, **rest)
+    groups: dict[tuple[int, str], dict[str, Any]] = {}
     unused = list(no_decay)
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        if role_of(param, matrix_ndim) == "vector" or id(param) in norms or _BIAS_NAME.search(name):
-            groups["vectors"].append((name, param))
-            continue
-        matched = [pattern for pattern in no_decay if fnmatch.fnmatchcase(name, pattern)]
-        unused = [pattern for pattern in unused if pattern not in matched]
-        groups["undecayed" if matched or _NO_DECAY_NAME.search(name) else "decayed"].append((name, param))
-    if not any(groups.values()):
+        own: dict[str, Any] = {"role": "vector"}
+        if role_of(param, matrix_ndim) == "matrix" and id(param) not in norms and not _BIAS_NAME.search(name):
+            own = {"role": "embedding"} if name in left_out else {"role": "matrix", **stated.get(name, {})}
+            matched = [pattern for pattern in no_decay if fnmatch.fnmatchcase(name, pattern)]
+            unused = [pattern for pattern in unused if pattern not in matched]
+            if matched or _NO_DECAY_NAME.search(name):
+                own["weight_decay"] = 0.0
+        place = _ORDER.index((own["role"], "weight_decay" not in own))
+        groups.setdefault((place, repr(own)), {"params": [], **own})["params"].append((name, param))
+    if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained"
         )
+    found = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable
     if unused:
-        names = [name for name, _ in groups["decayed"] + groups["undecayed"]]
+        names = [name for group in found if group["role"] != "vector" for name, _ in group["params"]]
         raise ValueError(
             f"no_decay={unused!r} matches no matrix of {type(model).__name__}; its matrices are named like "
             f"{', '.join(map(repr, names[:3]))}"
         )
-    settings: dict[str, dict[str, Any]] = {
-        "decayed": {"role": "matrix"},
-        "undecayed": {"role": "matrix", "weight_decay": 0.0},
-        "vectors": {"role": "vector"},
-    }
-    return [{"params": params, **settings[kind]} for kind, params in groups.items() if params]
+    return found
+
+
+def _orthogonal(
+    model: nn.Module, mars_type: str, split_fused: Any, **rest: Any
+) -> tuple[set[str], dict[str, dict[str, Any]]]:
+    """For rules that orthogonalize: names of the matrices that take AdamW, and what the groups of the others state."""
+    if mars_type in hyperparameters.ORTHOGONAL_TYPES:
+        found = layouts.of_model(model, split_fused=split_fused)
+        left_out = layouts.takes_adamw(model, **rest)
+        return left_out, {name: {"layout": layouts.to_plain(layout)} for name, layout in found.items()}
+    options = {"split_fused": split_fused if split_fused != "auto" else None, **rest}
+    given = [f"{name}={value!r}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
+            f"{', '.join(map(repr, hyperparameters.ORTHOGONAL_TYPES))}"
+        )
+    return set(), {}
 
 
 def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
     """A table of parameter groups: role, rule, tensors, elements, learning rate, betas, decay."""
     rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
     for group in param_groups:
-        mars = takes_mars(group)
         rows.append(
             (
                 group["role"],
-                group["mars_type"] if mars else "adamw",
+                rule_of(group),
                 str(len(group["params"])),
                 f"{sum(shape_of(param).numel() for param in group['params']):,}",
                 f"{float(group['lr']):g}",

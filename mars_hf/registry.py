@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mars_hf import hyperparameters
-from mars_hf.optimizer import DEFAULTS, Mars, create
+from mars_hf.optimizer import DEFAULTS, MODEL_DEFAULTS, Mars, create
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,7 +31,8 @@ _ARGUMENT_NAMES = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-_ACCEPTED = (*DEFAULTS, *_PAIR_KEYS, "no_decay")
+# layout is that of one matrix: a model has its own.
+_ACCEPTED = tuple(key for key in (*DEFAULTS, *_PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout")
 
 
 class MarsFactory:
@@ -59,7 +60,8 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
 
     Args:
         args: the TrainingArguments to read; None reads those of the Trainer, at the moment it makes the optimizer.
-        **settings: any hyperparameter of `Mars`, `no_decay` of `create`, or `beta1`, `beta2`, `beta1_1d`, `beta2_1d`.
+        **settings: any hyperparameter of `Mars`, option of `create` (`no_decay`, `split_fused`, ...), or `beta1`,
+            `beta2`, `beta1_1d`, `beta2_1d`.
 
     Returns:
         A pair for `optimizer_cls_and_kwargs`.
@@ -107,7 +109,7 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Settings from the strings of `TrainingArguments.optim_args`: "gamma=0.025,clip_threshold=none,beta1=0.9".
 
     Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
-    `beta2_1d`), several `no_decay` patterns are separated by `|`.
+    `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`.
 
     Raises:
         UnknownHyperparameterError: an unknown key; the message lists the known ones.
@@ -119,10 +121,11 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Make `mars_adamw` and `mars_lion` values of `TrainingArguments.optim` and of `--optim`; safe to call twice.
+    """Make the rules' names values of `TrainingArguments.optim` and of `--optim`; safe to call twice.
 
-    Call it before TrainingArguments or a parser is made. Further settings come from `optim_args`; such runs get
-    LastGradientCallback's guard and metrics without passing the callback.
+    They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
+    made. Further settings come from `optim_args`; such runs get LastGradientCallback's guard and metrics without
+    passing the callback.
 
     Raises:
         ImportError: transformers is older than 5.2, which has no registry of optimizers.
@@ -210,19 +213,19 @@ def _calling_trainer_arguments() -> TrainingArguments | None:
 
 def _parse_value(key: str, text: str) -> Any:
     lowered = text.lower()
-    default = DEFAULTS.get(key)
-    if lowered in ("none", "null"):
+    default = {**DEFAULTS, **MODEL_DEFAULTS}.get(key)
+    if lowered in ("none", "null") and key != "split_fused":
         return None
-    if key == "no_decay":
+    if isinstance(default, list):
         return text.split("|")
-    if isinstance(default, bool) or key == "foreach":
+    if isinstance(default, bool) or key in ("foreach", "fused"):
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if lowered not in words:
             raise ValueError(f"optim_args: {key}={text!r} is not a bool; accepted: true, false")
         return words[lowered]
-    if isinstance(default, str):
+    if isinstance(default, str) or key.endswith("_dtype"):
         return text
     try:
-        return float(text)
+        return int(text) if isinstance(default, int) else float(text)
     except ValueError:
         raise ValueError(f"optim_args: {key}={text!r} is not a number") from None

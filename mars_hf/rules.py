@@ -90,16 +90,17 @@ def update(
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
         lion:   x = x (1 - lr weight_decay) - lr sign(m)
+        momentum:  x = m                                nothing else: `apply` is the rest of the step
         last = g
 
     Args:
-        params: x; modified.
+        params: x; modified. For momentum what m is written to, of any dtype.
         gradients: not modified.
         exp_avgs: e; modified.
-        exp_avg_sqs: v; modified; empty for lion.
+        exp_avg_sqs: v; modified; empty for lion and momentum.
         max_exp_avg_sqs: running maxima of v, which take its place (AMSGrad); modified; empty without.
         last_grads: modified; empty for a rule without last gradient.
-        rule: `"adamw"` or `"lion"`.
+        rule: `"adamw"`, `"lion"` or `"momentum"`, which takes no account of `steps`, `lr` and `weight_decay`.
         steps: t of each tensor, from 1.
         lr: step size.
         scale: as `sums`.
@@ -123,13 +124,16 @@ def update(
         g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
         if factors is not None:
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
-        x, e = _in(params[part], dtype), _in(exp_avgs[part], dtype)
+        e = _in(exp_avgs[part], dtype)
         torch._foreach_lerp_(e, c, 1 - beta1)
         m = list(torch._foreach_lerp(e, c, blend)) if blend else e
-        torch._foreach_mul_(x, 1 - lr * weight_decay)
-        if rule == "lion":
-            torch._foreach_add_(x, torch._foreach_sign(m), alpha=-lr)
+        if rule == "momentum":
+            torch._foreach_copy_(params[part], m)
+        elif rule == "lion":
+            apply(params[part], torch._foreach_sign(m), lr=lr, weight_decay=weight_decay, foreach=True)
         else:
+            x = _in(params[part], dtype)
+            torch._foreach_mul_(x, 1 - lr * weight_decay)
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
             s = g if second_moment == "gradient" else c
             torch._foreach_mul_(v, beta2)
@@ -142,10 +146,30 @@ def update(
             torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
             _put(v, exp_avg_sqs[part])
             _put(peak, max_exp_avg_sqs[part])
+            _put(x, params[part])
         _put(e, exp_avgs[part])
-        _put(x, params[part])
         if keep_last and last_grads:
             torch._foreach_copy_(last_grads[part], g)
+
+
+def apply(
+    params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float, foreach: bool = False
+) -> None:
+    """In place, in the arithmetic of `update`: x = x (1 - lr weight_decay) - lr direction.
+
+    Args:
+        params: x; modified.
+        directions: shapes of `params`; not modified.
+        lr: step size.
+        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
+        foreach: as `sums`.
+    """
+    for part in _parts(len(params), foreach):
+        dtype = _arithmetic([*params[part], *directions[part]])
+        x = _in(params[part], dtype)
+        torch._foreach_mul_(x, 1 - lr * weight_decay)
+        torch._foreach_add_(x, _in(list(directions[part]), dtype), alpha=-lr)
+        _put(x, params[part])
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mars_hf.layouts import shape_of
 from mars_hf.regions import Region
 
 # ProcessGroup, or None for the default one.
@@ -67,8 +68,6 @@ class Layout:
 
     def extend(self, group: Mapping[str, Any]) -> None:
         """Remember the parameters of one more group."""
-        from mars_hf.param_groups import shape_of  # which imports this module
-
         self.shapes += [shape_of(param) for param in group["params"]]
         self._origins += [weakref.ref(param) for param in group["params"]]
         self._roles += [group["role"]] * len(group["params"])

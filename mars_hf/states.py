@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mars_hf import hyperparameters
-from mars_hf.param_groups import takes_mars
+from mars_hf.param_groups import rule_of, takes_mars
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -31,12 +31,17 @@ def last_grad_dtype(param: Tensor, group: dict[str, Any], state: dict[str, Any])
     return dtype_of(param, group, state)
 
 
+def has_squares(group: dict[str, Any]) -> bool:
+    """Whether the rule has a second moment."""
+    return rule_of(group) in ("adamw", "mars-adamw")
+
+
 def is_recursive(group: dict[str, Any], state: dict[str, Any]) -> bool:
     """Whether the first moment follows from averages of the gradients alone, so that no last gradient is kept.
 
     Only from the first step on: a state with a last gradient goes on with it.
     """
-    without_squares = group["mars_type"] == "mars-lion" or group["second_moment"] == "gradient"
+    without_squares = not has_squares(group) or group["second_moment"] == "gradient"
     unclipped = group["is_approx"] and group["clip_threshold"] is None
     return takes_mars(group) and unclipped and without_squares and "last_grad" not in state
 
@@ -48,7 +53,7 @@ def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[st
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     dtype = dtype_of(param, group, state)
     needed = {"exp_avg": dtype}
-    if not (takes_mars(group) and group["mars_type"] == "mars-lion"):
+    if has_squares(group):
         needed["exp_avg_sq"] = dtype
         if group["amsgrad"]:
             needed["max_exp_avg_sq"] = dtype

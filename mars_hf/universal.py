@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mars_hf.param_groups import takes_mars
+
 if TYPE_CHECKING:
     from mars_hf.optimizer import Mars
 
@@ -193,7 +195,7 @@ def _check(engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], 
         for param in params:
             name = engine.param_names[param]
             keys = _keys(zero / name)
-            if "exp_avg" in keys and "last_grad" not in keys and _takes_mars(groups[group]):
+            if "exp_avg" in keys and "last_grad" not in keys and takes_mars(groups[group]):
                 raise ValueError(
                     f"{zero / name} holds no last gradient, as if DeepSpeed's own converter had made it; convert the "
                     "checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
@@ -207,10 +209,6 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: Mars) -> None:
             f"the checkpoint has groups of roles {roles[0]}, this optimizer of {roles[1]}; build it from the same "
             "parameters, with the same settings, as when it was saved"
         )
-
-
-def _takes_mars(group: dict[str, Any]) -> bool:
-    return group["role"] == "matrix" or group["optimize_1d"]
 
 
 # --- reading and writing universal folders -----------------------------------------------------------------------

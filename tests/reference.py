@@ -6,8 +6,25 @@ Nothing here is shared with mars_hf; slow and plain on purpose.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+
+def newton_schulz(
+    matrix: torch.Tensor,
+    eps: float,
+    coefficients: Sequence[tuple[float, float, float]] = ((3.4445, -4.7750, 2.0315),) * 5,
+) -> torch.Tensor:
+    """One matrix in float64, in the order of the official code."""
+    x = matrix.double() / (matrix.double().pow(2).sum().sqrt() + eps)
+    if matrix.shape[0] > matrix.shape[1]:
+        x = x.T
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        product = gram @ x
+        x = a * x + b * product + c * gram @ product
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 class Reference:
@@ -45,7 +62,7 @@ class Reference:
         beta1, beta2 = self.betas
         self.t += 1
         c = g
-        if self.rule in ("mars-adamw", "mars-lion"):
+        if self.rule != "adamw":
             c = g + self.gamma * beta1 / (1 - beta1) * (g - self.last)
             if self.clip_threshold is not None:
                 norm = math.sqrt((c**2).sum().item())
@@ -55,6 +72,11 @@ class Reference:
         self.m = beta1 * self.m + (1 - beta1) * c
         if self.rule == "mars-lion":
             direction = torch.sign(self.m)
+        elif self.rule == "mars-shampoo":
+            rows, cols = self.x.shape
+            direction = math.sqrt(max(1, rows / cols)) * newton_schulz(self.m / (1 - beta1), self.eps)
+        elif self.rule == "mars-m":
+            direction = 0.2 * math.sqrt(max(self.x.shape)) * newton_schulz(self.m, 1e-7)
         else:
             square = g**2 if self.second_moment == "gradient" else c**2
             self.v = beta2 * self.v + (1 - beta2) * square

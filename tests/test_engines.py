@@ -72,6 +72,15 @@ def test_dense_parameters_in_another_order_are_compiled(make):
     assert names(Mars([nn.Parameter(make())], fused=True)) == ["compiled"]
 
 
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@pytest.mark.parametrize(
+    ("settings", "expected"), [({}, "for-loop"), ({"fused": True}, "for-loop"), ({"foreach": True}, "foreach")], ids=str
+)
+def test_matrices_that_are_orthogonalized_go_to_the_rules(monkeypatch, settings, expected, mars_type):
+    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    assert names(Mars(two(), mars_type=mars_type, **settings))[0] == expected
+
+
 def test_foreach_and_fused_contradict_each_other():
     with pytest.raises(ValueError, match="contradict"):
         Mars(two(), foreach=True, fused=True)

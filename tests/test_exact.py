@@ -92,7 +92,7 @@ def straight_line(steps: int, problem: Problem, mars_type: str, maximize: bool =
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
 @pytest.mark.parametrize("loop", [behind, ahead])
 def test_it_is_the_algorithm_in_straight_lines(loop, mars_type, foreach, maximize):
     problem = Problem()

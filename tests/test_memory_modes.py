@@ -89,6 +89,8 @@ def test_the_recursion_is_the_plain_form(mars_type, gamma, fused):
         ({"clip_threshold": None}, 12),
         ({"mars_type": "mars-lion"}, 8),
         ({"mars_type": "mars-lion", "clip_threshold": None}, 4),  # Lion's
+        ({"mars_type": "mars-shampoo"}, 8),
+        ({"mars_type": "mars-m", "clip_threshold": None, "amsgrad": True}, 4),  # Muon's
         ({"amsgrad": True}, 16),
         ({"take_grad": True}, 12),
     ],

@@ -164,10 +164,11 @@ OPTIONS = {
 }
 # Each has tests of its own.
 NOT_ARITHMETIC = {"self", "params", "foreach", "fused", "capturable", "is_approx", "take_grad", "rounding"}
+ORTHOGONAL = {"ns_steps", "ns_coefficients", "ns_dtype", "layout"}  # in test_directions.py
 
 
 def test_the_list_of_options_is_complete():
-    assert set(OPTIONS) == set(inspect.signature(Mars.__init__).parameters) - NOT_ARITHMETIC
+    assert set(OPTIONS) == set(inspect.signature(Mars.__init__).parameters) - NOT_ARITHMETIC - ORTHOGONAL
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -588,7 +589,7 @@ BAD_VALUES = [
     ("weight_decay", -0.1, ">= 0"),
     ("gamma", -0.1, ">= 0"),
     ("gamma", float("inf"), ">= 0"),
-    ("mars_type", "mars-sgd", "'mars-adamw', 'mars-lion'"),
+    ("mars_type", "mars-sgd", "'mars-adamw', 'mars-lion', 'mars-shampoo', 'mars-m'"),
     ("clip_threshold", 0.0, "> 0"),
     ("amsgrad", "yes", "True, False"),
     ("optimize_1d", 1, "True, False"),
@@ -597,6 +598,19 @@ BAD_VALUES = [
     ("weight_decay_1d", -1.0, ">= 0"),
     ("matrix_ndim", ">=3", "'>=2', '==2'"),
     ("second_moment", "raw", "'corrected', 'gradient'"),
+    ("ns_steps", 0, "an integer >= 1"),
+    ("ns_steps", 5.0, "an integer >= 1"),
+    ("ns_steps", True, "an integer >= 1"),
+    ("ns_coefficients", "cubic", "'quintic', 'polar-express', three finite numbers"),
+    ("ns_coefficients", (1.0, 2.0), "three finite numbers"),
+    ("ns_coefficients", [(1.0, 2.0, float("nan"))] * 5, "three finite numbers"),
+    ("ns_coefficients", [], "three finite numbers"),
+    ("ns_coefficients", [(3.0, -4.0, 2.0)] * 4, "schedule of 4 steps and ns_steps=5"),
+    ("ns_dtype", "float16", "'bfloat16', 'float32', 'float64', or None"),
+    ("layout", {"transpose": True}, "a MatrixLayout, a dict of its fields, or None"),
+    ("layout", {"transposed": 1}, "True or False"),
+    ("layout", {"parts": (0, 2)}, "sizes > 0"),
+    ("layout", "transposed", "a MatrixLayout"),
     ("maximize", None, "True, False"),
     ("foreach", "auto", "True, False"),
 ]
@@ -612,12 +626,6 @@ def test_bad_values_are_named_with_the_accepted_ones(name, value, accepted, wher
         else:
             Mars([{"params": params, name: value}])
     assert name in str(error.value)
-
-
-@pytest.mark.parametrize("settings", [{"mars_type": "mars-shampoo"}, {"mars_type": "mars-m"}])
-def test_what_is_planned_says_so(settings):
-    with pytest.raises(NotImplementedError, match="not implemented yet"):
-        Mars(make_params(((2, 2),)), **settings)
 
 
 def test_an_empty_list_is_refused():

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference
 import torch
+from official import newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,15 +30,7 @@ def per_step(schedule: str) -> list:
 
 
 def straight_line(matrix: torch.Tensor, coefficients: list, eps: float = 1e-7) -> torch.Tensor:
-    """One matrix in float64, in the order of the official code."""
-    x = matrix.double() / (matrix.double().pow(2).sum().sqrt() + eps)
-    if matrix.shape[0] > matrix.shape[1]:
-        x = x.T
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        product = gram @ x
-        x = a * x + b * product + c * gram @ product
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return reference.newton_schulz(matrix, eps, coefficients)
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -78,31 +72,7 @@ def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
     assert distance(actual, straight_line(matrix, per_step(schedule))) < bar
 
 
-def in_the_order_of_mars(matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    """The bf16 roundings of the official MARS code."""
-    a, b, c = ns.QUINTIC
-    x = (matrix.bfloat16().float() / (matrix.norm() + eps)).bfloat16()
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
-    for _ in range(5):
-        gram = x @ x.T
-        product = gram @ x
-        x = a * x + b * product + c * gram @ product
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).float()
-
-
-def in_the_order_of_mars_m(matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    """The bf16 roundings of the official MARS-M code."""
-    a, b, c = ns.QUINTIC
-    x = matrix.bfloat16()
-    x = x.T if matrix.shape[0] > matrix.shape[1] else x
-    x = x / (x.norm() + eps)
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if matrix.shape[0] > matrix.shape[1] else x).float()
-
-
-@pytest.mark.parametrize("official", [in_the_order_of_mars, in_the_order_of_mars_m])
+@pytest.mark.parametrize("official", [newton_schulz_of_mars, newton_schulz_of_mars_m])
 @pytest.mark.parametrize("shape", [(32, 32), (80, 32), (128, 512)], ids=str)
 def test_bf16_is_nearer_to_the_iteration_than_the_official_code(official, shape):
     matrix = torch.randn(shape)
@@ -119,7 +89,7 @@ def test_first_update_of_the_official_code(file, case):
     description = json.loads((GOLDEN / f"{file}.json").read_text())
     settings = description["cases"][case]
     lr, decay = settings["lr"], settings["weight_decay" if shampoo else "wd"]
-    official, eps = (in_the_order_of_mars, 1e-8) if shampoo else (in_the_order_of_mars_m, 1e-7)
+    official, eps = (newton_schulz_of_mars, 1e-8) if shampoo else (newton_schulz_of_mars_m, 1e-7)
     compared = 0
     for i, shape in enumerate(description["shapes"]):
         if len(shape) != 2:

@@ -64,6 +64,7 @@ def test_every_group_holds_every_setting():
         assert set(group) == {
             *("params", "role", "lr", "betas", "eps", "weight_decay", "gamma", "mars_type", "is_approx"),
             *("clip_threshold", "amsgrad", "optimize_1d", "matrix_ndim", "second_moment", "maximize", "foreach"),
+            *("ns_steps", "ns_coefficients", "ns_dtype", "layout"),
             *("max_grad_norm", "take_grad", "last_grad_dtype", "state_dtype", "rounding", "fused", "capturable"),
         }
 
@@ -122,8 +123,27 @@ def test_a_stated_role_is_taken():
     assert roles(Mars([{"params": [embedding], "role": "vector"}])) == ["vector"]
     with pytest.raises(ValueError, match=r"role='matrix' for a parameter of shape \(5,\)"):
         Mars([{"params": params((5,)), "role": "matrix"}])
-    with pytest.raises(ValueError, match="'matrix', 'vector'"):
+    with pytest.raises(ValueError, match="'matrix', 'vector', 'embedding'"):
         Mars([{"params": params((5,)), "role": "tensor"}])
+
+
+def test_embeddings_take_adamw_with_the_settings_of_vectors_always():
+    groups = [{"params": params((5, 2)), "role": "embedding"}, {"params": params((2,))}, {"params": params((2, 2))}]
+    settings = {"lr_1d": 1e-4, "betas_1d": (0.8, 0.9), "weight_decay_1d": 0.2, "weight_decay": 0.1}
+    for optimize_1d in (False, True):
+        embedding, vector, _ = Mars(groups, optimize_1d=optimize_1d, **settings).param_groups
+        assert (embedding["lr"], embedding["betas"], embedding["weight_decay"]) == (1e-4, (0.8, 0.9), 0.2)
+        assert [param_groups.rule_of(group) for group in (embedding, vector)] == [
+            "adamw",
+            "mars-adamw" if optimize_1d else "adamw",
+        ]
+
+
+def test_one_rate_for_all_is_the_default_of_mars_m():
+    optimizer = Mars(
+        [{"params": params((2, 2), (2,))}, {"params": params((2,)), "lr": 1e-4}], lr=6e-3, mars_type="mars-m"
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([6e-3, 6e-3, 1e-4])
 
 
 def test_roles_come_from_the_shape_before_partitioning():

@@ -137,6 +137,20 @@ def test_lion_by_name(tmp_path):
         run.create_optimizer()
 
 
+@pytest.mark.parametrize("name", ["mars_shampoo", "mars_m"])
+def test_rules_that_orthogonalize_by_name(tmp_path, name):
+    text = "split_fused=none,adamw=*.mlp.c_fc.weight,ns_steps=3"
+    run = trainer(arguments(tmp_path, optim=name, learning_rate=1e-3, optim_args=text))
+    run.train()
+    groups = [group for group in run.optimizer.optimizer.param_groups if group["params"]]
+    assert [group["role"] for group in groups] == ["matrix", "embedding", "vector"]  # none of the matrices is split
+    assert {(group["mars_type"], group["ns_steps"]) for group in groups} == {(name.replace("_", "-"), 3)}
+    assert [name for name in groups[1]["param_names"] if "c_fc" in name] == [
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.h.1.mlp.c_fc.weight",
+    ]
+
+
 def test_hyperparameter_search_reaches_the_optimizer(tmp_path):
     seen = []
 
@@ -211,6 +225,14 @@ def test_training_args_load_where_mars_hf_is_not(tmp_path):
         ("beta1=0.8", "betas", (0.8, 0.99)),
         ("beta2_1d=0.8", "betas_1d", (0.9, 0.8)),
         ("lr_1d=1e-4", "lr_1d", 1e-4),
+        ("fused=false", "fused", False),
+        ("state_dtype=bfloat16", "state_dtype", "bfloat16"),
+        ("ns_steps=6", "ns_steps", 6),
+        ("ns_coefficients=polar-express", "ns_coefficients", "polar-express"),
+        ("ns_dtype=none", "ns_dtype", None),
+        ("split_fused=none", "split_fused", "none"),
+        ("orthogonalize_embeddings=true", "orthogonalize_embeddings", True),
+        ("adamw=*.c_proj.weight|*.c_fc.weight", "adamw", ["*.c_proj.weight", "*.c_fc.weight"]),
         ("no_decay=*.wte.weight|*.wpe.weight", "no_decay", ["*.wte.weight", "*.wpe.weight"]),
     ],
 )
@@ -226,6 +248,9 @@ def test_optim_args_are_read(text, key, value):
         ("betas=0.9", r"'betas'.*beta1"),
         ("gamma=much", "not a number"),
         ("amsgrad=maybe", "true, false"),
+        ("ns_steps=2.5", "not a number"),
+        ("layout=none", "unknown 'layout'"),
+        ("adamw=*.wte.weight", "orthogonalizes nothing"),
         ("mars_type=mars-sgd", "mars_adamw, mars_lion"),
     ],
 )

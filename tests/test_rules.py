@@ -74,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
     "gradient": {"second_moment": "gradient"},
     "lion": {"rule": "lion"},
+    "momentum": {"rule": "momentum"},
+    "momentum blend": {"rule": "momentum", "blend": 0.3, "last": False},
     "blend": {"blend": 0.3, "last": False},
     "lion blend": {"rule": "lion", "blend": 0.3, "last": False},
     "plain": {"last": False},
@@ -139,7 +141,7 @@ def test_update_is_the_formula(case, dtype, foreach):
         c = c * settings["factors"][index].double() if "factors" in settings else c
         e = 0.9 * e + 0.1 * c
         m = e + settings.get("blend", 0.0) * (c - e)
-        if settings.get("rule") == "lion":
+        if settings.get("rule") in ("lion", "momentum"):
             direction = m.sign()
         else:
             s = g if settings.get("second_moment") == "gradient" else c
@@ -149,8 +151,21 @@ def test_update_is_the_formula(case, dtype, foreach):
             root = (peak if settings.get("amsgrad") else v).sqrt() / (1 - 0.95**t) ** 0.5
             direction = m / (1 - 0.9**t) / (root + 1e-8)
             torch.testing.assert_close(found[3][index].double(), v, rtol=1e-5, atol=1e-6)
-        expected = x * (1 - 0.1 * 0.1) - 0.1 * direction
+        expected = m if settings.get("rule") == "momentum" else x * (1 - 0.1 * 0.1) - 0.1 * direction
         torch.testing.assert_close(found[2][index].double(), e, rtol=1e-5, atol=1e-6)
         bar = {"rtol": 8e-3, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(found[0][index].double(), expected, **bar)
     assert all(torch.equal(a, b) for a, b in zip(found[1], tensors(2, dtype=dtype), strict=True))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_apply(dtype, foreach):
+    x, directions = tensors(1, dtype=dtype), tensors(2)
+    copies = [t.clone() for t in directions]
+    rules.apply(x, directions, lr=0.1, weight_decay=0.3, foreach=foreach)
+    for found, before, direction in zip(x, tensors(1, dtype=dtype), copies, strict=True):
+        expected = before.double() * (1 - 0.1 * 0.3) - 0.1 * direction.double()
+        bar = {"rtol": 4e-3, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-7}  # rounded once
+        torch.testing.assert_close(found.double(), expected, **bar)
+    assert all(torch.equal(a, b) for a, b in zip(directions, copies, strict=True))

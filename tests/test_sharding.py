@@ -85,11 +85,12 @@ def test_experts_over_several_groups_are_refused(alone):
         optimizer.step()
 
 
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]])
-def test_dtensors_are_updated_like_plain_tensors(alone, placements):
+def test_dtensors_are_updated_like_plain_tensors(alone, placements, mars_type):
     param = dtensor((6, 4), (1,), ("shard",), placements)
     twin = nn.Parameter(param.detach().full_tensor().clone())
-    optimizer, plain = mars_hf.Mars([param]), mars_hf.Mars([twin])
+    optimizer, plain = (mars_hf.Mars([own], mars_type=mars_type) for own in (param, twin))
     for step in range(3):
         gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         param.grad, twin.grad = distribute_tensor(gradient, param.device_mesh, placements), gradient
