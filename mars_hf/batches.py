@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mars_hf import engines, rounding, rules, sharding, states
-from mars_hf.directions import Chunks, directions, iteration_dtype, settings_of
-from mars_hf.param_groups import orthogonalizes, rule_of, takes_mars
+from mars_hf.directions import iteration_dtype
+from mars_hf.param_groups import rule_of, takes_mars
 from mars_hf.sharding import Group, Placement
 
 # The list of a batch that each state is in.
@@ -184,7 +184,10 @@ class Batch:
 
 
 def gather(
-    param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any], placements: Mapping[Tensor, Placement]
+    param_groups: Sequence[dict[str, Any]],
+    all_states: Mapping[Tensor, Any],
+    placements: Mapping[Tensor, Placement],
+    chunks: Mapping[Tensor, Hashable] | None = None,
 ) -> list[Batch]:
     """Sort the tensors that have a gradient into batches; states are filled where they lack something.
 
@@ -192,18 +195,14 @@ def gather(
         param_groups: of the optimizer.
         all_states: state of every parameter; modified.
         placements: of the sharded parameters.
-
-    Raises:
-        NotImplementedError: a matrix that is to be orthogonalized and is not whole.
+        chunks: of the parameters that are to be orthogonalized, see `Batch.chunk`; None where there are none.
     """
-    chunks = Chunks()
+    chunks = chunks or {}
     sorted_: dict[tuple[Any, ...], list[Tensor]] = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
             if param.grad is not None:
                 placement = placements.get(param)
-                if orthogonalizes(group):
-                    _require_whole(param, group, placement)
                 state = states.fill(param, group, all_states[param])
                 key = (
                     *(index, param.device, param.dtype, param.grad.dtype),
@@ -211,7 +210,7 @@ def gather(
                     None if placement is None else (placement.group,),
                     placement is None and may_move(param, group, state),
                     _is_dense(param, state),
-                    chunks.of(group, param) if orthogonalizes(group) else None,
+                    chunks.get(param),
                 )
                 sorted_.setdefault(key, []).append(param)
     batches = []
@@ -220,43 +219,6 @@ def gather(
         if batch.params:  # an engine's flat tensor may be all padding
             batches.append(batch)
     return batches
-
-
-def in_order(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Batches in the order they are to be updated in, with directions where their rule has any.
-
-    Those of a chunk come together: their first moments are taken further and orthogonalized before the first of them,
-    and no directions are kept when the next one is asked for.
-    """
-    chunks: dict[Hashable, list[Batch]] = {}
-    for batch in batches:
-        chunks.setdefault(id(batch) if batch.chunk is None else batch.chunk, []).append(batch)
-    for together in chunks.values():
-        if together[0].chunk is not None:
-            _orthogonalize(together)
-        for batch in together:
-            yield batch
-            batch.directions = []
-
-
-def _orthogonalize(batches: Sequence[Batch]) -> None:
-    """Give the batches of a chunk their directions."""
-    owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
-    settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
-    momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
-    wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
-    found = iter(directions(momenta, settings, out_dtype=wide).values())
-    for batch in batches:
-        batch.take_directions([next(found) for _ in batch.placements])
-
-
-def _require_whole(param: Tensor, group: Mapping[str, Any], placement: Placement | None) -> None:
-    """Raise NotImplementedError for a piece of a matrix that is to be orthogonalized."""
-    if placement is not None and not (sharding.is_dtensor(param) and sharding.local(param).shape == param.shape):
-        raise NotImplementedError(
-            f"mars_type={group['mars_type']!r} with sharded parameters: it takes whole matrices, and this rank holds "
-            "pieces; use one process or DDP, or mars_type='mars-adamw'"
-        )
 
 
 def _make(

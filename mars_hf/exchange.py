@@ -64,9 +64,9 @@ class Exchange:
         rank, replica = _rank(self._shards), _rank(self._replicas)
         settings = _digest([(slot, shape, costs[slot]) for slot, shape in sorted(shapes.items())], dtype)
         held = {slot: region for slot, region in sorted(regions.items()) if region.shape(shapes[slot]).numel()}
-        shared = _gather((settings, held, replica), self._shards)
+        shared = gather_objects((settings, held, replica), self._shards)
         # One answer for all ranks, so that none of them goes on alone.
-        everywhere = _gather((_digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
+        everywhere = gather_objects((_digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
         if len(set(everywhere)) > 1 or len({(settings, replica) for settings, _, replica in shared}) > 1:
             raise RuntimeError(
                 f"{len(everywhere) * len(shared)} ranks, {len(shared)} for each copy of the model, disagree on the "
@@ -219,8 +219,8 @@ def _rank(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def _gather(value: Any, group: Group) -> list[Any]:
-    """What each rank has."""
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """What each rank of a group has; this one's alone where there is no group."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)

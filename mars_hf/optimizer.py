@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mars_hf import hyperparameters, layouts, param_groups, sharding, states, universal
-from mars_hf.batches import Batch, gather, in_order
+from mars_hf.batches import Batch, gather
 from mars_hf.last_norms import LastNorms
 from mars_hf.layouts import MatrixLayout
+from mars_hf.matrices import Matrices
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
 from mars_hf.param_groups import takes_mars
@@ -103,7 +104,6 @@ class Mars(torch.optim.Optimizer):
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
             value and the accepted ones.
-        NotImplementedError: in `step()`, mars-shampoo or mars-m on sharded parameters.
         RuntimeError: in `step()`, a sparse, complex or integer gradient, or an exact step without stale gradients;
             nothing has been changed then.
 
@@ -140,6 +140,7 @@ class Mars(torch.optim.Optimizer):
     _grad_norm: Tensor | None = None
     _plan: Plan | None = None
     _last_norms: LastNorms | None = None
+    _matrices: Matrices | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -326,7 +327,8 @@ class Mars(torch.optim.Optimizer):
         moved = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         if moved:
             torch._foreach_add_([self.state[param]["step"] for param in moved], 1)
-        for batch in in_order(batches):
+        assert self._matrices is not None
+        for batch in self._matrices.in_order(batches):
             self._update(batch)
             self._keep_gradients(batch)
         for param in self._exact_params():
@@ -482,6 +484,8 @@ class Mars(torch.optim.Optimizer):
         """Where the pieces of the tensors whose norms may be asked for belong; whole parameters are not in it."""
         if self._layout is None:  # unpickled
             self._layout = sharding.Layout(self.param_groups)
+        if self._matrices is None:
+            self._matrices = Matrices(self._layout)
         found = {}
         slot = 0
         for group in self.param_groups:
@@ -501,7 +505,9 @@ class Mars(torch.optim.Optimizer):
                 _check_state(param, self.state.get(param, {}), group)
         if self.is_exact:
             self._require_stale_gradients()
-        batches = gather(self.param_groups, self.state, placements)
+        assert self._matrices is not None
+        chunks = self._matrices.sort(self.param_groups, placements)
+        batches = gather(self.param_groups, self.state, placements, chunks)
         plannable = not placements and Plan.covers(batches)
         self._plan = Plan(batches, self.param_groups, self.state) if plannable else None
         return batches

@@ -17,12 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 import mars_hf
 from mars_hf import Mars, directions, engines
-from mars_hf.batches import gather
 from mars_hf.directions import Settings
 from mars_hf.layouts import MatrixLayout
 from mars_hf.orthogonalize import POLAR_EXPRESS, QUINTIC, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.regions import Region
-from mars_hf.sharding import Piece, Placement
 
 TYPES = ("mars-shampoo", "mars-m")
 every_type = pytest.mark.parametrize("mars_type", TYPES)
@@ -169,7 +166,7 @@ def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
         alive[:] = map(weakref.ref, [*momenta.values(), *found.values()])
         return found
 
-    monkeypatch.setattr("mars_hf.batches.directions", watched)
+    monkeypatch.setattr("mars_hf.matrices.directions", watched)
     found = run(params, Mars(params, mars_type="mars-m"), range(2))
     assert held == [2] * 6
     for index, param in enumerate(make(*[(8, 8)] * 6)):
@@ -603,15 +600,3 @@ def test_models_have_layouts_of_their_own():
         mars_hf.create(gpt2(), mars_type="mars-m", adamw=["*.nothing"])
     with pytest.raises(ValueError, match="split_fused='all'"):
         mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all")
-
-
-@every_type
-def test_pieces_of_matrices_are_refused_before_anything_changes(mars_type):
-    params = make((6, 4), (6, 4))
-    optimizer = Mars(params, mars_type=mars_type)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    flat = Placement((Piece(1, 0, 24, 48, Region(None, 0, 24)),), None)
-    with pytest.raises(NotImplementedError, match=f"mars_type='{mars_type}' with sharded parameters"):
-        gather(optimizer.param_groups, optimizer.state, {params[1]: flat})
-    assert not optimizer.state[params[1]]

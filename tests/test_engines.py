@@ -9,6 +9,8 @@ from torch import nn
 from mars_hf import Mars, engines
 from mars_hf.batches import gather
 from mars_hf.kernels import compiled
+from mars_hf.matrices import Matrices
+from mars_hf.sharding import Layout
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -21,7 +23,8 @@ def names(optimizer: Mars) -> list[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-    return [batch.engine.name for batch in gather(optimizer.param_groups, optimizer.state, {})]
+    chunks = Matrices(Layout()).sort(optimizer.param_groups, {})
+    return [batch.engine.name for batch in gather(optimizer.param_groups, optimizer.state, {}, chunks)]
 
 
 def two(numel: int = 64) -> list[nn.Parameter]:

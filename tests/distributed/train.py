@@ -44,6 +44,9 @@ from workload import (
 )
 
 import mars_hf
+from mars_hf import matrices
+from mars_hf.directions import directions
+from mars_hf.param_groups import takes_mars
 
 STATES = ("exp_avg", "last_grad")
 Results = dict[str, Tensor]
@@ -90,9 +93,21 @@ class Watched:
             # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer meanwhile.
             mars_rule = any(takes_mars(group) and group["params"] for group in mars.param_groups)
             damage = mock.patch.object(dist, "all_reduce", forgetful)
-            with CountCollectives() as count, damage if "local_norms" in flags else contextlib.nullcontext():
+            orthogonalized: list[int] = []
+
+            def noted(momenta: dict[int, Tensor], *args: Any, **kwargs: Any) -> dict[int, Tensor]:
+                orthogonalized.extend(momentum.numel() for momentum in momenta.values())
+                return directions(momenta, *args, **kwargs)
+
+            with (
+                CountCollectives() as count,
+                mock.patch.object(matrices, "directions", noted),
+                damage if "local_norms" in flags else contextlib.nullcontext(),
+            ):
                 result = step(*args, **kwargs)
-            self.calls.append({"mars_rule": mars_rule, "collectives": count.numels})
+            self.calls.append(
+                {"mars_rule": mars_rule, "collectives": count.numels, "orthogonalized": sum(orthogonalized)}
+            )
             return result
 
         mars.step = watched  # type: ignore[method-assign]
@@ -103,10 +118,6 @@ class Watched:
 
     def notes(self) -> dict[str, Any]:
         return {"calls": self.calls, "normed": self.normed, "metrics": self.metrics}
-
-
-def takes_mars(group: dict[str, Any]) -> bool:
-    return group["role"] == "matrix" or group["optimize_1d"]
 
 
 def set_lr(mars: mars_hf.Mars, step: int) -> None:

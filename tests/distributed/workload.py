@@ -19,7 +19,7 @@ VOCAB = 61
 MAX_GRAD_NORM = 1.0
 # Between the norms of the large and of the small parameters, so that c_t is clipped in some and not in others.
 CLIP_THRESHOLD = 0.1
-_LR = {"mars-adamw": 3e-3, "mars-lion": 1e-3}
+_LR = {"mars-adamw": 3e-3, "mars-lion": 1e-3, "mars-shampoo": 3e-3, "mars-m": 3e-3}
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Case:
     skipping: bool = False  # the branch has no gradient in every other step
     clip_threshold: float | None = CLIP_THRESHOLD
     folded: bool = False  # the step clips by the global norm itself, and takes the gradients it can
+    ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
 
     def hyperparameters(self) -> dict[str, Any]:
         """What `mars_hf.create` takes; eps and all, so that nothing depends on defaults.
@@ -49,6 +50,7 @@ class Case:
             "clip_threshold": self.clip_threshold,
             "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
             "take_grad": self.folded,
+            "ns_dtype": self.ns_dtype,
         }
 
 
@@ -64,6 +66,14 @@ CASES = {
     "adamw_unclipped": Case(clip_threshold=None),
     "adamw_folded": Case(folded=True),
     "lion_1d_folded": Case("mars-lion", optimize_1d=True, folded=True),
+    "shampoo": Case("mars-shampoo", ns_dtype="float32"),
+    "shampoo_1d": Case("mars-shampoo", ns_dtype="float32", optimize_1d=True),
+    "m": Case("mars-m", ns_dtype="float32"),
+    "m_unclipped": Case("mars-m", ns_dtype="float32", clip_threshold=None),
+    "m_skipping": Case("mars-m", ns_dtype="float32", skipping=True),
+    "m_folded": Case("mars-m", ns_dtype="float32", folded=True),
+    "shampoo_bf16": Case("mars-shampoo"),
+    "m_bf16": Case("mars-m"),
 }
 
 
