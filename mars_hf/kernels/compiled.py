@@ -275,7 +275,9 @@ def _sums_kernel(flags: tuple[bool, bool, bool], dtype: torch.dtype, *dtypes: to
 
 
 @functools.cache
-def _update_kernel(flags: tuple[str | bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None) -> Callable[..., Any]:
+def _update_kernel(
+    flags: tuple[str | bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None
+) -> Callable[..., Any]:
     """`_update_one` for these flags and tensors of these dtypes (None: no such tensor)."""
     return _compile(
         _update_one, *flags, torch.ones(13, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS * ROW,)) for entry in dtypes)
