@@ -43,6 +43,7 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf.batches import gather
+from mars_hf.layouts import MatrixLayout
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
@@ -99,12 +100,32 @@ def _mars(**settings: Any) -> Make:
     return lambda named: [mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)]
 
 
+def _is_hidden(name: str, param: Tensor) -> bool:
+    """Whether this is a matrix of a block, which Muon and its like take; embeddings and vectors go to AdamW."""
+    return param.ndim == 2 and ".h." in name
+
+
 def _muon(named: Named) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for embeddings and vectors."""
-    hidden = [param for name, param in named.items() if param.ndim == 2 and ".h." in name]
-    kept = {id(param) for param in hidden}
-    rest = [param for param in named.values() if id(param) not in kept]
+    hidden = [param for name, param in named.items() if _is_hidden(name, param)]
+    rest = [param for name, param in named.items() if not _is_hidden(name, param)]
     return [torch.optim.Muon(hidden, lr=LR), torch.optim.AdamW(rest, lr=LR, fused=True)]
+
+
+def _orthogonal(mars_type: str, *, split: bool = False) -> Make:
+    """mars-shampoo or mars-m, on the matrices that `_muon` has; `split` takes query, key and value apart."""
+
+    def make(named: Named) -> list[torch.optim.Optimizer]:
+        groups: dict[str, dict[str, Any]] = {}
+        for name, param in named.items():
+            own: dict[str, Any] = {"role": "vector" if param.ndim < 2 else "embedding"}
+            if _is_hidden(name, param):
+                fused = split and name.endswith(".c_attn.weight")
+                parts = (param.shape[1] // 3,) * 3 if fused else None
+                own = {"role": "matrix", "layout": MatrixLayout(transposed=True, parts=parts)}  # (in, out)
+            groups.setdefault(repr(own), {"params": [], **own})["params"].append(param)
+        return [mars_hf.Mars(groups.values(), lr=LR, weight_decay=0.1, mars_type=mars_type)]
+
+    return make
 
 
 def _clip(params: Iterable[Tensor]) -> Tensor:
@@ -125,6 +146,9 @@ def contenders() -> dict[str, Contender]:
         "Mars for-loop": Contender(_mars(fused=False, foreach=False), 44),
         "mars-lion": Contender(_mars(mars_type="mars-lion"), 36, 32),
         "Muon, AdamW for the rest": Contender(_muon, None),
+        "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),
+        "mars-m": Contender(_orthogonal("mars-m"), None),
+        "mars-m, split c_attn": Contender(_orthogonal("mars-m", split=True), None),
         **peers(),
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
         "Mars + clip_grad_norm_": Contender(mars, 56, 52, clips=True, before=_clip),

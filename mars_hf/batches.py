@@ -236,7 +236,6 @@ def _make(
         sum(sharding.local(param).numel() for param in params),
         plain_adamw=not takes_mars(group),
         dense=dense,
-        orthogonalizes=chunk is not None,
     )
     batch = Batch(group, engine, moves_gradients=moves, chunk=chunk)
     for param in params:

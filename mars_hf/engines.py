@@ -8,7 +8,8 @@
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
 | for-loop  | all   | rules.py, one tensor after the other            | else                                   |
 
-Matrices that are orthogonalized go to foreach or for-loop, also with `fused=True`: there are no kernels for them.
+Matrices that are orthogonalized take one of these as far as their first moments. What follows is Newton-Schulz, and the
+step along its result by rules.py, whose `foreach` is the engine's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Engine:
     """One way to run `rules.sums` and `rules.update`."""
 
     name: str
-    foreach: bool = False
+    foreach: bool = False  # what is left to rules.py works on whole lists
     rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
     # By the norm of each tensor, in `update` itself, if it is given `clip_threshold`; for it and for `sums`, norms of
     # last gradients that are known save a pass over these.
@@ -131,7 +132,6 @@ def choose(
     *,
     plain_adamw: bool,
     dense: bool,
-    orthogonalizes: bool = False,
 ) -> Engine:
     """The engine for a batch.
 
@@ -142,13 +142,10 @@ def choose(
         numel: elements of the parameters.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
         dense: whether they fill their memory without gaps, as kernels need.
-        orthogonalizes: whether their first moments are orthogonalized, for which there are no kernels.
 
     Raises:
         RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
     """
-    if orthogonalizes:
-        return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
     wanted = group["fused"]
     if wanted is not False and group["foreach"] is None:
         kernels = _kernels(device, dtypes, numel, always=wanted is True) if dense else None
@@ -182,7 +179,7 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
-        engine = KernelEngine("triton", module=triton, rounds_stochastically=True)
+        engine = KernelEngine("triton", foreach=True, module=triton, rounds_stochastically=True)
         return engine if triton.supports(device, dtypes) else None
     return None
 

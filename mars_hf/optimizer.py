@@ -96,8 +96,7 @@ class Mars(torch.optim.Optimizer):
         foreach: True updates many tensors per kernel launch at the price of temporary copies, False one tensor after
             the other; None is True on accelerators, False on CPU, where no faster engine is chosen.
         fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does;
-            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`). There
-            are none for matrices that are orthogonalized.
+            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`).
         capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
             Not for matrices that are orthogonalized.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ def has_squares(group: dict[str, Any]) -> bool:
     return rule_of(group) in ("adamw", "mars-adamw")
 
 
-def is_recursive(group: dict[str, Any], state: dict[str, Any]) -> bool:
+def is_recursive(group: dict[str, Any], state: Container[str]) -> bool:
     """Whether the first moment follows from averages of the gradients alone, so that no last gradient is kept.
 
-    Only from the first step on: a state with a last gradient goes on with it.
+    Only from the first step on: a state with a last gradient goes on with it. Of the state its keys will do.
     """
     without_squares = not has_squares(group) or group["second_moment"] == "gradient"
     unclipped = group["is_approx"] and group["clip_threshold"] is None

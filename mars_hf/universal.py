@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mars_hf.param_groups import takes_mars
+from mars_hf.states import is_recursive
 
 if TYPE_CHECKING:
     from mars_hf.optimizer import Mars
@@ -195,7 +196,8 @@ def _check(engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], 
         for param in params:
             name = engine.param_names[param]
             keys = _keys(zero / name)
-            if "exp_avg" in keys and "last_grad" not in keys and takes_mars(groups[group]):
+            needs_last = takes_mars(groups[group]) and not is_recursive(groups[group], keys)
+            if "exp_avg" in keys and "last_grad" not in keys and needs_last:
                 raise ValueError(
                     f"{zero / name} holds no last gradient, as if DeepSpeed's own converter had made it; convert the "
                     "checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"

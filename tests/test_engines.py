@@ -13,6 +13,7 @@ from mars_hf.matrices import Matrices
 from mars_hf.sharding import Layout
 
 CPU = torch.device("cpu")
+ORTHOGONAL = ("mars-shampoo", "mars-m")
 needs_compiler = pytest.mark.skipif(
     not compiled.supports(CPU, [torch.float32]), reason="torch.compile finds no C++ compiler here"
 )
@@ -75,13 +76,27 @@ def test_dense_parameters_in_another_order_are_compiled(make):
     assert names(Mars([nn.Parameter(make())], fused=True)) == ["compiled"]
 
 
-@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@needs_compiler
+@pytest.mark.parametrize("mars_type", ORTHOGONAL)
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({}, "for-loop"), ({"fused": True}, "for-loop"), ({"foreach": True}, "foreach")], ids=str
+    ("settings", "expected"),
+    [({}, "compiled"), ({"fused": True}, "compiled"), ({"fused": False}, "for-loop"), ({"foreach": True}, "foreach")],
+    ids=str,
 )
-def test_matrices_that_are_orthogonalized_go_to_the_rules(monkeypatch, settings, expected, mars_type):
+def test_matrices_that_are_orthogonalized_have_the_engines_of_others(monkeypatch, settings, expected, mars_type):
     monkeypatch.setattr(engines, "COMPILED_FROM", 64)
     assert names(Mars(two(), mars_type=mars_type, **settings))[0] == expected
+    assert names(Mars(two(56), mars_type=mars_type))[0] == "for-loop"
+
+
+@needs_compiler
+def test_engines_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
+    monkeypatch.setattr("mars_hf.kernels.triton.supports", lambda *_: True)
+    group = {"fused": None, "foreach": None, "capturable": False}
+    engine = engines.choose(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
+    assert engine.name == "triton" and engine.foreach
+    engine = engines.choose(group, CPU, [torch.float32], engines.COMPILED_FROM, plain_adamw=False, dense=True)
+    assert engine.name == "compiled" and not engine.foreach
 
 
 def test_foreach_and_fused_contradict_each_other():
@@ -92,19 +107,31 @@ def test_foreach_and_fused_contradict_each_other():
 SHAPES = ((40, 30), (128, 128), (0, 3), (1, 1), (7, 1), (3, 1365), (64, 64), (17, 241), (5,), (4096,), ())
 
 
-def run(dtype: torch.dtype, transposed: bool, **settings) -> list[torch.Tensor]:
+def make(dtype: torch.dtype, transposed: bool) -> list[nn.Parameter]:
     params = []
     for index, shape in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(index)
         values = torch.randn(shape, generator=generator).to(dtype)
         params.append(nn.Parameter(values.t().contiguous().t() if transposed and values.ndim == 2 else values))
+    return params
+
+
+def train(params: list[nn.Parameter], **settings) -> list[torch.Tensor]:
     optimizer = Mars(params, **{"lr": 0.01, "weight_decay": 0.1, "clip_threshold": 0.5, **settings})
     for step in range(6):
         for index, param in enumerate(params):
             generator = torch.Generator().manual_seed(1000 * step + index)
-            param.grad = (torch.randn(param.shape, generator=generator) * (0.01, 1.0)[step % 2]).to(dtype)
+            param.grad = (torch.randn(param.shape, generator=generator) * (0.01, 1.0)[step % 2]).to(param.dtype)
         optimizer.step()
     return [param.detach().double() for param in params]
+
+
+def assert_alike(results: dict[str, list[torch.Tensor]], bar: float) -> None:
+    """Each tensor within `bar` of its largest entry."""
+    for name, found in results.items():
+        for a, b in zip(found, results["for-loop"], strict=True):
+            if a.numel():
+                assert (a - b).abs().max() <= bar * b.abs().max(), (name, tuple(a.shape))
 
 
 PATHS = {
@@ -128,17 +155,50 @@ PATHS = {
     ids=str,
 )
 def test_all_paths_give_one_result(settings, dtype, optimize_1d, transposed):
-    results = {
-        name: run(dtype, transposed, optimize_1d=optimize_1d, **path, **settings) for name, path in PATHS.items()
-    }
+    settings = {"optimize_1d": optimize_1d, **settings}
+    results = {name: train(make(dtype, transposed), **path, **settings) for name, path in PATHS.items()}
     # One unit in the last place of a rounded parameter, where float32 results differ in theirs.
     bar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     if settings.get("mars_type") == "mars-lion":
         bar = max(bar, 1e-6)
-    for name in PATHS:
-        for a, b in zip(results[name], results["for-loop"], strict=True):
-            if a.numel():
-                assert (a - b).abs().max() <= bar * b.abs().max(), name
+    assert_alike(results, bar)
+
+
+@needs_compiler
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mars_type", ORTHOGONAL)
+@pytest.mark.parametrize(
+    ("dtype", "settings", "bar"),
+    [
+        *((torch.float32, {}, 1e-5), (torch.float32, {"clip_threshold": None, "gamma": 0.5}, 1e-5)),
+        (torch.float32, {"max_grad_norm": 0.3, "take_grad": True}, 1e-5),
+        (torch.float32, {"last_grad_dtype": "bfloat16", "maximize": True}, 1e-5),
+        (torch.float32, {"state_dtype": "bfloat16"}, 2**-6),  # a moment that is rounded the other way
+        *((torch.float64, {"ns_dtype": None}, 1e-12), (torch.bfloat16, {}, 2**-7)),
+        (torch.bfloat16, {"rounding": "kahan"}, 2**-7),
+    ],
+    ids=str,
+)
+def test_all_paths_give_one_orthogonalized_step(dtype, settings, bar, mars_type, transposed):
+    """With steps as large as the parameters, and Newton-Schulz in float32, which differences grow less in."""
+    settings = {"mars_type": mars_type, "lr": 1.0, "lr_1d": 0.01, "ns_dtype": "float32", **settings}
+    results = {name: train(make(dtype, transposed), **path, **settings) for name, path in PATHS.items()}
+    assert_alike(results, bar)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mars_type", ORTHOGONAL)
+def test_engines_share_a_chunk_of_matrices(mars_type):
+    """Matrices of one shape, that are orthogonalized together: whole, with gaps in memory, transposed, other dtypes."""
+
+    def mixed() -> list[nn.Parameter]:
+        values = [torch.randn(9, 6, generator=torch.Generator().manual_seed(index)) for index in range(4)]
+        gaps = torch.zeros(9, 11)[:, :6].copy_(values[1])
+        return [nn.Parameter(x) for x in (values[0], gaps, values[2].t().contiguous().t(), values[3].double())]
+
+    settings = {"mars_type": mars_type, "lr": 1.0, "ns_dtype": "float32"}
+    assert names(Mars(mixed(), fused=True, **settings)) == ["compiled", "for-loop", "compiled"]
+    assert_alike({name: train(mixed(), **path, **settings) for name, path in PATHS.items()}, 1e-5)
 
 
 @needs_compiler

@@ -15,6 +15,13 @@ SIZES = (0.1, 0.12, 5.0, 4.0, 0.2, 0.1, 0.1, 0.7, 0.1)
 SETTINGS = {
     "adamw": {},
     "lion": {"mars_type": "mars-lion"},
+    "shampoo": {"mars_type": "mars-shampoo", "ns_dtype": "float64"},
+    "mars-m, folded, take_grad": {
+        "mars_type": "mars-m",
+        "ns_dtype": "float64",
+        "max_grad_norm": 2.0,
+        "take_grad": True,
+    },
     "strong correction": {"gamma": 0.2},
     "bfloat16 last_grad": {"last_grad_dtype": "bfloat16"},
     "maximize": {"maximize": True},
@@ -88,7 +95,8 @@ def test_every_step_is_the_plain_one(case, verdicts):
     assert False in verdicts
 
 
-def test_a_step_that_needs_no_clipping_sums_no_last_gradient(monkeypatch):
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_a_step_that_needs_no_clipping_sums_no_last_gradient(monkeypatch, mars_type):
     """And no other kernel than that of the update without clipping is compiled."""
     made, original = [], compiled._update_kernel
     monkeypatch.setattr(compiled, "_sums_kernel", lambda *args: pytest.fail("a pass over last gradients"))
@@ -99,7 +107,7 @@ def test_a_step_that_needs_no_clipping_sums_no_last_gradient(monkeypatch):
 
     monkeypatch.setattr(compiled, "_update_kernel", listen)
     params = make_params()
-    optimizer = Mars(params, fused=True, lr=0.01)
+    optimizer = Mars(params, fused=True, lr=0.01, mars_type=mars_type)
     for _ in range(3):
         set_gradients(params, 0)
         optimizer.step()

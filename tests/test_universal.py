@@ -24,11 +24,11 @@ class Net(nn.Linear):
         super().__init__(5, 3)
 
 
-def trained(mars_type: str = "mars-adamw") -> tuple[Net, mars_hf.Mars]:
+def trained(**settings) -> tuple[Net, mars_hf.Mars]:
     """A model and its optimizer after two steps."""
     torch.manual_seed(1)
     model = Net()
-    mars = mars_hf.create(model, mars_type=mars_type)
+    mars = mars_hf.create(model, **settings)
     train(model, mars, 2)
     return model, mars
 
@@ -82,15 +82,27 @@ def zero2(tmp_path) -> Path:
     return save_zero(tmp_path / "step2", *trained())
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
+# What has the states that a checkpoint may hold, and the groups.
+FORMS = {
+    "two moments": {},
+    "one moment": {"mars_type": "mars-lion"},
+    "orthogonalized": {"mars_type": "mars-shampoo"},
+    "embedding": {"mars_type": "mars-m", "adamw": ["weight"]},
+    "no last gradient": {"mars_type": "mars-lion", "clip_threshold": None},
+    "no last gradient, orthogonalized": {"mars_type": "mars-m", "clip_threshold": None},
+    "no last gradient, two moments": {"second_moment": "gradient", "clip_threshold": None},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_process_goes_on_where_zero_stopped(tmp_path, stage, mars_type):
-    model, mars = trained(mars_type)
+def test_one_process_goes_on_where_zero_stopped(tmp_path, stage, form):
+    model, mars = trained(**FORMS[form])
     source = save_zero(tmp_path / "step2", model, mars, stage)
     main(["to_universal", str(source), str(tmp_path / "universal")])
     assert (tmp_path / "latest_universal").read_text() == "universal"
     fresh = Net()
-    twin = mars_hf.create(fresh, mars_type=mars_type, lr=1.0)  # the saved rate counts
+    twin = mars_hf.create(fresh, **FORMS[form], lr=1.0)  # the saved rate counts
     universal.load(tmp_path / "universal", fresh, twin)
     for _ in range(2):
         for (name, param), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
@@ -204,6 +216,25 @@ def test_deepspeed_that_is_imported_after_the_optimizer_was_made_is_extended(tmp
     monkeypatch.setattr(universal, "extend_deepspeed", lambda: extended.append(True))
     trainer.create_optimizer()
     assert extended
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_is_refused_what_lacks_its_last_gradient_and_nothing_else(tmp_path, form):
+    model, mars = trained(**FORMS[form])
+    target = tmp_path / "universal"
+    universal.to_universal(save_zero(tmp_path / "step2", model, mars), target)
+    groups = [[getattr(model, name)] for name in SIZES]
+    names = {param: name for name, param in model.named_parameters()}
+    engine = SimpleNamespace(optimizer=mars, param_names=names, groups=groups)
+    loaded = []
+    universal._load_zero12(lambda *args: loaded.append(args), engine, "groups", str(target))
+    assert loaded == [("groups", str(target))]
+    last = target / "zero" / "weight" / "last_grad.pt"
+    assert last.is_file() == ("last_grad" in mars.state[model.weight])
+    if last.is_file():
+        last.unlink()
+        with pytest.raises(ValueError, match=r"weight holds no last gradient.*python -m mars_hf to_universal"):
+            universal._load_zero12(pytest.fail, engine, "groups", str(target))
 
 
 def test_engines_that_cannot_load_say_so():

@@ -150,7 +150,7 @@ def update(
         eps,
     ]
     numbers = _columns([*columns, clip_threshold], len(params), dtype)
-    flags = (rule == "lion", blend != 0.0, second_moment == "gradient", keep_last)
+    flags = (rule, blend != 0.0, second_moment == "gradient", keep_last)
     scaled = scale is not None or last_scales is not None
     for i in reversed(range(len(params))):  # the pass that reads has left the last ones in the cache
         tensors = [entries[i].detach() if entries else None for entries in lists]
@@ -221,7 +221,7 @@ def _sum_rows(
 
 
 def _update_one(
-    lion: bool,
+    rule: str,
     blended: bool,
     square_gradient: bool,
     keep_last: bool,
@@ -249,8 +249,11 @@ def _update_one(
     average = old + numbers[4] * (c - old)
     exp_avg.copy_(average)
     first = average + numbers[5] * (c - average) if blended else average
+    if rule == "momentum":
+        param.copy_(first)
+        return
     decayed = param.to(dtype) * numbers[8]
-    if lion:
+    if rule == "lion":
         param.copy_(decayed - numbers[9] * first.sign())
         return
     assert exp_avg_sq is not None
@@ -272,7 +275,9 @@ def _sums_kernel(flags: tuple[bool, bool, bool], dtype: torch.dtype, *dtypes: to
 
 
 @functools.cache
-def _update_kernel(flags: tuple[bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None) -> Callable[..., Any]:
+def _update_kernel(
+    flags: tuple[str | bool, ...], dtype: torch.dtype, *dtypes: torch.dtype | None
+) -> Callable[..., Any]:
     """`_update_one` for these flags and tensors of these dtypes (None: no such tensor)."""
     return _compile(
         _update_one, *flags, torch.ones(13, dtype=dtype), *(_example(entry, (EXAMPLE_ROWS * ROW,)) for entry in dtypes)

@@ -153,13 +153,13 @@ def update(
     in float64 if any tensor is float64, and every result is rounded once, when it is stored.
 
     Args:
-        params: x; modified.
+        params: x; modified. For "momentum" what m is written to; not read.
         gradients: before scaling; not modified.
         exp_avgs: e; modified.
-        exp_avg_sqs: v; modified; an empty list for "lion".
+        exp_avg_sqs: v; modified; an empty list for "lion" and "momentum".
         max_exp_avg_sqs: running maxima of v (AMSGrad); modified; an empty list turns AMSGrad off.
         last_grads: become g if `keep_last`; an empty list makes c = factor * g.
-        rule: "adamw" or "lion".
+        rule: "adamw", "lion" or "momentum".
         steps: t of each tensor, from 1; on the device.
         lr: step size; 0-d, on the device.
         scale: as `sums`.
@@ -219,7 +219,7 @@ def _update(
                 table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, seed,
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
                 LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
-                LION=rule == "lion", AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
+                RULE=rule, AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
                 KEEP_LAST=keep_last and bool(last_grads),
                 CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
             )  # fmt: skip

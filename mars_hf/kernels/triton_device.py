@@ -273,7 +273,7 @@ def _update_block(
     step_size,
     root2,
     key,
-    LION: tl.constexpr,
+    RULE: tl.constexpr,
     CORRECTED: tl.constexpr,
     KEEP_LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -282,13 +282,16 @@ def _update_block(
     """The rule on one block: every tensor is read and written once at most, all reads before the first write."""
     g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
-    p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
+    if RULE != "momentum":
+        p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
     c = c * factor
     # Both ends of torch.lerp, exact at weight 0 and at weight 1.
     difference = c - e
     e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
     m = e + blend * (c - e)
-    if LION:
+    if RULE == "momentum":
+        p = m
+    elif RULE == "lion":
         # As torch.sign: 0 for 0 and for NaN.
         sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, 0.0)).to(COMPUTE)
         p = p - step_size * sign
@@ -325,7 +328,7 @@ def update(
     STATE: tl.constexpr,
     LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
-    LION: tl.constexpr,
+    RULE: tl.constexpr,
     AMSGRAD: tl.constexpr,
     CORRECTED: tl.constexpr,
     KEEP_LAST: tl.constexpr,
@@ -345,7 +348,7 @@ def update(
     exp_avg_sq = None
     max_exp_avg_sq = None
     last = None
-    if not LION:
+    if RULE == "adamw":
         exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, STATE)
     if AMSGRAD:
         max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, STATE)
@@ -363,7 +366,7 @@ def update(
     decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
     step_size = rate.to(COMPUTE)
     root2 = tl.full((), 1.0, COMPUTE)
-    if not LION:
+    if RULE == "adamw":
         # 1 - beta**t = 1 - exp(t log(beta)): in float64 its error is below 1e-16 (1 + t |log(beta)|), so 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
         t = tl.load(steps + place).to(tl.float64)
@@ -382,7 +385,7 @@ def update(
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, block * BLOCK + offsets, None,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            LION, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip
     rest = tl.arange(0, REST)
     for first in range(whole * BLOCK, length, REST):
@@ -390,5 +393,5 @@ def update(
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, inside, inside < length,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            LION, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import step_cost
 import torch
 
 CPU = torch.device("cpu")
-OURS = "AdamW|^Mars$|take_grad|without|bfloat16|grad_norm"
+OURS = "AdamW|^Mars$|take_grad|without|bfloat16|grad_norm|shampoo|mars-m"
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def test_results(tmp_path, capsys):
     result = written["sizes"]["tiny"]
     rows = result["contenders"]
     assert not result["failed"] and not result["pairwise"]
+    assert {"Muon, AdamW for the rest", "mars-shampoo", "mars-m", "mars-m, split c_attn"} < set(rows)
     assert rows["AdamW fused"]["against_adamw"] == 1.0
     assert rows["AdamW fused + clip_grad_norm_"]["against_clipped_adamw"] == 1.0
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if isinstance(value, float))
@@ -59,7 +60,7 @@ def test_bytes_of_state():
     work = step_cost.Workload("tiny", CPU)
     matrices = sum(param.numel() for param in work.params if param.ndim > 1)
     counted = {}
-    for name in ("AdamW fused", "Mars", "Mars last_grad in bfloat16", "Mars without last_grad"):
+    for name in ("AdamW fused", "Mars", "Mars last_grad in bfloat16", "Mars without last_grad", "mars-m"):
         one = player(name, work)
         one()
         counted[name] = one.state_bytes() - 4 * len(work.params)  # step counts
@@ -68,7 +69,23 @@ def test_bytes_of_state():
         "Mars": 8 * work.numel + 4 * matrices,
         "Mars last_grad in bfloat16": 8 * work.numel + 2 * matrices,
         "Mars without last_grad": 8 * work.numel,
+        "mars-m": 8 * work.numel,  # first moment and last gradient
     }
+
+
+def test_contenders_that_orthogonalize_take_the_same_matrices():
+    work = step_cost.Workload("tiny", CPU)
+    (muon, _), width = player("Muon, AdamW for the rest", work).optimizers, step_cost.SIZES["tiny"].n_embd
+    matrices = {id(param) for param in muon.param_groups[0]["params"]}
+    assert len(matrices) == 4
+    for name in ("mars-shampoo", "mars-m", "mars-m, split c_attn"):
+        (mars,) = player(name, work).optimizers
+        groups = [group for group in mars.param_groups if group["role"] == "matrix"]
+        assert {id(param) for group in groups for param in group["params"]} == matrices
+        split = [group for group in groups if group["layout"]["parts"] is not None]
+        assert [group["layout"]["parts"] for group in split] == [(width,) * 3] * ("split" in name)
+        assert all(param.shape == (width, 3 * width) for group in split for param in group["params"])
+        assert sum(len(group["params"]) for group in mars.param_groups) == len(work.params)
 
 
 def test_contenders_leave_the_shared_gradients_as_they_were():
@@ -77,7 +94,7 @@ def test_contenders_leave_the_shared_gradients_as_they_were():
     norm = torch.cat([gradient.flatten() for gradient in before[0]]).norm()
     assert norm > step_cost.MAX_NORM  # or clipping would do nothing
     for name in step_cost.contenders():
-        if name.startswith(("AdamW", "Mars")):
+        if name.startswith(("AdamW", "Mars", "mars")):
             one = player(name, work)
             for _ in range(3):
                 one()

@@ -107,6 +107,8 @@ CASES = {
     "plain adamw": (("p", "g", "m", "v"), {"factors": True}),
     "lion": (("p", "g", "m", "last"), {"rule": "lion", "scale": 0.3, "factors": True}),
     "lion recursion": (("p", "g", "m"), {"rule": "lion", "blend": 0.025}),
+    "momentum": (("p", "g", "m", "last"), {"rule": "momentum", "scale": 0.3, "factors": True}),
+    "momentum recursion": (("p", "g", "m"), {"rule": "momentum", "blend": 0.025}),
 }
 
 
@@ -122,18 +124,41 @@ def test_update_is_the_rule(case):
     assert all(torch.equal(g, old) for g, old in zip(made["g"], before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "relative"),
+    [(torch.bfloat16, 2**-8, 1e-6), (torch.float32, 0.0, 1e-6), (torch.float64, 0.0, 1e-14)],
+    ids=["bfloat16", "float32", "float64"],
+)
+def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(dtype, rounding, relative):
+    kept = CASES["momentum"][0]
+    made = tensors(p=dtype)
+    numbers = settings(len(SIZES), rule="momentum", steps=torch.full((len(SIZES),), torch.nan))
+    exact = expected(made, kept, numbers)
+    for p in made["p"]:
+        p.fill_(torch.nan)
+    run(made, kept, numbers)
+    for got, want in zip(made["p"], exact["p"], strict=True):
+        assert got.dtype == dtype
+        allowed = rounding * want.abs() + (relative * want.abs().max() if got.numel() else 0.0)
+        assert ((got.double() - want).abs() <= allowed).all()
+    assert_equal(made, ("m", "last"), exact)
+
+
+@pytest.mark.parametrize(
+    "kept, rule", [(ADAMW, "adamw"), (CASES["momentum"][0], "momentum")], ids=["adamw", "momentum"]
+)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("threshold", [1e-3, 1.0, 1e6])
-def test_clipping_within_the_update(threshold, scaled):
+def test_clipping_within_the_update(threshold, scaled, kept, rule):
     """To the bit what `sums`, the factor and `update` give, for sizes that are whole rows and others."""
     sizes = (*SIZES, 4 * ROW, 16 * ROW)
     made, other = tensors(sizes), tensors(sizes)
-    numbers = settings(len(sizes), scale=-0.3 if scaled else None, last_scales=scaled)
+    numbers = settings(len(sizes), rule=rule, scale=-0.3 if scaled else None, last_scales=scaled)
     correction = {name: numbers[name] for name in ("scale", "last_scales", "k")}
     square = compiled.sums(other["g"], other["last"], **correction, products=False)[3]
-    run(other, ADAMW, {**numbers, "factors": clipping.factors(square, threshold)})
-    run(made, ADAMW, {**numbers, "clip_threshold": threshold})
-    for name in ADAMW:
+    run(other, kept, {**numbers, "factors": clipping.factors(square, threshold)})
+    run(made, kept, {**numbers, "clip_threshold": threshold})
+    for name in kept:
         assert all(torch.equal(a, b) for a, b in zip(made[name], other[name], strict=True)), name
 
 

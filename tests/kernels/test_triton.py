@@ -42,17 +42,17 @@ def draw(sizes, dtype=torch.float32, device="cpu", seed=0):
 
 
 def problem(
-    sizes, device, *, lion=False, amsgrad=False, last=True, param=None, gradient=None, state=None, last_dtype=None
+    sizes, device, *, squares=True, amsgrad=False, last=True, param=None, gradient=None, state=None, last_dtype=None
 ):
     """Everything a step needs: lists by name."""
     state = state or torch.float32
-    squares = [tensor.square() for tensor in draw(sizes, state, device, 4)]
+    exp_avg_sqs = [tensor.square() for tensor in draw(sizes, state, device, 4)]
     return {
         "params": draw(sizes, param or torch.float32, device, 1),
         "gradients": draw(sizes, gradient or torch.float32, device, 2),
         "exp_avgs": draw(sizes, state, device, 3),
-        "exp_avg_sqs": [] if lion else squares,
-        "max_exp_avg_sqs": [square * 1.01 for square in squares] if amsgrad else [],
+        "exp_avg_sqs": exp_avg_sqs if squares else [],
+        "max_exp_avg_sqs": [square * 1.01 for square in exp_avg_sqs] if amsgrad else [],
         "last_grads": draw(sizes, last_dtype or torch.float32, device, 5) if last else [],
     }
 
@@ -100,6 +100,9 @@ def expected_update(
         exp_avg = lists["exp_avgs"][i]
         exp_avg.mul_(beta1).add_(c * (1 - beta1))
         m = exp_avg + blend * (c - exp_avg)
+        if rule == "momentum":
+            param.copy_(m)
+            continue
         param.mul_(1 - lr * weight_decay)
         if rule == "lion":
             param.sub_(lr * m.sign())
@@ -250,12 +253,12 @@ def test_adamw_flags(device, last, amsgrad, second_moment):
 
 
 @here
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
 @pytest.mark.parametrize("keep_last", [True, False], ids=["keep_last", "read_last"])
 def test_last_gradients_are_scaled_when_read_and_kept_on_demand(device, rule, keep_last):
     """What is kept is g, also where what is read has another scale."""
     check_update(
-        problem([*SMALL, 2 * kernels.CHUNK + 3], device, lion=rule == "lion"),
+        problem([*SMALL, 2 * kernels.CHUNK + 3], device, squares=rule == "adamw"),
         device,
         rule=rule,
         scale=torch.tensor(0.3, device=device),
@@ -273,15 +276,30 @@ def test_without_last_gradients_their_settings_change_nothing(device):
 
 @here
 @pytest.mark.parametrize("last", [True, False], ids=["last", "no_last"])
-def test_lion(device, last):
-    check_update(problem(SMALL, device, lion=True, last=last), device, rule="lion")
+@pytest.mark.parametrize("rule", ["lion", "momentum"])
+def test_rules_without_a_second_moment(device, rule, last):
+    check_update(problem(SMALL, device, squares=False, last=last), device, rule=rule)
 
 
 @here
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(device, dtype):
+    lists = problem([*SMALL, kernels.CHUNK + 3], device, squares=False, param=dtype)
+    for param in lists["params"]:
+        param.fill_(torch.nan)
+    check_update(lists, device, rule="momentum", steps=torch.full((4,), torch.nan, device=device))
+
+
+@here
+def test_momentum_recursion(device):
+    check_update(problem(SMALL, device, squares=False, last=False), device, rule="momentum", blend=0.025)
+
+
+@here
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
 def test_blend_scale_and_factors(device, rule):
     check_update(
-        problem(SMALL, device, lion=rule == "lion"),
+        problem(SMALL, device, squares=rule == "adamw"),
         device,
         rule=rule,
         blend=0.3,
@@ -376,7 +394,7 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
 @here
 def test_lion_takes_no_step_where_the_sign_is_nan(device):
     """As `torch.sign`, so as rules.update."""
-    lists = problem([8], device, lion=True, last=False)
+    lists = problem([8], device, squares=False, last=False)
     before = lists["params"][0].clone()
     lists["gradients"][0].fill_(torch.nan)
     lr = torch.tensor(0.1, device=device)
@@ -394,7 +412,7 @@ def test_three_steps_follow_the_rules(device, rule, moved):
     Last gradients are either kept by the update, or the gradients before scaling, with their scale.
     """
     sizes, k = [700, 30, 1500], 0.025 * 0.95 / 0.05
-    lists = problem(sizes, device, lion=rule == "lion")
+    lists = problem(sizes, device, squares=rule == "adamw")
     plain = doubles(lists)
     last_scales = torch.linspace(0.5, 2.0, 3, device=device) if moved else None
     for t in range(1, 4):
@@ -439,6 +457,8 @@ def mars_steps(device, *, lr=0.01, **settings):
         {"max_grad_norm": 0.5, "take_grad": True},
         {"mars_type": "mars-lion", "optimize_1d": True, "maximize": True},
         {"second_moment": "gradient", "clip_threshold": None, "amsgrad": True},
+        {"mars_type": "mars-m", "ns_dtype": "float32"},
+        {"mars_type": "mars-shampoo", "ns_dtype": "float32", "max_grad_norm": 0.5, "take_grad": True},
     ],
     ids=str,
 )
@@ -452,7 +472,7 @@ def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
 
 def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
     """Lion moves each parameter from `value` by lr against the sign of its gradient, here always down."""
-    lists = problem([size, 5], device, lion=True, last=False, param=torch.bfloat16)
+    lists = problem([size, 5], device, squares=False, last=False, param=torch.bfloat16)
     for i, n in enumerate((size, 5)):
         lists["params"][i].fill_(value)
         lists["gradients"][i].fill_(1.0)
@@ -494,7 +514,7 @@ def test_stochastic_rounding_keeps_what_is_exact(device, value):
 @here
 def test_stochastic_rounding_keeps_the_nan_of_all_ones(device):
     """What NVIDIA GPUs produce; a carry would make it -0."""
-    lists = problem([700], device, lion=True, last=False, param=torch.bfloat16)
+    lists = problem([700], device, squares=False, last=False, param=torch.bfloat16)
     lists["params"][0].view(torch.int16).fill_(0x7FFF)
     steps, lr, seed = torch.ones(1, device=device), torch.tensor(0.0, device=device), torch.tensor(1, device=device)
     kernels.update(*lists.values(), **STEP, rule="lion", steps=steps, lr=lr, seed=seed)
@@ -506,7 +526,7 @@ def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(d
     """64 steps up by a sixteenth of the distance to the next number."""
     lr = 2.0**-11
     for stochastic, expected, tolerance in ((False, 1.0, 0.0), (True, 1 + 64 * lr, 1.4e-3)):
-        lists = problem([2000], device, lion=True, last=False, param=torch.bfloat16)
+        lists = problem([2000], device, squares=False, last=False, param=torch.bfloat16)
         lists["params"][0].fill_(1.0)
         lists["gradients"][0].fill_(-1.0)
         lists["exp_avgs"][0].zero_()
@@ -583,7 +603,7 @@ def test_update_beyond_31_bits(device):
     triton_device.update[(1,)](
         torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, STATE=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
-        LION=False, AMSGRAD=False, CORRECTED=True, KEEP_LAST=True,
+        RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True,
         CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)

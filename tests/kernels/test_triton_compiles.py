@@ -43,7 +43,7 @@ def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "STATE": state, "LAST": last, "COMPUTE": compute}
-    flags = {"LION": False, "AMSGRAD": False, "CORRECTED": True, "KEEP_LAST": last is not None, **flags}
+    flags = {"RULE": "adamw", "AMSGRAD": False, "CORRECTED": True, "KEEP_LAST": last is not None, **flags}
     return compiled(triton_device.update, target, VECTOR=vector, **dtypes, **flags)
 
 
@@ -90,6 +90,12 @@ def test_a_last_gradient_that_is_not_kept_is_not_written():
     assert accesses(code, "v4.b32") == (10, 6)
 
 
+def test_momentum_reads_no_parameter():
+    """Read are gradient, last gradient and first moment; written the latter two, and m."""
+    code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4, RULE="momentum")
+    assert accesses(code, "v4.b32") == (6, 6)
+
+
 def sums(gradient, last, vector, target=HOPPER, compute=tl.float32):
     dtypes = {"GRADIENT": gradient, "LAST": last, "COMPUTE": compute}
     return compiled(triton_device.partial_sums, target, VECTOR=vector, **dtypes)
@@ -100,7 +106,9 @@ def test_sums_move_128_bits_at_once(last):
     assert accesses(sums(tl.float32, last, 4), "v4.b32")[0] == (2 if last is None else 4)
 
 
-@pytest.mark.parametrize("flags", [{"LION": True}, {"AMSGRAD": True}, {"CORRECTED": False}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"AMSGRAD": True}, {"CORRECTED": False}], ids=str
+)
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, 4, **flags).asm["cubin"]
 
