@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -72,7 +73,7 @@ class Matrices:
         self._find_replicas([param for _, _, param in wanted if param not in placements])
         for slot, group, param in wanted:
             placement = placements.get(param)
-            shards = None if placement is None else placement.group
+            shards = None if placement is None or _is_alone(param, placement) else placement.group
             replicas = self._replicas[param] if placement is None else placement.replicas
             if shards is None and replicas is None:
                 found[param] = chunks.of(group, param)
@@ -165,6 +166,11 @@ class Matrices:
                 group_of,
             )
         return self._exchanges[key]
+
+
+def _is_alone(param: Tensor, placement: Placement) -> bool:
+    """Whether a sharded parameter is whole, in its own shape, because there is one rank only."""
+    return sharding.is_dtensor(param) and dist.get_world_size(placement.group) == 1
 
 
 def _orthogonalize(batches: Sequence[Batch]) -> None:

@@ -72,10 +72,10 @@ BF16 = ("zero1_bf16", "zero1_bf16_fp32accum", "zero2_bf16", "zero3_bf16")
 METRICS = {("torch", 2): ("ddp", "fsdp2"), ("deepspeed", 2): ("zero1", "zero2", "zero3")}
 # Wrong on purpose, see train.py.
 CONTROLS = {
-    ("torch", 2): ("fsdp2/adamw/local_norms", "fsdp2/lion/local_norms"),
+    ("torch", 2): ("fsdp2/adamw/local_norms", "fsdp2/lion/local_norms", "fsdp2/m/local_norms"),
     ("deepspeed", 2): (
         *(f"{engine}/adamw/local_norms" for engine in ("zero1", "zero2", "zero3", "zero2_bf16")),
-        *(f"zero2_bf16/{case}/local_norms" for case in ("lion", "m_bf16")),
+        "zero2_bf16/lion/local_norms",
     ),
 }
 
@@ -200,7 +200,7 @@ def test_states_are_those_of_one_process(trained, kind, world, engine, case):
         assert max(differences.values()) <= bar_of(case), worst(differences)
 
 
-@pytest.mark.parametrize("case", ["adamw", "adamw_1d", "lion", "lion_1d"])
+@pytest.mark.parametrize("case", ["adamw", "adamw_1d", "lion", "lion_1d", "m"])
 def test_the_clip_works_on_some_parameters_and_not_on_others(trained, case):
     """Or parity would say nothing about norms."""
     steps = trained("torch", 1, f"single/{case}").notes["corrected_norms"]
@@ -222,7 +222,7 @@ def test_a_norm_over_the_local_piece_is_noticed(trained, kind, run):
     if case.startswith("lion"):
         assert share_that_agrees(*weights) < 0.9
     else:
-        assert max(apart(*weights).values()) > 20 * BAR
+        assert max(apart(*weights).values()) > 20 * bar_of(case)
 
 
 COUNTED = [param for param in CASES if param.values[0] in ("torch", "deepspeed")]
@@ -322,7 +322,7 @@ def test_bf16_is_close_to_bf16_on_one_process(trained, engine, case):
         assert (moved <= half_a_step).float().mean() >= 0.9
 
 
-@BF16_CASES
+@pytest.mark.parametrize("case", ["adamw", "lion"])
 def test_a_norm_over_the_local_piece_is_noticed_in_bf16(trained, case):
     one = trained("deepspeed", 1, f"zero2_bf16/{case}")
     two = trained("deepspeed", 2, f"zero2_bf16/{case}/local_norms")
