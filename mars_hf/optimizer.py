@@ -664,8 +664,7 @@ def _check_gradient(param: Tensor) -> None:
 
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise RuntimeError for a state that has been loaded without its last gradient."""
-    needs_last = takes_mars(group) and group["is_approx"] and not states.is_recursive(group, state)
-    if "exp_avg" in state and "last_grad" not in state and needs_last:
+    if states.lacks_last_grad(group, state):
         raise RuntimeError(
             f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient: it was "
             "loaded by something that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "

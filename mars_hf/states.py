@@ -47,6 +47,12 @@ def is_recursive(group: dict[str, Any], state: Container[str]) -> bool:
     return takes_mars(group) and unclipped and without_squares and "last_grad" not in state
 
 
+def lacks_last_grad(group: dict[str, Any], state: Container[str]) -> bool:
+    """Whether a state has lost the last gradient that goes with its first moment. Of the state its keys will do."""
+    expected = takes_mars(group) and group["is_approx"] and not is_recursive(group, state)
+    return expected and "exp_avg" in state and "last_grad" not in state
+
+
 def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """Add the buffers that the rule needs and the state does not have yet: zeros."""
     if "step" not in state:

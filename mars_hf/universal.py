@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mars_hf.param_groups import takes_mars
-from mars_hf.states import is_recursive
+from mars_hf.states import lacks_last_grad
 
 if TYPE_CHECKING:
     from mars_hf.optimizer import Mars
@@ -195,9 +194,7 @@ def _check(engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], 
     for params, group in zip(parts, group_of, strict=True):
         for param in params:
             name = engine.param_names[param]
-            keys = _keys(zero / name)
-            needs_last = takes_mars(groups[group]) and not is_recursive(groups[group], keys)
-            if "exp_avg" in keys and "last_grad" not in keys and needs_last:
+            if lacks_last_grad(groups[group], _keys(zero / name)):
                 raise ValueError(
                     f"{zero / name} holds no last gradient, as if DeepSpeed's own converter had made it; convert the "
                     "checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
