@@ -145,7 +145,7 @@ class DeepSpeedRun:
         results = {}
         for name, param in trainable(self.model):
             results[f"weight.{name}"] = safe_get_full_fp32_param(param)
-            for key in states_of(getattr(param, "ds_shape", param.shape), self.case):
+            for key in states_of(name, getattr(param, "ds_shape", param.shape), self.case):
                 results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
         for index, state in enumerate(self.mars.state.values()):
             results[f"step.{index}"] = state["step"]
@@ -159,10 +159,13 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
 
-def states_of(shape: torch.Size, case: Case) -> list[str]:
-    mars = len(shape) > 1 or case.optimize_1d
-    lion = mars and case.mars_type == "mars-lion"
-    return ["exp_avg", *([] if lion else ["exp_avg_sq"]), *(["last_grad"] if mars else [])]
+def states_of(name: str, shape: torch.Size, case: Case) -> list[str]:
+    orthogonalized = case.mars_type in ("mars-shampoo", "mars-m")
+    embedding = orthogonalized and name.startswith(("transformer.wte", "transformer.wpe"))
+    mars = (len(shape) > 1 or case.optimize_1d) and not embedding
+    squares = not mars or case.mars_type == "mars-adamw" or (orthogonalized and len(shape) == 1)
+    last = mars and not (orthogonalized and case.clip_threshold is None)
+    return ["exp_avg", *(["exp_avg_sq"] if squares else []), *(["last_grad"] if last else [])]
 
 
 def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
