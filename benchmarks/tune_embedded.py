@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Does MARS help on the default job? Both optimizers over the same learning rates, seeds and budget.
+"""Does MARS help on the default job? Each optimizer over learning rates, with the same seeds and budget.
 
     python benchmarks/tune_embedded.py                # all runs, two at a time on one thread each
     python benchmarks/tune_embedded.py --report       # table and picture from the runs there are
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import machine
 import matplotlib
@@ -34,14 +34,62 @@ from pretraining.launch import pretrain  # noqa: E402  (needs the line above)
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 PICTURE = ROOT / "docs" / "images" / "tune_embedded.png"
 
-LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-SEEDS = (1, 2)
+GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+BASELINE = "adamw (0.9, 0.95)"
+
+
+class Contender(NamedTuple):
+    """Arguments of an optimizer's runs, and per seed the learning rates they are made with."""
+
+    argv: list[str]
+    learning_rates: dict[int, tuple[float, ...]]
+
+    @property
+    def family(self) -> str:
+        """The optimizer."""
+        return self.argv[1]
+
+
+def _settings(optimizer: str, **settings: float) -> list[str]:
+    return ["--optimizer", optimizer, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+
+
+def _with_lr_1d(optimizer: str, rates: dict[float, dict[int, tuple[float, ...]]]) -> dict[str, Contender]:
+    """Contenders that orthogonalize, one a rate of embeddings and vectors. beta1 is the published one, beta2 unused."""
+    return {
+        f"{optimizer.replace('_', '-')}, lr_1d {lr_1d:g}": Contender(
+            _settings(optimizer, beta1=0.95, lr_1d=lr_1d), learning_rates
+        )
+        for lr_1d, learning_rates in rates.items()
+    }
+
+
 CONTENDERS = {
-    "mars (0.95, 0.99)": ["--optimizer", "mars_adamw", "--beta1", "0.95", "--beta2", "0.99"],
-    "mars (0.9, 0.95)": ["--optimizer", "mars_adamw", "--beta1", "0.9", "--beta2", "0.95"],
-    "adamw (0.9, 0.95)": ["--optimizer", "adamw", "--beta1", "0.9", "--beta2", "0.95"],
-    "adamw (0.95, 0.99)": ["--optimizer", "adamw", "--beta1", "0.95", "--beta2", "0.99"],
+    "mars (0.95, 0.99)": Contender(_settings("mars_adamw", beta1=0.95, beta2=0.99), {1: GRID, 2: GRID}),
+    "mars (0.9, 0.95)": Contender(_settings("mars_adamw", beta1=0.9, beta2=0.95), {1: GRID, 2: GRID}),
+    "adamw (0.9, 0.95)": Contender(_settings("adamw", beta1=0.9, beta2=0.95), {1: GRID, 2: GRID}),
+    "adamw (0.95, 0.99)": Contender(_settings("adamw", beta1=0.95, beta2=0.99), {1: GRID, 2: GRID}),
 }
+CONTENDERS |= _with_lr_1d(
+    "mars_shampoo",
+    {
+        2e-3: {1: (2e-2,)},
+        4e-3: {1: (1e-2, 2e-2, 4e-2, 8e-2)},
+        8e-3: {1: (1e-2, 2e-2), 2: (2e-2,)},
+        1.6e-2: {1: (1e-2, 2e-2, 4e-2), 2: (2e-2,)},
+        3.2e-2: {1: (2e-2,)},
+    },
+)
+CONTENDERS |= _with_lr_1d(
+    "mars_m",
+    {
+        2e-3: {1: (8e-3,)},
+        4e-3: {1: (4e-3, 8e-3, 1.6e-2, 3.2e-2)},
+        8e-3: {1: (4e-3, 8e-3), 2: (8e-3,)},
+        1.6e-2: {1: (4e-3, 8e-3, 1.6e-2), 2: (8e-3,)},
+        3.2e-2: {1: (8e-3,)},
+    },
+)
 # The whole held-out split, once, at the end.
 COMMON = [
     "--max_eval_blocks",
@@ -60,7 +108,7 @@ COMMON = [
 def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
     """One training run; returns its row."""
     output = Path(scratch) / f"{contender.replace(' ', '')}-{lr:g}-{seed}"
-    argv = [*CONTENDERS[contender], "--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", *COMMON]
+    argv = [*CONTENDERS[contender].argv, "--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", *COMMON]
     metrics = pretrain(argv, output)
     keep = ("steps", "tokens", "train_loss", "eval_loss", "bits_per_byte", "tokens_per_second")
     return {
@@ -71,47 +119,80 @@ def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
     }
 
 
-def best(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Per contender, its best learning rate and the mean loss over seeds there."""
-    losses: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        losses[row["contender"]][row["learning_rate"]].append(row["eval_loss"])
-    return {
-        name: min(((lr, statistics.mean(values)) for lr, values in by_lr.items()), key=lambda pair: pair[1])
-        for name, by_lr in losses.items()
-    }
+def losses_of(rows: list[dict[str, Any]]) -> dict[str, dict[float, list[float]]]:
+    """Held-out losses by contender and learning rate, in the order of CONTENDERS and of the rates."""
+    losses: dict[str, dict[float, list[float]]] = {}
+    for name in CONTENDERS:
+        own = sorted((row["learning_rate"], row["seed"], row["eval_loss"]) for row in rows if row["contender"] == name)
+        for lr, _, loss in own:
+            losses.setdefault(name, {}).setdefault(lr, []).append(loss)
+    return losses
+
+
+def best(by_lr: dict[float, list[float]]) -> tuple[float, float]:
+    """The best learning rate and the mean loss over seeds there; a rate with fewer seeds than others does not count."""
+    seeds = max(map(len, by_lr.values()))
+    means = {lr: statistics.mean(losses) for lr, losses in by_lr.items() if len(losses) == seeds}
+    lr = min(means, key=means.__getitem__)
+    return lr, means[lr]
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Print the table and draw the picture."""
-    lines = ["| optimizer | " + " | ".join(f"lr {lr:g}" for lr in LEARNING_RATES) + " |"]
-    lines.append("| --- |" + " ---: |" * len(LEARNING_RATES))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name in CONTENDERS:
-        cells, means, shown = [], [], []
-        for lr in LEARNING_RATES:
-            losses = [row["eval_loss"] for row in rows if row["contender"] == name and row["learning_rate"] == lr]
-            cells.append(" / ".join(f"{loss:.3f}" for loss in losses) or "-")
-            if losses:
-                shown.append(lr)
-                means.append(statistics.mean(losses))
-                axes.scatter([lr] * len(losses), losses, s=12, alpha=0.6, color=f"C{list(CONTENDERS).index(name)}")
-        axes.plot(shown, means, label=name, color=f"C{list(CONTENDERS).index(name)}")
+    """Print a table a family of optimizers, and draw them."""
+    losses = losses_of(rows)
+    families: dict[str, list[str]] = {}
+    for name in losses:
+        families.setdefault(CONTENDERS[name].family, []).append(name)
+    for names in families.values():
+        print(table({name: losses[name] for name in names}) + "\n")
+    for name, by_lr in losses.items():
+        lr, loss = best(by_lr)
+        print(f"{name}: best {loss:.4f} at lr {lr:g} (seeds: {len(by_lr[lr])})")
+    draw({family: {name: losses[name] for name in names} for family, names in families.items()})
+
+
+def table(losses: dict[str, dict[float, list[float]]]) -> str:
+    """The losses of all seeds in Markdown, a column a learning rate."""
+    rates = sorted({lr for by_lr in losses.values() for lr in by_lr})
+    lines = ["| optimizer | " + " | ".join(f"lr {lr:g}" for lr in rates) + " |", "| --- |" + " ---: |" * len(rates)]
+    for name, by_lr in losses.items():
+        cells = [" / ".join(f"{loss:.3f}" for loss in by_lr.get(lr, [])) or "-" for lr in rates]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    axes.set(
-        xscale="log",
-        xlabel="peak learning rate",
-        ylabel="held-out loss (nats per token)",
-        title="Default job, 500 steps: mean of two seeds",
-    )
-    axes.set_xticks(LEARNING_RATES, [f"{lr:g}" for lr in LEARNING_RATES])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
+    return "\n".join(lines)
+
+
+def draw(families: dict[str, dict[str, dict[float, list[float]]]]) -> None:
+    """A panel a family: every run, the mean over seeds, and AdamW's best as a line."""
+    baseline = families.get("adamw", {}).get(BASELINE)
+    rows = math.ceil(len(families) / 2)
+    figure, panels = plt.subplots(rows, 2, figsize=(9, 3.4 * rows), layout="constrained", sharey=True, squeeze=False)
+    for axes, (family, losses) in zip(panels.flat, families.items(), strict=False):
+        if baseline:
+            axes.axhline(best(baseline)[1], color="0.25", linewidth=0.9, linestyle="--")
+        for index, (name, by_lr) in enumerate(losses.items()):
+            means = [statistics.mean(own) for own in by_lr.values()]
+            axes.plot(list(by_lr), means, label=name, color=f"C{index}", marker=".")
+            points = [(lr, loss) for lr, own in by_lr.items() for loss in own]
+            axes.scatter(*zip(*points, strict=True), s=12, alpha=0.6, color=f"C{index}")
+        rates = sorted({lr for by_lr in losses.values() for lr in by_lr})
+        axes.set(xscale="log", title=family)
+        axes.set_xticks(rates, [f"{lr:g}" for lr in rates])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.supxlabel("peak learning rate")
+    figure.supylabel("held-out loss (nats per token); dashed: AdamW at its best")
     figure.savefig(PICTURE, dpi=120)
-    print("\n".join(lines))
-    for name, (lr, loss) in best(rows).items():
-        print(f"{name}: best {loss:.4f} at lr {lr:g}")
+
+
+def wanted() -> list[tuple[str, float, int]]:
+    """Contender, learning rate and seed of every run."""
+    return [
+        (name, lr, seed)
+        for name, contender in CONTENDERS.items()
+        for seed, learning_rates in contender.learning_rates.items()
+        for lr in learning_rates
+    ]
 
 
 def main() -> None:
@@ -122,8 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"machine": machine.describe(), "runs": []}
     done = {(row["contender"], row["learning_rate"], row["seed"]) for row in result["runs"]}
-    wanted = [(name, lr, seed) for seed in SEEDS for lr in LEARNING_RATES for name in CONTENDERS]
-    missing = [] if arguments.report else [key for key in wanted if key not in done]
+    missing = [] if arguments.report else [key for key in wanted() if key not in done]
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = [pool.submit(run, *key, scratch) for key in missing]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mars_hf import param_groups
 from mars_hf.callbacks import innermost
 from mars_hf.optimizer import Mars
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 _SETTINGS = ("mars_type", "gamma", "is_approx", "clip_threshold", "eps", "amsgrad", "optimize_1d", "second_moment")
+_NEWTON_SCHULZ = ("ns_steps", "ns_coefficients", "layout")
 
 
 def write_model_card(trainer: Trainer) -> Path:
@@ -72,8 +74,10 @@ def _describe(optimizer: Any) -> str:
 
 def _optimizer_table(optimizer: Any, trainer: Trainer) -> list[str]:
     """One row a parameter group, with the peak learning rate where a scheduler keeps it."""
-    names = ["lr", "betas", "weight_decay", *(_SETTINGS if isinstance(optimizer, Mars) else ("eps",))]
     groups = getattr(optimizer, "param_groups", [])
+    names = ["lr", "betas", "weight_decay", *(_SETTINGS if isinstance(optimizer, Mars) else ("eps",))]
+    if isinstance(optimizer, Mars) and any(map(param_groups.orthogonalizes, groups)):
+        names += _NEWTON_SCHULZ
     header = ["group", *names]
     rows = [header, ["---"] * len(header)]
     for index, group in enumerate(groups):

@@ -127,7 +127,7 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--optimizers",
         nargs="+",
         metavar="NAME",
-        default=["mars_adamw", "mars_adamw_exact", "mars_lion", "adamw"],
+        default=["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"],
         help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: %(default)s")

@@ -16,7 +16,7 @@ from transformers.hf_argparser import string_to_bool
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
-OPTIMIZERS = ("mars_adamw", "mars_lion", "adamw")
+OPTIMIZERS = ("mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw")
 
 
 @dataclass
@@ -75,11 +75,28 @@ class OptimizerArguments:
         metadata={"help": "False: exact MARS, which takes two gradients a step."},
     )
     optimize_1d: bool | None = field(default=None, metadata={"help": "True: vectors take the MARS rule as well."})
-    lr_1d: float | None = field(default=None, metadata={"help": "Learning rate of vectors; left out: half of it."})
-    beta1_1d: float | None = field(default=None, metadata={"help": "beta1 of vectors."})
-    beta2_1d: float | None = field(default=None, metadata={"help": "beta2 of vectors."})
-    weight_decay_1d: float | None = field(default=None, metadata={"help": "Decay of vectors."})
+    lr_1d: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of what takes AdamW: vectors, with mars_shampoo and mars_m embeddings too. "
+            "Left out: half of the matrices', all of it with mars_m."
+        },
+    )
+    beta1_1d: float | None = field(default=None, metadata={"help": "beta1 of the same."})
+    beta2_1d: float | None = field(default=None, metadata={"help": "beta2 of the same."})
+    weight_decay_1d: float | None = field(default=None, metadata={"help": "Decay of the same."})
     second_moment: str | None = field(default=None, metadata={"help": "corrected or gradient."})
+    ns_steps: int | None = field(
+        default=None,
+        metadata={"help": "Steps of Newton-Schulz; this and the next three: mars_shampoo and mars_m only."},
+    )
+    ns_coefficients: str | None = field(default=None, metadata={"help": "quintic or polar-express."})
+    split_fused: str | None = field(
+        default=None, metadata={"help": "auto: query, key and value are orthogonalized apart; none: as one matrix."}
+    )
+    orthogonalize_embeddings: bool | None = field(
+        default=None, metadata={"help": "True: embeddings are orthogonalized too, in place of AdamW."}
+    )
     no_decay: list[str] | None = field(
         default=None, metadata={"help": "Shell patterns of names of matrices that are not decayed (mars only)."}
     )

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf import param_groups
+from mars_hf import hyperparameters, param_groups
 from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
 # Settings that AdamW has too.
 _SHARED = ("beta1", "beta2", "eps", "no_decay")
+# Settings of those that orthogonalize.
+_ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in hyperparameters.ORTHOGONAL_TYPES)
+_ORTHOGONAL_SETTINGS = ("ns_steps", "ns_coefficients", "split_fused", "orthogonalize_embeddings")
 
 
 class AdamWFactory:
@@ -32,7 +35,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     """What `Trainer(optimizer_cls_and_kwargs=...)` takes.
 
     Raises:
-        ValueError: a setting of MARS was given for AdamW.
+        ValueError: a setting was given that the optimizer does not have.
     """
     settings = {name: value for name, value in vars(arguments).items() if name != "optimizer" and value is not None}
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
@@ -46,6 +49,10 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
             "eps": settings.get("eps", training.adam_epsilon),
             "no_decay": settings.get("no_decay", []),
         }
+    foreign = [name for name in settings if name in _ORTHOGONAL_SETTINGS]
+    if foreign and arguments.optimizer not in _ORTHOGONAL_OPTIMIZERS:
+        owners = " and ".join(_ORTHOGONAL_OPTIMIZERS)
+        raise ValueError(f"optimizer={arguments.optimizer} has no {', '.join(foreign)}, which {owners} have")
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
     return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)

@@ -17,6 +17,13 @@ PAPER = {  # PAPER.md 3.2: layers, heads, width, micro-batch, accumulation; lr a
     "gpt2-large": (36, 20, 1280, 5, 12, 2e-3, 1e-3, 2e-4, 1e-5),
     "gpt2-xl": (48, 25, 1600, 5, 12, 2e-3, 1e-3, 2e-4, 1e-5),
 }
+# PAPER.md 3.2: lr and lr_1d of Muon, lr of MARS-M.
+ORTHOGONAL = {
+    "gpt2-small": (2e-2, 3e-3, 6e-3),
+    "gpt2-medium": (1e-2, 1.5e-3, 5e-3),
+    "gpt2-large": (6.67e-3, 1e-3, 5e-3),
+    "gpt2-xl": (6.67e-3, 1e-3, 3e-3),
+}
 
 
 def parse(tmp_path, *argv):
@@ -68,6 +75,36 @@ def test_paper_configs_hold_the_published_settings(tmp_path, name):
     assert (adamw.optimizer.beta1, adamw.optimizer.beta2) == (0.9, 0.95)
 
 
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_paper_configs_of_mars_shampoo_are_those_of_muon(tmp_path, name):
+    lr, lr_1d, _ = ORTHOGONAL[name]
+    run = parse(tmp_path, "--config", name, "--optimizer", "mars_shampoo", *ON_CPU)
+    assert (run.training.learning_rate, run.optimizer.lr_1d) == (lr, lr_1d)
+    matrix, embedding, vector = _groups(run)
+    assert (matrix["lr"], matrix["weight_decay"], matrix["betas"][0]) == (lr, 0, 0.95)
+    assert (embedding["lr"], embedding["weight_decay"]) == (lr_1d, 0)
+    assert (vector["lr"], vector["weight_decay"]) == (lr_1d, 0.1)
+    assert matrix["clip_threshold"] == run.training.max_grad_norm
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_paper_configs_of_mars_m_have_one_rate_and_one_decay(tmp_path, name):
+    run = parse(tmp_path, "--config", name, "--optimizer", "mars_m", *ON_CPU)
+    groups = _groups(run)
+    assert [group["role"] for group in groups] == ["matrix", "embedding", "vector"]
+    assert {(group["lr"], group["weight_decay"]) for group in groups} == {(ORTHOGONAL[name][2], 1e-2)}
+    assert groups[0]["betas"][0] == 0.95 and groups[1]["betas"] == (0.9, 0.95)
+    assert groups[0]["layout"]["parts"] is None  # query, key and value stay one matrix
+    assert groups[0]["clip_threshold"] == run.training.max_grad_norm
+
+
+def _groups(run):
+    """Those that a small model gets with the run's settings, one a set of settings other than the layout."""
+    make, settings = optimizers.for_trainer(run.optimizer, run.training)
+    groups = make()(gpt2(), **settings).param_groups
+    return list({(group["role"], group["lr"], group["weight_decay"]): group for group in groups}.values())
+
+
 def test_command_line_overrides_config_and_section(tmp_path):
     run = parse(tmp_path, "--learning_rate", "0.5", "--n_layer", "1", "--gamma", "0.1")
     assert (run.training.learning_rate, run.model.n_layer, run.optimizer.gamma) == (0.5, 1, 0.1)
@@ -90,7 +127,7 @@ def test_a_config_of_ones_own(tmp_path):
         ("n_layer: 3\noptimizers: {sgd: {}}", [], "unknown sgd"),
         ("- 3", [], "holds list"),
         ("a: [", [], "not YAML"),
-        ("n_layer: 3", ["--optimizer", "sgd"], "accepted: mars_adamw, mars_lion, adamw"),
+        ("n_layer: 3", ["--optimizer", "sgd"], "accepted: mars_adamw, mars_lion, mars_shampoo, mars_m, adamw"),
         ("n_layer: 3", ["--n_layers", "4"], "--n_layers"),
         (None, ["--config", "gpt2-tiny"], "gpt2-small"),
     ],
@@ -128,6 +165,39 @@ def test_optimizers_of_a_run(tmp_path):
 def test_settings_of_mars_are_refused_for_adamw(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"adamw has no {name}"):
         optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "adamw", f"--{name}", value))
+
+
+@pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
+def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
+    argv = ["--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none"]
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", optimizer, *argv))
+    groups = make()(gpt2(), **settings).param_groups
+    assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
+    assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
+    assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
+    embeddings = [group for group in groups if group["role"] == "embedding"]
+    assert embeddings and embeddings[0]["lr"] == settings["lr_1d"]
+    argv = ["--optimizer", optimizer, "--orthogonalize_embeddings", "true"]
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
+    groups = make()(gpt2(), **settings).param_groups
+    assert {group["role"] for group in groups} == {"matrix", "vector"}
+    assert any(group["layout"]["parts"] for group in groups if group["role"] == "matrix")
+
+
+@pytest.mark.parametrize("optimizer", ["mars_adamw", "mars_lion"])
+def test_settings_of_newton_schulz_are_refused_where_nothing_is_orthogonalized(tmp_path, optimizer):
+    with pytest.raises(ValueError, match=f"{optimizer} has no ns_steps, which mars_shampoo and mars_m have"):
+        optimizers.for_trainer(*_settings(tmp_path, "--optimizer", optimizer, "--ns_steps", "3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [("ns_coefficients", "cubic", "'quintic', 'polar-express'"), ("split_fused", "yes", "'auto', 'none'")],
+)
+def test_unknown_choices_of_mars_m_are_named_with_the_accepted_ones(tmp_path, name, value, accepted):
+    with pytest.raises(ValueError, match=f"{name}='{value}'.*{accepted}"):
+        make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "mars_m", f"--{name}", value))
+        make()(gpt2(), **settings)
 
 
 def _settings(tmp_path, *argv):

@@ -55,6 +55,14 @@ def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):
         picture.verify()
 
 
+def test_every_optimizer_is_compared_by_default(tmp_path, started):
+    result = compare(tmp_path, "--seeds", "1")
+    rows = [row["contender"] for row in result["rows"]]
+    assert rows == ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
+    chosen = [argv[argv.index("--optimizer") + 1] for argv in started]
+    assert chosen == ["mars_adamw", "mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
+
+
 def test_an_interrupted_comparison_goes_on(tmp_path, started):
     compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
     result = compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "2")
@@ -90,7 +98,7 @@ def test_runs_with_other_settings_are_refused_before_any_is_started(tmp_path, st
     [
         (
             ["--optimizers", "mars_adamw", "sgd"],
-            "unknown sgd; accepted are mars_adamw, mars_lion, adamw, mars_adamw_exact",
+            "unknown sgd; accepted are mars_adamw, mars_lion, mars_shampoo, mars_m, adamw, mars_adamw_exact",
         ),
         (["--optimizers", "adamw_exact"], "unknown adamw_exact"),
         (["--optimizer", "adamw"], "use --optimizers"),

@@ -122,13 +122,14 @@ def test_a_run_is_reproducible(finished, tokens, tmp_path):
     assert_equal_weights(finished, tmp_path / "again")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "mars_lion"])
+@pytest.mark.parametrize("optimizer", ["adamw", "mars_lion", "mars_shampoo", "mars_m"])
 def test_other_optimizers(finished, tokens, tmp_path, optimizer):
     metrics = run(tmp_path / "run", tokens, "--optimizer", optimizer)
     assert metrics["optimizer"] == optimizer
     assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
     card = (tmp_path / "run" / "README.md").read_text()
-    assert ("torch.optim" in card) if optimizer == "adamw" else ("mars-lion" in card)
+    assert ("torch.optim" in card) if optimizer == "adamw" else (optimizer.replace("_", "-") in card)
+    assert ("| ns_steps | ns_coefficients |" in card) == (optimizer in ("mars_shampoo", "mars_m"))
     assert any(
         not torch.equal(a, b)
         for a, b in zip(weights(finished).values(), weights(tmp_path / "run").values(), strict=True)
@@ -153,8 +154,8 @@ def test_exact_mars(finished, tokens, tmp_path, capsys):
 @pytest.mark.parametrize("extra", [[], ["--dropout", "0.1", "--gradient_accumulation_steps", "2"]])
 @pytest.mark.parametrize(
     "optimizer",
-    [["mars_adamw"], ["mars_adamw", "--is_approx", "false"], ["adamw"]],
-    ids=["mars_adamw", "exact", "adamw"],
+    [["mars_adamw"], ["mars_adamw", "--is_approx", "false"], ["mars_shampoo"], ["mars_m"], ["adamw"]],
+    ids=["mars_adamw", "exact", "mars_shampoo", "mars_m", "adamw"],
 )
 def test_resuming_continues_to_the_bit(tokens, tmp_path, optimizer, extra):
     argv = ["--save_strategy", "steps", "--save_steps", "3", "--optimizer", *optimizer, *extra]
