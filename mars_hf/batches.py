@@ -213,9 +213,13 @@ def gather(
                     chunks.get(param),
                 )
                 sorted_.setdefault(key, []).append(param)
+    # Batches of these are many and small, and share their kernels.
+    orthogonalized = sum(sharding.local(param).numel() for param in chunks)
     batches = []
     for key, params in sorted_.items():
-        batch = _make(param_groups[key[0]], key, params, all_states, placements)
+        own = sum(sharding.local(param).numel() for param in params)
+        numel = own if key[-1] is None else orthogonalized
+        batch = _make(param_groups[key[0]], key, params, all_states, placements, numel)
         if batch.params:  # an engine's flat tensor may be all padding
             batches.append(batch)
     return batches
@@ -227,13 +231,14 @@ def _make(
     params: Sequence[Tensor],
     all_states: Mapping[Tensor, Any],
     placements: Mapping[Tensor, Placement],
+    numel: int,
 ) -> Batch:
     _, device, dtype, gradient_dtype, state_dtypes, _, moves, dense, chunk = key
     engine = engines.choose(
         group,
         device,
         [dtype, gradient_dtype, *(of for _, of in state_dtypes)],
-        sum(sharding.local(param).numel() for param in params),
+        numel,
         plain_adamw=not takes_mars(group),
         dense=dense,
     )

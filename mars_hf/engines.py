@@ -139,7 +139,7 @@ def choose(
         group: the parameter group, of which `foreach`, `fused` and `capturable` count.
         device: of the tensors.
         dtypes: of all tensors.
-        numel: elements of the parameters.
+        numel: elements of the parameters that will use the same kernels.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
         dense: whether they fill their memory without gaps, as kernels need.
 

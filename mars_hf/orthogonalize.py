@@ -33,8 +33,8 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTIC, "polar-express": POLAR_EXPRESS}
 
 # Elements worked on at once; memory is about three times this, in the iteration's dtype. On an accelerator all of GPT-2
-# small fits; on a CPU larger batches leave the caches and take up to a fifth longer.
-MAX_ELEMENTS, MAX_ELEMENTS_CPU = 2**27, 2**22
+# small fits; on a CPU batches that leave the caches take up to a third longer.
+MAX_ELEMENTS, MAX_ELEMENTS_CPU = 2**27, 2**18
 
 
 def shampoo_scale(rows: int, cols: int) -> float:
@@ -161,6 +161,8 @@ def _count(matrices: Tensor) -> int:
 
 
 def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(matrices) == 1:
+        return matrices[0].to(dtype, copy=True)  # as it lies in memory: a transposed one need not be turned round
     counts = [_count(m) for m in matrices]
     stacked = torch.empty(sum(counts), *matrices[0].shape[1:], dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(stacked.split(counts)), list(matrices))
@@ -169,12 +171,29 @@ def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 def _iterate(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
     """The iteration on (n, rows, cols), rows <= cols; `x` is overwritten."""
-    precise = torch.promote_types(x.dtype, torch.float32)
-    # Row by row first: in one go, PyTorch's CPU norm of millions of float32 is off by 4e-5.
-    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
-    x.div_(torch.linalg.vector_norm(rows, dim=-2, keepdim=True) + eps)
+    if len(x) == 1:
+        return _iterate_one(x[0], coefficients, eps).unsqueeze(0)
+    x.div_(torch.linalg.vector_norm(_row_norms(x), dim=-2, keepdim=True) + eps)
     for a, b, c in coefficients:
         gram = torch.bmm(x, x.mT)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x
+
+
+def _iterate_one(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
+    """The same on (rows, cols), which is faster than a batch of one; the result lies in memory as `x` does."""
+    turned = not x.is_contiguous()  # the transpose is as good: its gram matrix is the same, multiplied from the right
+    x = x.mT if turned else x
+    x.div_(torch.linalg.vector_norm(_row_norms(x)) + eps)
+    for a, b, c in coefficients:
+        gram = torch.mm(x.mT, x) if turned else torch.mm(x, x.mT)
+        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, x, gram, beta=a) if turned else torch.addmm(x, gram, x, beta=a)
+    return x.mT if turned else x
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    # In one go, PyTorch's CPU norm of millions of float32 is off by 4e-5.
+    precise = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
