@@ -15,6 +15,8 @@ from mars_hf.orthogonalize import MAX_ELEMENTS, Coefficients, muon_scale, orthog
 
 _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 _MUON_EPS = 1e-7
+# Temporary tensors of up to 32 MB are taken from memory that the process has; larger ones cost a page fault every 4 KB.
+CHUNK_CPU = 2**22
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Chunks:
     calls of Newton-Schulz, and temporary memory that does not grow with the model.
     """
 
-    def __init__(self, limit: int = MAX_ELEMENTS) -> None:
-        """Start without any; `limit` is a number of elements."""
+    def __init__(self, limit: int | None = None) -> None:
+        """Start without any; `limit` is a number of elements, None for `MAX_ELEMENTS` or, on CPUs, `CHUNK_CPU`."""
         self._limit = limit
         self._sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
 
@@ -116,7 +118,8 @@ class Chunks:
         shapes = frozenset(tuple(sorted(shape[-2:])) for shape in layouts.matrix_shapes(param.shape, layout))
         kind = (param.device, param.dtype, iteration_dtype(group, param), shapes)
         number, elements = self._sizes.get(kind, (0, 0))
-        if elements and elements + param.numel() > self._limit:
+        limit = self._limit or (CHUNK_CPU if param.device.type == "cpu" else MAX_ELEMENTS)
+        if elements and elements + param.numel() > limit:
             number, elements = number + 1, 0
         self._sizes[kind] = number, elements + param.numel()
         return (*kind, number)
