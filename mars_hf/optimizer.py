@@ -122,8 +122,9 @@ class Mars(torch.optim.Optimizer):
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
         Besides, while it orthogonalizes, a step holds first moments, directions and what Newton-Schulz works on, of
-        matrices of one shape and at most 2**27 elements (or one parameter) at a time: 8 to 10 bytes an element with
-        bfloat16.
+        matrices of one shape and at most 2**27 elements (2**22 on CPUs; or one parameter) at a time: 8 to 10 bytes an
+        element with bfloat16. Where ranks share the work it holds all first moments of this rank at once, in the dtype
+        of the iteration.
 
     A step that a gradient scaler skips changes nothing. Without a scaler a NaN or infinite gradient does what it does
     in torch.optim.AdamW: it enters moments and parameter.
