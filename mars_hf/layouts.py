@@ -131,23 +131,6 @@ def split(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
     return [view.reshape(shape) for view, shape in zip(views(tensor, layout), shapes, strict=True)]
 
 
-def join(matrices: Sequence[Tensor], layout: MatrixLayout, like: Tensor) -> Tensor:
-    """Undo `split`.
-
-    Args:
-        matrices: one a part, of the shapes `split` gives.
-        layout: of the parameter.
-        like: gives shape, strides and device of the result.
-
-    Returns:
-        A new tensor, in the dtype of the matrices.
-    """
-    joined = torch.empty_like(like, dtype=matrices[0].dtype)
-    for view, matrix in zip(views(joined, layout), matrices, strict=True):
-        view.copy_(matrix.reshape(view.shape))
-    return joined
-
-
 def of_model(
     model: nn.Module, *, split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto"
 ) -> dict[str, MatrixLayout]:

@@ -31,10 +31,16 @@ def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> di
     for name, layout in layouts.of_model(model, **options).items():
         matrices = layouts.split(gradients[name], layout)
         results = orthogonalize(matrices, dtype=gradients[name].dtype)
-        found[name] = layouts.join(
-            [result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name]
-        )
+        found[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
     return found
+
+
+def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
+    """The parameter-shaped tensor whose matrices these are."""
+    joined = torch.empty_like(like, dtype=matrices[0].dtype)
+    for view, matrix in zip(layouts.views(joined, layout), matrices, strict=True):
+        view.copy_(matrix.reshape(view.shape))
+    return joined
 
 
 # Tensors
@@ -68,7 +74,7 @@ def test_split_and_join(shape, layout, shapes, strides):
     before = tensor.clone()
     matrices = layouts.split(tensor, layout)
     assert [tuple(m.shape) for m in matrices] == shapes == layouts.matrix_shapes(shape, layout)
-    joined = layouts.join([m.clone() for m in matrices], layout, like=tensor)
+    joined = join([m.clone() for m in matrices], layout, like=tensor)
     torch.testing.assert_close(joined, before, rtol=0, atol=0)
     assert joined.data_ptr() != tensor.data_ptr() or not tensor.numel()
 
@@ -90,7 +96,7 @@ def test_split_of_one_projection_is_a_view():
 
 def test_join_keeps_strides_and_takes_the_matrices_dtype():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    joined = layouts.join([m.bfloat16() for m in layouts.split(weight, MatrixLayout())], MatrixLayout(), like=weight)
+    joined = join([m.bfloat16() for m in layouts.split(weight, MatrixLayout())], MatrixLayout(), like=weight)
     assert joined.stride() == weight.stride()
     assert joined.dtype == torch.bfloat16
 
