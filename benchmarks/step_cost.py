@@ -69,8 +69,8 @@ WARM_UP = 3
 # A contender that takes more than SLOW times AdamW's time has a turn in every SLOW-th round only.
 SLOW = 5
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-# Bytes a parameter: parameters and two sets of gradients; states of AdamW; states of a contender; copies it may make.
-SHARED, ADAMW_STATE, OWN_STATE, TRANSIENT = 12, 8, 12, 12
+# Bytes a parameter: parameters and four sets of gradients; states of AdamW; states of a contender; copies it may make.
+SHARED, ADAMW_STATE, OWN_STATE, TRANSIENT = 20, 8, 12, 12
 
 Named = Mapping[str, Tensor]
 Make = Callable[[Named], list[torch.optim.Optimizer]]
@@ -185,7 +185,8 @@ def _peer(module: str, name: str) -> Make:
 class Workload:
     """Parameters of GPT-2's shapes and two sets of gradients for them, which all contenders share.
 
-    Two, so that the last gradient is another one than the gradient.
+    Two, so that the last gradient is another one than the gradient. Those who scale gradients in place have two of
+    their own: a loop does not touch gradients that an optimizer has taken.
     """
 
     def __init__(self, size: str, device: torch.device, gradient_norm: float = GRADIENT_NORM) -> None:
@@ -201,16 +202,18 @@ class Workload:
         self.params = list(self.named.values())
         self.numel = sum(param.numel() for param in self.params)
         size_of_one = gradient_norm / self.numel**0.5
-        self._gradients = [[draw(param).mul_(size_of_one) for param in self.params] for _ in range(2)]
+        kept = [[draw(param).mul_(size_of_one) for param in self.params] for _ in range(2)]
+        scaled = [[gradient.clone() for gradient in gradients] for gradients in kept]
+        self._gradients = {False: kept, True: scaled}
 
-    def present(self, turn: int) -> None:
-        """Set the gradients of a contender's turn, without a copy."""
-        for param, gradient in zip(self.params, self._gradients[turn % 2], strict=True):
+    def present(self, turn: int, *, scales: bool = False) -> None:
+        """Set the gradients of a contender's turn, without a copy; `scales`: for one that scales them in place."""
+        for param, gradient in zip(self.params, self._gradients[scales][turn % 2], strict=True):
             param.grad = gradient
 
     def unclip(self, turn: int, norm: Tensor) -> None:
         """Take back a scaling to MAX_NORM, which is made in place."""
-        torch._foreach_mul_(self._gradients[turn % 2], (norm / MAX_NORM).clamp(min=1.0))
+        torch._foreach_mul_(self._gradients[True][turn % 2], (norm / MAX_NORM).clamp(min=1.0))
 
 
 class Player:
@@ -251,7 +254,7 @@ class Player:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _take(self, measure: Callable[[Callable[[], None]], Any]) -> Any:
-        self._work.present(self._turn)
+        self._work.present(self._turn, scales=self.contender.before is not None)
         norms = []
 
         def step() -> None:

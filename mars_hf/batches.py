@@ -213,12 +213,9 @@ def gather(
                     chunks.get(param),
                 )
                 sorted_.setdefault(key, []).append(param)
-    # Batches of these are many and small, and share their kernels.
-    orthogonalized = sum(sharding.local(param).numel() for param in chunks)
+    numel = sum(sharding.local(param).numel() for params in sorted_.values() for param in params)
     batches = []
     for key, params in sorted_.items():
-        own = sum(sharding.local(param).numel() for param in params)
-        numel = own if key[-1] is None else orthogonalized
         batch = _make(param_groups[key[0]], key, params, all_states, placements, numel)
         if batch.params:  # an engine's flat tensor may be all padding
             batches.append(batch)

@@ -36,7 +36,12 @@ def is_certain(norm: float, last_norm: float, k: float, clip_threshold: float) -
     ||last|| is known from the step before, so that ||c|| needs no pass over the last gradient. The margin is for the
     rounding of a last gradient kept in bfloat16. False for a norm that is NaN.
     """
-    return (1 + k) * norm + k * last_norm <= 0.99 * clip_threshold
+    return (1 + k) * norm + k * last_norm <= certain_below(clip_threshold)
+
+
+def certain_below(clip_threshold: float) -> float:
+    """What the left side of that inequality may be at most (kernels decide for themselves)."""
+    return 0.99 * clip_threshold
 
 
 def factors(square: Tensor, clip_threshold: float) -> Tensor:

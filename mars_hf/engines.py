@@ -3,7 +3,7 @@
 | engine    | where | what it is                                      | taken by `fused=None`                  |
 | --------- | ----- | ----------------------------------------------- | -------------------------------------- |
 | triton    | GPU   | kernels/triton.py, two passes, any tensors      | wherever it runs                       |
-| compiled  | CPU   | kernels/compiled.py, two passes                 | from `COMPILED_FROM` elements a batch  |
+| compiled  | CPU   | kernels/compiled.py, two passes                 | from `COMPILED_FROM` elements a step   |
 | adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
 | for-loop  | all   | rules.py, one tensor after the other            | else                                   |
@@ -25,8 +25,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from mars_hf import rules
 
-# Compiling takes seconds, once: from this size on it is earned back within the first hundred steps.
-COMPILED_FROM = 8_000_000
+# Compiling takes a second or two, once a machine: from this size on it is earned back within a few hundred steps.
+COMPILED_FROM = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,18 @@ class KernelEngine(Engine):
         stochastic: bool = False,
         **settings: Any,
     ) -> None:
-        """As `rules.update`; `stochastic` rounding takes the step count as its seed, alike on all ranks."""
+        """As `rules.update`; `stochastic` rounding takes the step count as its seed, alike on all ranks.
+
+        Kernels write past autograd, which is told here: a graph that has saved what changes must not run backward.
+        """
         device = lists[0][0].device
         counts = _on(device, steps)
         if stochastic:
             settings["seed"] = counts[0].to(torch.int64)
         self.module.update(*lists, steps=counts, lr=_on(device, [lr], torch.float64)[0], **settings)
+        params, _, *moments, last_grads = lists
+        written = [params, *moments, last_grads if settings["keep_last"] else []]
+        torch.autograd.graph.increment_version([tensor for tensors in written for tensor in tensors])
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def choose(
         group: the parameter group, of which `foreach`, `fused` and `capturable` count.
         device: of the tensors.
         dtypes: of all tensors.
-        numel: elements of the parameters that will use the same kernels.
+        numel: elements of all parameters of the step.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
         dense: whether they fill their memory without gaps, as kernels need.
 
@@ -175,7 +181,8 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
         from mars_hf.kernels import compiled
 
-        return KernelEngine("compiled", module=compiled, clips=True) if compiled.supports(device, dtypes) else None
+        engine = KernelEngine("compiled", module=compiled, rounds_stochastically=True, clips=True)
+        return engine if compiled.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
@@ -186,7 +193,10 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
 
 def _on(device: torch.device, numbers: Sequence[float | Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers as a tensor on a device, without waiting for it."""
-    if any(isinstance(number, Tensor) and number.device == device for number in numbers):
+    there = [number for number in numbers if isinstance(number, Tensor) and number.device == device]
+    if len(there) == len(numbers):
+        return torch.stack(there).to(dtype)
+    if there:
         return torch.stack([torch.as_tensor(number, device=device, dtype=dtype) for number in numbers])
     values = [float(number) for number in numbers]
     if len(set(values)) == 1:

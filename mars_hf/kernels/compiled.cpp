@@ -1,0 +1,444 @@
+// The rules on CPUs: what mars_hf/kernels/compiled.py calls. Plain C++17 and OpenMP, without PyTorch's headers.
+//
+// Tensors of a call are described by a table of int64 words, LISTS rows of addresses, LISTS rows of types and a row of
+// sizes, one column a tensor; and by a row of numbers for each, see Numbers. All sizes and offsets
+// are 64 bits wide.
+//
+// Work is divided into rows of ROW elements, and every sum is kept row by row and added up in one order: results do not
+// depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
+// tensor of another type than that of the arithmetic is converted there, so that one code serves all types.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t ROW = 4096;
+constexpr int64_t BLOCK = 1024;
+// Elements whose norms are taken right before their update: their gradients are still in the cache then.
+constexpr int64_t WAVE = 1 << 20;
+// Elements from which on another thread is worth its start; as PyTorch's.
+constexpr int64_t GRAIN = 32768;
+
+enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, LISTS };
+enum Type { ABSENT, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum Rule { ADAMW, LION, MOMENTUM };
+enum Last { NONE, READ, KEPT };
+enum Sum { GG, GL, LL, CC, SUMS };
+
+// In the order of NUMBERS in compiled.py.
+struct Numbers {
+    double scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
+    double threshold;  // of the norm of c
+    double certain;    // what (1 + k) ||g|| + k ||last|| must not exceed to show that c is not to be clipped
+    double last_norm;  // of the last gradient; NaN: unknown. Becomes that of g
+};
+
+struct Tensors {
+    int64_t count;
+    const int64_t* words;
+
+    void* data(List list, int64_t i) const { return reinterpret_cast<void*>(words[list * count + i]); }
+    Type type(List list, int64_t i) const { return static_cast<Type>(words[(LISTS + list) * count + i]); }
+    int64_t size(int64_t i) const { return words[2 * LISTS * count + i]; }
+    int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
+    bool has(List list) const { return count && type(list, 0) != ABSENT; }
+};
+
+// --- types ----------------------------------------------------------------------------------------------------------
+
+template <class To, class From>
+To bits(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To result;
+    std::memcpy(&result, &value, sizeof(To));
+    return result;
+}
+
+struct Half {
+    uint16_t word;
+
+    operator float() const {
+        uint32_t magnitude = (word & 0x7fffu) << 13, sign = (word & 0x8000u) << 16;
+        uint32_t finite = bits<uint32_t>(bits<float>(magnitude) * 0x1p112f);  // subnormal numbers too
+        return bits<float>((magnitude < 0x0f800000u ? finite : magnitude | 0x7f800000u) | sign);
+    }
+
+    static Half nearest(float value) {
+        uint32_t word = bits<uint32_t>(value), magnitude = word & 0x7fffffffu;
+        uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1) - 0x38000000u) >> 13;
+        uint32_t subnormal = bits<uint32_t>(bits<float>(magnitude) + 0.5f) - 0x3f000000u;
+        uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
+        uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+        return {static_cast<uint16_t>((magnitude < 0x477ff000u ? rounded : large) | (word >> 16 & 0x8000u))};
+    }
+};
+
+struct BFloat16 {
+    uint16_t word;
+
+    operator float() const { return bits<float>(static_cast<uint32_t>(word) << 16); }
+
+    static BFloat16 nearest(float value) {
+        uint32_t word = bits<uint32_t>(value);
+        uint32_t rounded = (word + 0x7fffu + (word >> 16 & 1)) >> 16;
+        return {static_cast<uint16_t>((word & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+    }
+
+    // To either neighbour, by 16 random bits: what is below the last place of bfloat16, plus them, carries or does not.
+    static BFloat16 random(float value, uint32_t noise) {
+        uint32_t word = bits<uint32_t>(value);
+        bool finite = (word & 0x7f800000u) != 0x7f800000u;
+        return finite ? BFloat16{static_cast<uint16_t>((word + (noise & 0xffffu)) >> 16)} : nearest(value);
+    }
+};
+
+template <class T>
+constexpr Type type_of = sizeof(T) == 8 ? FLOAT64 : FLOAT32;
+
+template <class T, class From>
+void widen(int64_t n, const From* from, T* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) to[i] = static_cast<T>(from[i]);
+}
+
+template <class T, class To>
+void narrow(int64_t n, const T* from, To* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) to[i] = To::nearest(static_cast<float>(from[i]));
+}
+
+// n elements from `at` on in the type of the arithmetic: where they are, or converted into `buffer`.
+template <class T>
+T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* buffer, bool read = true) {
+    void* data = tensors.data(list, i);
+    Type type = tensors.type(list, i);
+    if (type == type_of<T>) return static_cast<T*>(data) + at;
+    if (!read) return buffer;
+    if (type == FLOAT16) widen(n, static_cast<Half*>(data) + at, buffer);
+    if (type == BFLOAT16) widen(n, static_cast<BFloat16*>(data) + at, buffer);
+    if (type == FLOAT32) widen(n, static_cast<float*>(data) + at, buffer);
+    if (type == FLOAT64) widen(n, static_cast<double*>(data) + at, buffer);
+    return buffer;
+}
+
+// Rounds what `open` has converted back; nothing to do for what was changed where it is.
+template <class T>
+void close(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, const T* values) {
+    void* data = tensors.data(list, i);
+    Type type = tensors.type(list, i);
+    if (type == type_of<T>) return;
+    if (type == FLOAT16) narrow(n, values, static_cast<Half*>(data) + at);
+    if (type == BFLOAT16) narrow(n, values, static_cast<BFloat16*>(data) + at);
+    if (type == FLOAT32) widen(n, values, static_cast<float*>(data) + at);
+    if (type == FLOAT64) widen(n, values, static_cast<double*>(data) + at);
+}
+
+uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+// The same noise for the same seed, tensor and element, whatever the number of threads.
+template <class T>
+void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values, uint64_t seed) {
+    auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
+    auto start = static_cast<uint32_t>(mixed(mixed(mixed(seed) + i) + at));
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) {
+        uint32_t noise = start + static_cast<uint32_t>(j) * 0x9e3779b9u;
+        noise = (noise ^ noise >> 16) * 0x85ebca6bu;
+        noise = (noise ^ noise >> 13) * 0xc2b2ae35u;
+        to[j] = BFloat16::random(static_cast<float>(values[j]), noise >> 16);
+    }
+}
+
+// --- division of work -----------------------------------------------------------------------------------------------
+
+// Calls work(tensor, offset, elements, row) for this thread's share of the rows of tensors `first` to `last`.
+template <class Work>
+void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
+    int64_t rows = 0, row = 0;
+    for (int64_t i = first; i < last; i++) rows += tensors.rows(i);
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
+    for (int64_t i = first; i < last && row < end; row += tensors.rows(i++)) {
+        int64_t stop = std::min(end, row + tensors.rows(i));
+        for (int64_t r = std::max(begin, row); r < stop; r++) {
+            int64_t at = (r - row) * ROW;
+            work(i, at, std::min(ROW, tensors.size(i) - at), r);
+        }
+    }
+}
+
+int64_t useful_threads(const Tensors& tensors, int64_t threads) {
+    int64_t elements = 0;
+    for (int64_t i = 0; i < tensors.count; i++) elements += tensors.size(i);
+    return std::max<int64_t>(1, std::min(threads, elements / GRAIN));
+}
+
+double total(const double* sums, int64_t count, int64_t stride = 1) {
+    double result = 0;
+    for (int64_t i = 0; i < count; i++) result += sums[i * stride];
+    return result;
+}
+
+// --- sums -----------------------------------------------------------------------------------------------------------
+
+// In four parts: as many additions are under way at once, and memory is read at four places.
+template <class T, class Term>
+double sum(int64_t n, Term term) {
+    int64_t part = n / 4;
+    T a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+    for (int64_t i = 0; i < part; i++) {
+        a += term(i);
+        b += term(i + part);
+        c += term(i + 2 * part);
+        d += term(i + 3 * part);
+    }
+    for (int64_t i = 4 * part; i < n; i++) a += term(i);
+    return static_cast<double>(a) + b + c + d;
+}
+
+template <class T>
+double sum_of_squares(const Tensors& tensors, int64_t i, int64_t at, int64_t n) {
+    T buffer[ROW];
+    const T* g = open(tensors, GRADIENT, i, at, n, buffer);
+    return sum<T>(n, [=](int64_t j) { return g[j] * g[j]; });
+}
+
+// What is asked for of <g, g>, <g, last>, <last, last>, before scaling, and <c, c>.
+template <class T>
+void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at, int64_t n, bool products,
+              bool corrected, double* sums) {
+    T buffers[2][ROW];
+    const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
+    const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
+    if (products) {
+        sums[GG] = sum<T>(n, [=](int64_t j) { return g[j] * g[j]; });
+        sums[GL] = sum<T>(n, [=](int64_t j) { return g[j] * last[j]; });
+        sums[LL] = sum<T>(n, [=](int64_t j) { return last[j] * last[j]; });
+    }
+    if (corrected) {
+        T scale = own.scale, last_scale = own.last_scale, k = own.k;
+        sums[CC] = sum<T>(n, [=](int64_t j) {
+            T scaled = g[j] * scale, c = (scaled - last[j] * last_scale) * k + scaled;
+            return c * c;
+        });
+    }
+}
+
+template <class T>
+void sums(const Tensors& tensors, const Numbers* numbers, bool products, bool corrected, double* rows, double* out,
+          int64_t threads) {
+    bool has_last = tensors.has(LAST_GRAD);
+#pragma omp parallel num_threads(useful_threads(tensors, threads))
+    share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+        if (has_last)
+            all_sums<T>(tensors, numbers[i], i, at, n, products, corrected, rows + row * SUMS);
+        else
+            rows[row] = sum_of_squares<T>(tensors, i, at, n);
+    });
+    for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * (has_last ? SUMS : 1)) {
+        double scale = numbers[i].scale, last_scale = numbers[i].last_scale, found[SUMS] = {};
+        int64_t stride = has_last ? SUMS : 1;
+        for (int64_t which = 0; which < stride; which++)
+            if (which == CC ? corrected : products || !has_last)
+                found[which] = total(rows + which, tensors.rows(i), stride);
+        found[GG] *= scale * scale;
+        found[GL] *= scale * last_scale;
+        found[LL] *= last_scale * last_scale;
+        if (!has_last) found[CC] = found[GG];  // c is g
+        for (int64_t which = 0; which < SUMS; which++) out[which * tensors.count + i] = found[which];
+    }
+}
+
+// --- update ---------------------------------------------------------------------------------------------------------
+
+struct How {
+    Rule rule;
+    Last last;
+    bool amsgrad, square_gradient, clips, knows_norms, stochastic;
+    uint64_t seed;
+};
+
+template <class T>
+struct Step {
+    T scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
+    bool blends, square_gradient;
+
+    Step(const Numbers& own, const How& how)
+        : scale(own.scale), last_scale(own.last_scale), k(own.k), factor(own.factor), take(own.take), blend(own.blend),
+          beta2(own.beta2), take_square(own.take_square), decay(own.decay), rate(own.rate), root(own.root),
+          eps(own.eps), blends(own.blend != 0), square_gradient(how.square_gradient) {}
+};
+
+template <class T, Rule RULE, Last LAST, bool AMSGRAD>
+void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gradient, T* __restrict e,
+                  T* __restrict v, T* __restrict peak, T* __restrict last) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        T g = gradient[i] * s.scale;
+        T c = LAST == NONE ? g : (g - last[i] * s.last_scale) * s.k + g;
+        if constexpr (LAST == KEPT) last[i] = g;
+        c *= s.factor;
+        T average = e[i] + s.take * (c - e[i]);
+        e[i] = average;
+        T m = s.blends ? average + s.blend * (c - average) : average;
+        if constexpr (RULE == MOMENTUM) {
+            x[i] = m;
+        } else if constexpr (RULE == LION) {
+            T sign = static_cast<T>(m > 0) - static_cast<T>(m < 0);
+            x[i] = x[i] * s.decay - s.rate * sign;
+        } else {
+            T squared = s.square_gradient ? g : c;
+            T second = v[i] * s.beta2 + s.take_square * squared * squared;
+            v[i] = second;
+            if constexpr (AMSGRAD) {
+                second = peak[i] > second || peak[i] != peak[i] ? peak[i] : second;
+                peak[i] = second;
+            }
+            x[i] = x[i] * s.decay - s.rate * m / (std::sqrt(second) * s.root + s.eps);
+        }
+    }
+}
+
+template <class T>
+using Block = void (*)(int64_t, Step<T>, T*, const T*, T*, T*, T*, T*);
+
+template <class T, Rule RULE, bool AMSGRAD>
+Block<T> block_for(Last last) {
+    if (last == NONE) return update_block<T, RULE, NONE, AMSGRAD>;
+    return last == READ ? update_block<T, RULE, READ, AMSGRAD> : update_block<T, RULE, KEPT, AMSGRAD>;
+}
+
+template <class T>
+Block<T> block_for(const How& how) {
+    if (how.rule == LION) return block_for<T, LION, false>(how.last);
+    if (how.rule == MOMENTUM) return block_for<T, MOMENTUM, false>(how.last);
+    return how.amsgrad ? block_for<T, ADAMW, true>(how.last) : block_for<T, ADAMW, false>(how.last);
+}
+
+template <class T>
+void update_row(const Tensors& tensors, const Numbers& own, const How& how, int64_t i, int64_t row, int64_t elements) {
+    T buffers[LISTS][BLOCK];
+    Block<T> block = block_for<T>(how);
+    bool changed[LISTS] = {true, false, true, how.rule == ADAMW, how.amsgrad, how.last == KEPT};
+    for (int64_t at = row; at < row + elements; at += BLOCK) {
+        int64_t n = std::min(BLOCK, row + elements - at);
+        T* values[LISTS] = {};
+        for (int list = 0; list < LISTS; list++)
+            if (tensors.has(List(list)))
+                values[list] = open(tensors, List(list), i, at, n, buffers[list], list != PARAM || how.rule != MOMENTUM);
+        block(n, Step<T>(own, how), values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
+              values[MAX_EXP_AVG_SQ], values[LAST_GRAD]);
+        for (int list = 0; list < LISTS; list++) {
+            if (list == PARAM && how.stochastic && tensors.type(PARAM, i) == BFLOAT16)
+                close_at_random(tensors, i, at, n, values[PARAM], how.seed);
+            else if (changed[list])
+                close(tensors, List(list), i, at, n, values[list]);
+        }
+    }
+}
+
+// Whether the norm of g shows that c is not to be clipped; that of NaN shows nothing.
+bool is_certain(const Numbers& own, double norm) {
+    return (1 + own.k) * norm + own.k * own.last_norm <= own.certain;
+}
+
+template <class T>
+double factor(double square, double threshold) {
+    T ratio = std::sqrt(static_cast<T>(square)) / static_cast<T>(threshold);
+    return 1 / (ratio < 1 ? T(1) : ratio);  // NaN stays NaN
+}
+
+// By all threads of a team together: the factors of c of tensors `first` to `last`, whose rows begin at `sums`. Returns
+// of how many <c, c> had to be taken.
+template <class T>
+int64_t take_factors(const Tensors& tensors, Numbers* numbers, const How& how, int64_t first, int64_t last, double* sums) {
+    if (how.knows_norms) {
+        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+            sums[row] = sum_of_squares<T>(tensors, i, at, n);
+        });
+#pragma omp barrier
+#pragma omp single
+        for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++)) {
+            double norm = std::abs(numbers[i].scale) * std::sqrt(total(sums + row, tensors.rows(i)));
+            numbers[i].factor = is_certain(numbers[i], norm) ? 1 : NAN;
+            numbers[i].last_norm = norm;
+        }
+    }
+    int64_t measured = 0;  // the same in all threads
+    for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++)) {
+        if (how.knows_norms && numbers[i].factor == 1) continue;
+        measured++;
+        share(tensors, i, i + 1, [&](int64_t, int64_t at, int64_t n, int64_t own_row) {
+            double found[SUMS];
+            all_sums<T>(tensors, numbers[i], i, at, n, false, true, found);
+            sums[row + own_row] = found[CC];
+        });
+    }
+    if (measured) {
+#pragma omp barrier
+#pragma omp single
+        for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++))
+            if (!how.knows_norms || numbers[i].factor != 1)
+                numbers[i].factor = factor<T>(total(sums + row, tensors.rows(i)), numbers[i].threshold);
+    }
+    return measured;
+}
+
+// Returns of how many tensors <c, c> had to be taken.
+template <class T>
+int64_t update(const Tensors& tensors, Numbers* numbers, const How& how, double* sums, int64_t threads) {
+    int64_t measured = 0;
+#pragma omp parallel num_threads(useful_threads(tensors, threads))
+    {
+        int64_t found = 0;
+        for (int64_t first = 0, last; first < tensors.count; first = last) {
+            int64_t elements = tensors.size(first);
+            for (last = first + 1; last < tensors.count && elements + tensors.size(last) <= WAVE; last++)
+                elements += tensors.size(last);
+            if (how.clips) found += take_factors<T>(tensors, numbers, how, first, last, sums);
+            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
+                update_row<T>(tensors, numbers[i], how, i, at, n);
+            });
+        }
+#pragma omp master
+        measured = found;
+    }
+    return measured;
+}
+
+}  // namespace
+
+// `rows`: one double a row, four with last gradients. `out`: 4 x count.
+extern "C" void mars_sums(int64_t count, const int64_t* words, const double* numbers, int64_t in_double,
+                          int64_t products, int64_t corrected, double* rows, double* out, int64_t threads) {
+    auto call = in_double ? sums<double> : sums<float>;
+    call({count, words}, reinterpret_cast<const Numbers*>(numbers), products, corrected, rows, out, threads);
+}
+
+// `rows`: one double a row, if it clips. Returns of how many tensors <c, c> had to be taken.
+extern "C" int64_t mars_update(int64_t count, const int64_t* words, double* numbers, int64_t in_double, int64_t rule,
+                            int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t knows_norms,
+                            int64_t stochastic, uint64_t seed, double* rows, int64_t threads) {
+    Tensors tensors{count, words};
+    How how{};
+    how.rule = static_cast<Rule>(rule);
+    how.last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
+    how.amsgrad = tensors.has(MAX_EXP_AVG_SQ);
+    how.square_gradient = square_gradient;
+    how.clips = clips;
+    how.knows_norms = knows_norms;
+    how.stochastic = stochastic;
+    how.seed = seed;
+    auto call = in_double ? update<double> : update<float>;
+    return call(tensors, reinterpret_cast<Numbers*>(numbers), how, rows, threads);
+}
