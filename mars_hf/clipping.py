@@ -30,13 +30,19 @@ def corrected_square(sums: Tensor, k: float, scale: Tensor) -> Tensor:
     return square.clamp_min(0.0)  # rounding; NaN stays NaN
 
 
-def is_certain(norm: float, last_norm: float, k: float, clip_threshold: float) -> bool:
-    """Whether ||g + k (g - last)|| cannot be above `clip_threshold`, by the triangle inequality.
+def is_certain(norms: Tensor, last_norms: Tensor, k: float, clip_threshold: float) -> Tensor:
+    """Where ||g + k (g - last)|| cannot be above `clip_threshold`, by the triangle inequality.
 
     ||last|| is known from the step before, so that ||c|| needs no pass over the last gradient. The margin is for the
     rounding of a last gradient kept in bfloat16. False for a norm that is NaN.
+
+    Args:
+        norms: of g, one a tensor.
+        last_norms: of last, one a tensor.
+        k: of the correction.
+        clip_threshold: largest norm.
     """
-    return (1 + k) * norm + k * last_norm <= certain_below(clip_threshold)
+    return (1 + k) * norms + k * last_norms <= certain_below(clip_threshold)
 
 
 def certain_below(clip_threshold: float) -> float:

@@ -36,9 +36,8 @@ class Engine:
     name: str
     foreach: bool = False  # what is left to rules.py works on whole lists
     rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
-    # By the norm of each tensor, in `update` itself, if it is given `clip_threshold`; for it and for `sums`, norms of
-    # last gradients that are known save a pass over these.
-    clips: bool = False
+    skips: bool = False  # tensors that `measured` leaves out, in `sums`
+    clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
 
     @property
     def is_flat(self) -> bool:
@@ -72,7 +71,7 @@ class KernelEngine(Engine):
     def sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`."""
+        """As `rules.sums`; settings may have `measured`."""
         return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
 
     def update(
@@ -181,12 +180,12 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
         from mars_hf.kernels import compiled
 
-        engine = KernelEngine("compiled", module=compiled, rounds_stochastically=True, clips=True)
+        engine = KernelEngine("compiled", module=compiled, rounds_stochastically=True, skips=True, clips=True)
         return engine if compiled.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
-        engine = KernelEngine("triton", foreach=True, module=triton, rounds_stochastically=True)
+        engine = KernelEngine("triton", foreach=True, module=triton, rounds_stochastically=True, skips=True)
         return engine if triton.supports(device, dtypes) else None
     return None
 

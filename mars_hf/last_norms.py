@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,34 +11,54 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf.batches import Batch
 
+_States = Mapping[Tensor, dict[str, Any]]
+
+
+class _Known(NamedTuple):
+    version: int  # of the tensor that it is the norm of
+    norms: Tensor
+    place: int
+
 
 class LastNorms:
     """Remembers the norms of last gradients as long as these are the tensors that a step has left, unchanged.
 
     With them and the norm of the gradient the triangle inequality mostly tells that a corrected gradient is not to be
-    clipped, without another pass over the last gradients. On CPUs only: elsewhere a decision would wait for the device.
+    clipped, without another pass over the last gradients. All of it happens on the device, which nobody waits for.
     """
 
     def __init__(self) -> None:
         """Know nothing."""
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def of(self, batch: Batch, states: Mapping[Tensor, dict[str, Any]]) -> Tensor | None:
-        """Norms of a batch's last gradients, float64, NaN where unknown; None where nothing follows from them."""
-        fits = batch.engine.clips and batch.mars and bool(batch.last_grads) and not batch.is_sharded
-        if not fits or batch.group["clip_threshold"] is None or not batch.group["is_approx"]:
-            return None
-        return torch.tensor([self._norm(states[owner]) for owner in batch.owners], dtype=torch.float64)
+    def of(self, batch: Batch, states: _States) -> Tensor | None:
+        """Norms of a batch's last gradients, NaN where unknown; None where nothing follows from them.
 
-    def keep(self, batch: Batch, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        Under a CUDA graph nobody would look whether a last gradient is still the same.
+        """
+        group = batch.group
+        fits = batch.engine.skips and batch.mars and bool(batch.last_grads) and not batch.is_sharded
+        if not fits or group["clip_threshold"] is None or not group["is_approx"] or group["capturable"]:
+            return None
+        found = [self._norm(states[owner]) for owner in batch.owners]
+        first = found[0]
+        if isinstance(first, _Known) and len(first.norms) == len(found):
+            norms = first.norms
+            if all(isinstance(one, _Known) and one[1] is norms and one[2] == i for i, one in enumerate(found)):
+                return norms.clone()
+        device = batch.gradients[0].device
+        values = [one.norms[one.place] if isinstance(one, _Known) else one for one in found]
+        return torch.stack([torch.full((), one, device=device) if isinstance(one, float) else one for one in values])
+
+    def keep(self, batch: Batch, states: _States) -> None:
         """Remember, after a step, the norms it has taken of what are last gradients now."""
         if batch.last_norms is not None:
-            for owner, norm in zip(batch.owners, batch.last_norms.tolist(), strict=True):
+            for place, owner in enumerate(batch.owners):
                 last = states[owner]["last_grad"]
-                self._known[last] = (last._version, norm)
+                self._known[last] = _Known(last._version, batch.last_norms, place)
 
-    def _norm(self, state: Mapping[str, Any]) -> float:
+    def _norm(self, state: Mapping[str, Any]) -> _Known | float:
         if float(state["step"]) == 0:
             return 0.0  # zeros
-        version, norm = self._known.get(state["last_grad"], (None, float("nan")))
-        return norm if version == state["last_grad"]._version else float("nan")
+        known = self._known.get(state["last_grad"])
+        return known if known is not None and known.version == state["last_grad"]._version else float("nan")

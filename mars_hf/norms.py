@@ -41,8 +41,9 @@ class Norms:
     def _take(self, batch: Batch) -> Tensor:
         """Sums over the pieces of a batch, without its last gradients where these may not be needed."""
         folded = self._max_grad_norm is not None
-        unclipped = batch.last_norms is not None or batch.group["clip_threshold"] is None
-        last_grads = [] if folded and unclipped and self._metrics is None else batch.last_grads
+        unclipped = folded and batch.group["clip_threshold"] is None
+        without = self._metrics is None and (unclipped or batch.last_norms is not None)
+        last_grads = [] if without else batch.last_grads
         rows = {"products": folded or self._metrics is not None, "corrected": not folded}
         return batch.engine.sums(batch.gradients, last_grads, **rows, **batch.correction)
 
@@ -86,14 +87,14 @@ class Norms:
             if batch.mars:
                 self._clip(batch, sums, own_scale)
             if batch.last_norms is not None:
-                batch.last_norms = _norms(sums, own_scale).double()
+                batch.last_norms = _norms(sums, own_scale)
             if own_scale is not None:
                 batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
         return norm
 
     def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
-        if batch.last_norms is not None and scale is not None and self._metrics is None:
-            batch.factors = _few_factors(batch, _norms(sums, scale), scale)
+        if batch.last_norms is not None and self._metrics is None:
+            batch.factors = _factors_where_needed(batch, _norms(sums, scale), scale)
             return
         whole = sums[self._rows]
         if batch.is_sharded and self._whole is not None:
@@ -123,22 +124,12 @@ def _norms(sums: Tensor, scale: Tensor | None) -> Tensor:
     return norms if scale is None else norms * scale
 
 
-def _few_factors(batch: Batch, norms: Tensor, scale: Tensor) -> Tensor:
+def _factors_where_needed(batch: Batch, norms: Tensor, scale: Tensor | None) -> Tensor:
     """Factors of a batch whose last gradients have not been read: they are for those that may need clipping."""
     assert batch.last_norms is not None
     threshold = batch.group["clip_threshold"]
-    pairs = zip(norms.tolist(), batch.last_norms.tolist(), strict=True)
-    some = [i for i, pair in enumerate(pairs) if not clipping.is_certain(*pair, batch.k, threshold)]
-    factors = torch.ones_like(norms)
-    if some:
-        found = batch.engine.sums(
-            [batch.gradients[i] for i in some],
-            [batch.last_grads[i] for i in some],
-            products=True,
-            corrected=False,
-            scale=batch.scale,
-            last_scales=None if batch.last_scales is None else batch.last_scales[some],
-            k=batch.k,
-        )
-        factors[some] = clipping.factors(clipping.corrected_square(found, batch.k, scale), threshold)
-    return factors
+    certain = clipping.is_certain(norms, batch.last_norms, batch.k, threshold)
+    rows = {"products": scale is not None, "corrected": scale is None}
+    found = batch.engine.sums(batch.gradients, batch.last_grads, measured=~certain, **rows, **batch.correction)
+    square = found[CC] if scale is None else clipping.corrected_square(found, batch.k, scale)
+    return clipping.factors(square, threshold)  # 1 where nothing has been summed

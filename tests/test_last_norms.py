@@ -68,7 +68,8 @@ def measured(monkeypatch):
     original = compiled.sums
 
     def listen(gradients, last_grads, **settings):
-        listener.measured.append(len(last_grads))
+        if settings.get("measured") is None:  # else it calls itself with what is measured
+            listener.measured.append(len(last_grads))
         return original(gradients, last_grads, **settings)
 
     monkeypatch.setattr(compiled, "sums", listen)
@@ -81,12 +82,12 @@ def test_certain_is_never_wrong():
     for _ in range(2000):
         g, last = torch.randn(2, 3, generator=generator, dtype=torch.float64) * torch.rand(2, 1, generator=generator)
         k = torch.rand((), generator=generator).item()
-        if clipping.is_certain(g.norm().item(), last.norm().item(), k, 1.0):
+        if clipping.is_certain(g.norm(), last.norm(), k, 1.0):
             certain += 1
             assert (g + k * (g - last)).norm() <= 1
     assert 100 < certain < 1900
-    assert not clipping.is_certain(0.1, float("nan"), 0.5, 1.0)
-    assert not clipping.is_certain(float("nan"), 0.1, 0.5, 1.0)
+    norms = torch.tensor([[0.1, float("nan"), 0.1], [float("nan"), 0.1, 0.1]])
+    assert clipping.is_certain(*norms, 0.5, 1.0).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("case", SETTINGS)

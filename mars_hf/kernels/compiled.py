@@ -56,13 +56,26 @@ def sums(
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
+    measured: Tensor | None = None,
 ) -> Tensor:
     """As `rules.sums`, for one-dimensional contiguous tensors.
 
     Some hundred elements are summed in the dtype of the arithmetic, and those sums in float64. What is not asked for is
     not computed. Without last gradients, <g, g> is all there is.
+
+    Args:
+        measured: bool, one for each tensor: False for those that nobody asks for. They are not read, and their sums are
+            0. None for all.
     """
     dtype = _arithmetic_dtype([*gradients, *last_grads])
+    if measured is not None:
+        some = measured.nonzero().flatten().tolist()
+        lists = [[tensors[i] for i in some] if tensors else [] for tensors in (gradients, last_grads)]
+        own_scales = None if last_scales is None else last_scales[some]
+        here = sums(*lists, scale=scale, last_scales=own_scales, k=k, products=products, corrected=corrected)
+        every = torch.zeros(4, len(gradients), dtype=dtype)
+        every[:, some] = here.to(dtype)
+        return every
     found = torch.zeros(4, len(gradients), dtype=torch.float64)
     rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64)
     numbers = _numbers(len(gradients), scale, last_scales, k)

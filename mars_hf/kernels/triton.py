@@ -43,6 +43,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 8192  # elements of one program
+# The same where most tensors are skipped: a program that does nothing takes a microsecond or two as well.
+CHUNK_OF_FEW = 65536
 BLOCK = 1024  # elements a program has in flight
 REST = 512  # the same, where accesses are masked
 TOTALS = 1024  # partial sums added up at once, without spilling registers: GPT-2's embedding has 4712
@@ -79,6 +81,7 @@ def sums(
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
+    measured: Tensor | None = None,
 ) -> Tensor:
     """As `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
@@ -90,17 +93,25 @@ def sums(
         k: of the correction, c = g + k (g - last).
         products: whether the first three rows are asked for. They cost nothing here, where memory is what counts.
         corrected: the same for the fourth row.
+        measured: bool, one for each tensor, on the device: False for those that nobody asks for. They are not read, and
+            their sums are 0. None for all.
 
     Returns:
         Shape (4, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
     """
     operator = _sums_operator if torch.compiler.is_compiling() else _sums
-    return operator(gradients, last_grads, scale, last_scales, k)
+    return operator(gradients, last_grads, scale, last_scales, k, measured)
 
 
 def _sums(
-    gradients: list[Tensor], last_grads: list[Tensor], scale: Tensor | None, last_scales: Tensor | None, k: float
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    scale: Tensor | None,
+    last_scales: Tensor | None,
+    k: float,
+    measured: Tensor | None,
 ) -> Tensor:
+    chunk = CHUNK if measured is None else CHUNK_OF_FEW
     dtype = _compute_dtype(gradients, last_grads)
     out = torch.empty((4, len(gradients)), dtype=dtype, device=gradients[0].device if gradients else None)
     device = _device_code()
@@ -108,17 +119,17 @@ def _sums(
         lists = [_pick(list_, places) for list_ in (gradients, last_grads)]
         last = _triton_type(lists[1])
         with torch.cuda.device_of(out):
-            table = _table(lists, places, (k,))
+            table = _table(lists, places, (k,), chunk)
             partials = out.new_empty((4 if lists[1] else 1, table.chunks))
             if table.chunks:
                 device.partial_sums[(table.chunks,)](
-                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, partials,
-                    GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_triton_type([out]),
-                    CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, measured,
+                    partials, GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_triton_type([out]),
+                    CHUNK=chunk, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
                 )  # fmt: skip
             device.total_sums[(len(places),)](
                 table.words, len(places), table.chunks, partials, out, len(gradients),
-                LAST=last, CHUNK=CHUNK, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
+                LAST=last, CHUNK=chunk, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
             )  # fmt: skip
     return out
 
@@ -212,7 +223,7 @@ def _update(
     for places in _by_dtypes(params, gradients, last_grads):
         lists = [_pick(list_, places) for list_ in everything]
         with torch.cuda.device_of(lists[0][0]):
-            table = _table(lists, places, numbers)
+            table = _table(lists, places, numbers, CHUNK)
             if not table.chunks:
                 continue
             device.update[(table.chunks,)](
@@ -229,7 +240,8 @@ _sums_operator = torch.library.custom_op(
     "mars_hf::triton_sums",
     _sums,
     mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] last_grads, Tensor? scale, Tensor? last_scales, float k) -> Tensor",
+    schema="(Tensor[] gradients, Tensor[] last_grads, Tensor? scale, Tensor? last_scales, float k, Tensor? measured)"
+    " -> Tensor",
 )
 _update_operator = torch.library.custom_op(
     "mars_hf::triton_update",
@@ -244,7 +256,12 @@ _update_operator = torch.library.custom_op(
 
 @_sums_operator.register_fake
 def _(
-    gradients: list[Tensor], last_grads: list[Tensor], scale: Tensor | None, last_scales: Tensor | None, k: float
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    scale: Tensor | None,
+    last_scales: Tensor | None,
+    k: float,
+    measured: Tensor | None,
 ) -> Tensor:
     return gradients[0].new_empty((4, len(gradients)), dtype=_compute_dtype(gradients, last_grads))
 
@@ -254,16 +271,16 @@ class _Table(NamedTuple):
     chunks: int
 
 
-def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...]) -> _Table:
+def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...], chunk: int) -> _Table:
     """The table of `triton_device` for `lists`, in the order of its rows of addresses."""
     device = lists[0][0].device
     sizes = tuple(tensor.numel() for tensor in lists[0])
     addresses = tuple(tuple(tensor.data_ptr() for tensor in list_) for list_ in lists)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        words, chunks = _words(sizes, tuple(places), addresses, numbers, CHUNK)
+        words, chunks = _words(sizes, tuple(places), addresses, numbers, chunk)
         return _Table(_write(words, device), chunks)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(device, stream, sizes, tuple(places), addresses, numbers, CHUNK)
+    return _kept(device, stream, sizes, tuple(places), addresses, numbers, chunk)
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)

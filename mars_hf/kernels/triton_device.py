@@ -158,13 +158,14 @@ def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.co
     return g, previous, c
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales"])
+@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales", "measured"])
 def partial_sums(
     table,
     count,
     chunks,
     scale,
     last_scales,
+    measured,
     partials,
     GRADIENT: tl.constexpr,
     LAST: tl.constexpr,
@@ -176,10 +177,13 @@ def partial_sums(
 ):
     """Sums over one chunk of g*g, g*last, last*last and c*c, into `partials` (rows of one number a chunk).
 
-    Without last gradients there is one row: c is g, and the others are 0.
+    Without last gradients there is one row: c is g, and the others are 0. So are all sums of a tensor that is not
+    `measured`, of which nothing is read.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, chunk, CHUNK)
+    if measured is not None:
+        length = length * tl.load(measured + _word(table, count, PLACES_ROW, tensor)).to(tl.int32)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = None
     if LAST is not None:

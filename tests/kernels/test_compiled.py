@@ -286,6 +286,18 @@ def test_sums_without_last_gradients():
     assert not total[1:3].any()
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_what_is_not_measured_is_not_read(corrected):
+    made = tensors((5000, 3, 70))
+    settings = {"scale": torch.tensor(0.5), "last_scales": torch.tensor([1.0, 2.0, 3.0]), "k": 0.4}
+    asked = {"products": not corrected, "corrected": corrected}
+    wanted = compiled.sums(made["g"], made["last"], **settings, **asked)
+    made["g"][1].fill_(float("nan"))
+    total = compiled.sums(made["g"], made["last"], **settings, **asked, measured=torch.tensor([True, False, True]))
+    assert torch.equal(total[:, [0, 2]], wanted[:, [0, 2]]) and not total[:, 1].any()
+    assert not compiled.sums(made["g"], made["last"], **settings, measured=torch.zeros(3, dtype=torch.bool)).any()
+
+
 def test_sums_of_nan_and_inf():
     g = [torch.ones(3 * ROW), torch.ones(3 * ROW + 1), torch.ones(5)]
     g[0][ROW], g[1][-1], g[2][0] = float("nan"), float("inf"), float("nan")
@@ -347,7 +359,7 @@ def test_norms_that_are_known_change_nothing_and_save_a_pass(listener, k, scale)
     norms = torch.tensor(known, dtype=torch.float64)
     run(made, ADAMW, {**numbers, "last_norms": norms})
     run(plain, ADAMW, numbers)
-    certain = sum(clipping.is_certain(a, b, k, threshold) for a, b in zip(wanted, known, strict=True))
+    certain = clipping.is_certain(torch.tensor(wanted), torch.tensor(known), k, threshold).sum()
     assert listener.measured == [5 - certain, 5]
     torch.testing.assert_close(norms.tolist(), wanted, rtol=1e-5, atol=0)
     for name in ADAMW:

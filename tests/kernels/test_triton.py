@@ -191,6 +191,25 @@ def test_sums_without_last_gradients(device):
 
 
 @here
+@pytest.mark.parametrize("chunk", [kernels.CHUNK_OF_FEW, 64])
+def test_what_is_not_measured_is_not_read(device, chunk, monkeypatch):
+    """Also where tensors are launched in another order than they are given in."""
+    for name, value in {"CHUNK_OF_FEW": chunk, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
+    sizes = (1500, 0, 70, 300, 5)
+    gradients, last_grads = draw(sizes, device=device), draw(sizes, device=device, seed=1)
+    last_grads[2] = last_grads[2].bfloat16()
+    settings = {"last_scales": torch.linspace(0.5, 2.0, 5, device=device), "k": 0.4}
+    wanted = expected_sums(gradients, last_grads, **settings)
+    bound = 1e-6 * magnitudes(gradients, last_grads, **settings)
+    gradients[3].fill_(torch.nan)
+    wanted[:, 3] = 0
+    measured = torch.tensor([True, True, True, False, True], device=device)
+    found = kernels.sums(gradients, last_grads, **settings, measured=measured)
+    assert ((found - wanted).abs() <= bound).all()
+
+
+@here
 def test_sums_of_nothing(device):
     assert kernels.sums([], []).shape == (4, 0)
     empty = torch.empty(0, device=device)
@@ -464,10 +483,53 @@ def mars_steps(device, *, lr=0.01, **settings):
 )
 def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
     expected = doubles(mars_steps(device, fused=False, foreach=False, **settings))
-    triton = engines.KernelEngine("triton", module=kernels)
+    triton = engines.KernelEngine("triton", module=kernels, skips=True)
     monkeypatch.setattr(engines, "_kernels", lambda *_, **__: triton)
     for lr in (0.01, torch.tensor(0.01, device=device)):
         assert_close(mars_steps(device, lr=lr, fused=True, **settings), expected)
+
+
+# Norms of the gradients, step by step: nothing to clip, then clipping, then for a step the last one was large.
+GRADIENT_NORMS = (0.1, 0.12, 5.0, 4.0, 0.2, 0.1, 0.1)
+
+
+@here
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"take_grad": True},
+        {"max_grad_norm": 4.0},
+        {"max_grad_norm": 4.0, "take_grad": True},
+        {"mars_type": "mars-m", "ns_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_known_norms_save_reading_last_gradients_and_change_nothing(device, settings, monkeypatch):
+    measured, original = [], kernels.sums
+
+    def listen(gradients, last_grads, **given):
+        some = given.get("measured")
+        measured[-1] += (len(last_grads) if some is None else int(some.sum())) if last_grads else 0
+        return original(gradients, last_grads, **given)
+
+    monkeypatch.setattr(kernels, "sums", listen)
+    triton = engines.KernelEngine("triton", module=kernels, skips=True)
+    monkeypatch.setattr(engines, "_kernels", lambda *_, always, **__: triton if always else None)
+    shapes = (40, 30), (3, 700)
+    pair = []
+    for fused in (True, False):
+        starts = draw([shape.numel() for shape in map(torch.Size, shapes)], device=device)
+        params = [torch.nn.Parameter(start.view(shape)) for start, shape in zip(starts, shapes, strict=True)]
+        pair.append((params, Mars(params, lr=0.01, weight_decay=0.1, fused=fused, **settings)))
+    for step, norm in enumerate(GRADIENT_NORMS):
+        measured.append(0)
+        for params, optimizer in pair:
+            for param, gradient in zip(params, draw(map(torch.Size, shapes), device=device, seed=step), strict=True):
+                param.grad = gradient * (norm / gradient.norm())
+            optimizer.step()
+        assert_close({"params": [param.detach() for param in pair[0][0]]}, doubles({"params": pair[1][0]}), 1e-5)
+    assert measured == [0, 0, 2, 2, 2, 0, 0]
 
 
 def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):

@@ -29,6 +29,7 @@ POINTERS = {
     "scale": "*fp32",
     "last_scales": "*fp32",
     "factors": "*fp32",
+    "measured": "*i1",
     "seed": "*i64",
     "partials": "*fp32",
     "sums": "*fp32",
