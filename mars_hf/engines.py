@@ -41,7 +41,7 @@ class Engine:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it takes one-dimensional contiguous tensors only."""
+        """Whether it takes dense tensors only, whose elements lie in one order."""
         return False
 
     def sums(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,7 @@ class Plan:
         self._batches = [replace(batch) for batch in batches]
         self._owned = [[states[owner] for owner in batch.owners] for batch in batches]
         self._structure = _structure(param_groups)
-        self._params = _params(param_groups)
-        self._kept = _kept(param_groups, states)
-        self._marks = _marks(param_groups, states)
+        self._seen = _look(param_groups, states)
 
     @staticmethod
     def covers(batches: Sequence[Batch]) -> bool:
@@ -49,57 +48,46 @@ class Plan:
 
     def batches(self, param_groups: Sequence[dict[str, Any]], states: _States) -> list[Batch] | None:
         """The batches of this step, or None if they have to be made anew."""
-        params = _params(param_groups)
-        same = len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
-        if not same or _structure(param_groups) != self._structure:
+        if _structure(param_groups) != self._structure:
             return None
-        if any(a is not b for a, b in zip(_kept(param_groups, states), self._kept, strict=True)):
-            return None
-        if _marks(param_groups, states) != self._marks:
+        seen = _look(param_groups, states)
+        if seen.looks != self._seen.looks or not all(map(is_, seen.tensors, self._seen.tensors)):
             return None
         return [_refilled(batch, owned) for batch, owned in zip(self._batches, self._owned, strict=True)]
 
 
 def _refilled(batch: Batch, owned: Sequence[dict[str, Any]]) -> Batch:
+    # Engines that are flat look at memory only, and gradients lie there as the parameters do.
     lists: dict[str, Any] = {"gradients": [owner.grad for owner in batch.owners]}
     if batch.moves_gradients:
         lists["last_grads"] = [state["last_grad"] for state in owned]
-    if batch.engine.is_flat:  # in the order of memory, which is the parameters'
-        lists = {name: [t.as_strided((t.numel(),), (1,)) for t in tensors] for name, tensors in lists.items()}
     lists["last_scales"] = last_scales_of(owned)
     return replace(batch, **lists)
 
 
-def _params(param_groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    return [param for group in param_groups for param in group["params"]]
+class _Seen(NamedTuple):
+    tensors: list[Tensor | None]  # parameters and the states that stay the same tensors from step to step
+    looks: list[Any]  # of each parameter and its gradient; equal as long as none lies elsewhere or looks different
 
 
-def _kept(param_groups: Sequence[dict[str, Any]], states: _States) -> list[Any]:
-    """The states that stay the same tensors from step to step; others are made and lost with them."""
-    found: list[Any] = []
+def _look(param_groups: Sequence[dict[str, Any]], states: _States) -> _Seen:
+    tensors: list[Tensor | None] = []
+    looks: list[Any] = []
     for group in param_groups:
+        takes = group["take_grad"]  # then last gradients are others at every step
         for param in group["params"]:
-            state = states[param]
+            state, grad = states[param], param.grad
             last = state.get("last_grad")
-            found += [state.get("exp_avg"), last is not None if group["take_grad"] else last]
-    return found
+            tensors += (param, state.get("exp_avg"), None if takes else last)
+            if grad is None:
+                looks.append(None)
+            elif type(grad) is not Tensor or grad.layout is not torch.strided:
+                looks.append(object())  # equal to nothing
+            else:
+                moves = takes and (last is not None, may_move(param, group, state))
+                looks.append((param.data_ptr(), grad.dtype, grad.stride(), moves))
+    return _Seen(tensors, looks)
 
 
 def _structure(param_groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [tuple(group[name] for name in _STRUCTURE) for group in param_groups]
-
-
-def _marks(param_groups: Sequence[dict[str, Any]], states: _States) -> list[Any]:
-    """What shows that a parameter or its gradient lies elsewhere or looks different; equal as long as none does."""
-    marks: list[Any] = []
-    for group in param_groups:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is None:
-                marks.append(None)
-            elif type(grad) is not Tensor or grad.layout is not torch.strided:
-                marks.append(object())  # equal to nothing
-            else:
-                moves = group["take_grad"] and may_move(param, group, states[param])
-                marks.append((param.data_ptr(), grad.dtype, grad.stride(), moves))
-    return marks
+    return [(len(group["params"]), *(group[name] for name in _STRUCTURE)) for group in param_groups]

@@ -58,7 +58,7 @@ def sums(
     corrected: bool = True,
     measured: Tensor | None = None,
 ) -> Tensor:
-    """As `rules.sums`, for one-dimensional contiguous tensors.
+    """As `rules.sums`, for dense tensors, whose elements are taken in the order of memory.
 
     Some hundred elements are summed in the dtype of the arithmetic, and those sums in float64. What is not asked for is
     not computed. Without last gradients, <g, g> is all there is.
@@ -115,7 +115,7 @@ def update(
     last_norms: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """As `rules.update`, for one-dimensional contiguous tensors; steps and lr are tensors.
+    """As `rules.update`, for dense tensors, whose elements are taken in the order of memory; steps and lr are tensors.
 
     Args:
         clip_threshold: take the factors here, from <c, c> of the tensors themselves: norms and updates of some tensors
@@ -131,7 +131,7 @@ def update(
     clips = clip_threshold is not None
     numbers = _numbers(
         *(len(params), scale, last_scales, k, factors),
-        *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
+        *(1 - beta1, blend, beta2, 1 - beta2, 1 - float(rate) * weight_decay),
         *(rate / (1 - beta1**t) if rule == "adamw" else rate, (1 - beta2**t).rsqrt(), eps),
         *(clip_threshold, None if clip_threshold is None else clipping.certain_below(clip_threshold), last_norms),
     )
@@ -165,9 +165,11 @@ def _table(lists: Sequence[list[Tensor]]) -> Tensor:
 
 def _numbers(count: int, *columns: Tensor | float | None) -> Tensor:
     """A row of numbers for each of `count` tensors, in the order of the source; None and what is left out are 1."""
-    given = [torch.as_tensor(1.0 if column is None else column, dtype=torch.float64) for column in columns]
-    numbers = torch.ones(count, _COLUMNS, dtype=torch.float64)
-    torch.stack([column.expand(count) for column in given], 1, out=numbers[:, : len(given)])
+    row = [1.0 if column is None or isinstance(column, Tensor) else column for column in columns]
+    numbers = torch.tensor([*row, *[1.0] * (_COLUMNS - len(row))], dtype=torch.float64).repeat(count, 1)
+    for place, column in enumerate(columns):
+        if isinstance(column, Tensor):
+            numbers[:, place] = column
     return numbers
 
 

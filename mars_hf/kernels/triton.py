@@ -86,7 +86,7 @@ def sums(
     """As `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
     Args:
-        gradients: 1-D, contiguous, on one device; any float dtypes.
+        gradients: dense, taken in the order of memory, on one device; any float dtypes.
         last_grads: as `gradients`; empty for a rule without last gradient.
         scale: 0-d, on the device; g = scale * gradient. None is 1.
         last_scales: one for each tensor, on the device; last = last_scales[i] * last_grads[i]. None is 1.
@@ -160,7 +160,7 @@ def update(
 ) -> None:
     """As `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
-    All tensors are 1-D, contiguous and on one device; the states of a call share one dtype. Arithmetic is in float32,
+    All tensors are dense, taken in the order of memory, and on one device; the states of a call share one dtype. Arithmetic is in float32,
     in float64 if any tensor is float64, and every result is rounded once, when it is stored.
 
     Args:
