@@ -160,8 +160,8 @@ def update(
 ) -> None:
     """As `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
-    All tensors are dense, taken in the order of memory, and on one device; the states of a call share one dtype. Arithmetic is in float32,
-    in float64 if any tensor is float64, and every result is rounded once, when it is stored.
+    All tensors are dense, taken in the order of memory, and on one device; the states of a call share one dtype.
+    Arithmetic is in float32, in float64 if any tensor is float64, and every result is rounded once, when it is stored.
 
     Args:
         params: x; modified. For "momentum" what m is written to; not read.
