@@ -84,16 +84,14 @@ class KernelEngine(Engine):
     ) -> None:
         """As `rules.update`; `stochastic` rounding takes the step count as its seed, alike on all ranks.
 
-        Kernels write past autograd, which is told here: a graph that has saved what changes must not run backward.
+        Kernels write past autograd, which is told here: a graph that has saved a parameter must not run backward then.
         """
         device = lists[0][0].device
         counts = _on(device, steps)
         if stochastic:
             settings["seed"] = counts[0].to(torch.int64)
         self.module.update(*lists, steps=counts, lr=_on(device, [lr], torch.float64)[0], **settings)
-        params, _, *moments, last_grads = lists
-        written = [params, *moments, last_grads if settings["keep_last"] else []]
-        torch.autograd.graph.increment_version([tensor for tensors in written for tensor in tensors])
+        torch.autograd.graph.increment_version(lists[0])
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf.batches import Batch
 
@@ -15,9 +15,13 @@ _States = Mapping[Tensor, dict[str, Any]]
 
 
 class _Known(NamedTuple):
-    version: int  # of the tensor that it is the norm of
+    last: weakref.ref[Tensor]
+    version: int  # of that tensor
     norms: Tensor
-    place: int
+    place: int  # of its norm among them
+
+    def holds(self, last: Tensor) -> bool:
+        return self.last() is last and self.version == last._version
 
 
 class LastNorms:
@@ -29,7 +33,7 @@ class LastNorms:
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._known: dict[int, _Known] = {}  # by id of the owner; `_Known.holds` finds out if that is another tensor
 
     def of(self, batch: Batch, states: _States) -> Tensor | None:
         """Norms of a batch's last gradients, NaN where unknown; None where nothing follows from them.
@@ -40,11 +44,11 @@ class LastNorms:
         fits = batch.engine.skips and batch.mars and bool(batch.last_grads) and not batch.is_sharded
         if not fits or group["clip_threshold"] is None or not group["is_approx"] or group["capturable"]:
             return None
-        found = [self._norm(states[owner]) for owner in batch.owners]
+        found = [self._norm(owner, states[owner]) for owner in batch.owners]
         first = found[0]
         if isinstance(first, _Known) and len(first.norms) == len(found):
             norms = first.norms
-            if all(isinstance(one, _Known) and one[1] is norms and one[2] == i for i, one in enumerate(found)):
+            if all(isinstance(one, _Known) and one.norms is norms and one.place == i for i, one in enumerate(found)):
                 return norms.clone()
         device = batch.gradients[0].device
         values = [one.norms[one.place] if isinstance(one, _Known) else one for one in found]
@@ -55,10 +59,10 @@ class LastNorms:
         if batch.last_norms is not None:
             for place, owner in enumerate(batch.owners):
                 last = states[owner]["last_grad"]
-                self._known[last] = _Known(last._version, batch.last_norms, place)
+                self._known[id(owner)] = _Known(weakref.ref(last), last._version, batch.last_norms, place)
 
-    def _norm(self, state: Mapping[str, Any]) -> _Known | float:
-        if float(state["step"]) == 0:
-            return 0.0  # zeros
-        known = self._known.get(state["last_grad"])
-        return known if known is not None and known.version == state["last_grad"]._version else float("nan")
+    def _norm(self, owner: Tensor, state: Mapping[str, Any]) -> _Known | float:
+        known = self._known.get(id(owner))
+        if known is not None and known.holds(state["last_grad"]):
+            return known
+        return 0.0 if float(state["step"]) == 0 else float("nan")  # last gradients are zeros at first

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t ROW = 4096;
 constexpr int64_t BLOCK = 1024;
-// Elements whose norms are taken right before their update: their gradients are still in the cache then.
+// Elements that threads work on together. Norms are taken right before the update: gradients are still in the cache.
 constexpr int64_t WAVE = 1 << 20;
 // Elements from which on another thread is worth its start; as PyTorch's.
 constexpr int64_t GRAIN = 32768;
@@ -176,6 +176,17 @@ void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
     }
 }
 
+// Calls work(first, last) for waves of tensors: one, or as many as together have at most WAVE elements.
+template <class Work>
+void in_waves(const Tensors& tensors, Work work) {
+    for (int64_t first = 0, last; first < tensors.count; first = last) {
+        int64_t elements = tensors.size(first);
+        for (last = first + 1; last < tensors.count && elements + tensors.size(last) <= WAVE; last++)
+            elements += tensors.size(last);
+        work(first, last);
+    }
+}
+
 int64_t useful_threads(const Tensors& tensors, int64_t threads) {
     int64_t elements = 0;
     for (int64_t i = 0; i < tensors.count; i++) elements += tensors.size(i);
@@ -239,12 +250,18 @@ void sums(const Tensors& tensors, const Numbers* numbers, bool products, bool co
           int64_t threads) {
     bool has_last = tensors.has(LAST_GRAD);
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-        if (has_last)
-            all_sums<T>(tensors, numbers[i], i, at, n, products, corrected, rows + row * SUMS);
-        else
-            rows[row] = sum_of_squares<T>(tensors, i, at, n);
-    });
+    {
+        double* own = rows;
+        in_waves(tensors, [&](int64_t first, int64_t last) {
+            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+                if (has_last)
+                    all_sums<T>(tensors, numbers[i], i, at, n, products, corrected, own + row * SUMS);
+                else
+                    own[row] = sum_of_squares<T>(tensors, i, at, n);
+            });
+            for (int64_t i = first; i < last; i++) own += tensors.rows(i) * (has_last ? SUMS : 1);
+        });
+    }
     for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * (has_last ? SUMS : 1)) {
         double scale = numbers[i].scale, last_scale = numbers[i].last_scale, found[SUMS] = {};
         int64_t stride = has_last ? SUMS : 1;
@@ -401,15 +418,12 @@ int64_t update(const Tensors& tensors, Numbers* numbers, const How& how, double*
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
     {
         int64_t found = 0;
-        for (int64_t first = 0, last; first < tensors.count; first = last) {
-            int64_t elements = tensors.size(first);
-            for (last = first + 1; last < tensors.count && elements + tensors.size(last) <= WAVE; last++)
-                elements += tensors.size(last);
+        in_waves(tensors, [&](int64_t first, int64_t last) {
             if (how.clips) found += take_factors<T>(tensors, numbers, how, first, last, sums);
             share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
                 update_row<T>(tensors, numbers[i], how, i, at, n);
             });
-        }
+        });
 #pragma omp master
         measured = found;
     }

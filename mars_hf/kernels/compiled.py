@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from array import array
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +47,6 @@ def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
     return device.type == "cpu" and all(dtype in _CODES for dtype in dtypes) and _library() is not None
 
 
-@torch._disable_dynamo  # addresses do not trace
-@torch.no_grad()
 def sums(
     gradients: list[Tensor],
     last_grads: list[Tensor],
@@ -69,7 +69,9 @@ def sums(
     """
     dtype = _arithmetic_dtype([*gradients, *last_grads])
     if measured is not None:
-        some = measured.nonzero().flatten().tolist()
+        some = [i for i, asked in enumerate(measured.tolist()) if asked]
+        if not some:
+            return torch.zeros(4, len(gradients), dtype=dtype)
         lists = [[tensors[i] for i in some] if tensors else [] for tensors in (gradients, last_grads)]
         own_scales = None if last_scales is None else last_scales[some]
         here = sums(*lists, scale=scale, last_scales=own_scales, k=k, products=products, corrected=corrected)
@@ -81,14 +83,12 @@ def sums(
     numbers = _numbers(len(gradients), scale, last_scales, k)
     table = _table([[], gradients, [], [], [], last_grads])
     _loaded().mars_sums(
-        len(gradients), table.data_ptr(), numbers.data_ptr(), dtype == torch.float64, products, corrected,
+        len(gradients), _address(table), _address(numbers), dtype == torch.float64, products, corrected,
         rows.data_ptr(), found.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return found.to(dtype)
 
 
-@torch._disable_dynamo  # addresses do not trace
-@torch.no_grad()
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
@@ -127,23 +127,25 @@ def update(
     """
     lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads]
     dtype = _arithmetic_dtype([tensor for entries in lists for tensor in entries])
-    t, rate = steps.double(), lr.double()
-    clips = clip_threshold is not None
+    rate, clips = float(lr), clip_threshold is not None
+    counts = steps.tolist()
+    roots = {t: (1 - beta2**t) ** -0.5 for t in set(counts)}
+    rates = {t: rate / (1 - beta1**t) if rule == "adamw" else rate for t in set(counts)}
     numbers = _numbers(
         *(len(params), scale, last_scales, k, factors),
-        *(1 - beta1, blend, beta2, 1 - beta2, 1 - float(rate) * weight_decay),
-        *(rate / (1 - beta1**t) if rule == "adamw" else rate, (1 - beta2**t).rsqrt(), eps),
+        *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
+        *([rates[t] for t in counts], [roots[t] for t in counts], eps),
         *(clip_threshold, None if clip_threshold is None else clipping.certain_below(clip_threshold), last_norms),
     )
     rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64)
     table = _table(lists)
     _loaded().mars_update(
-        len(params), table.data_ptr(), numbers.data_ptr(), dtype == torch.float64, RULES.index(rule),
+        len(params), _address(table), _address(numbers), dtype == torch.float64, RULES.index(rule),
         second_moment == "gradient", keep_last, clips, last_norms is not None, seed is not None,
         0 if seed is None else int(seed), rows.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if last_norms is not None:
-        last_norms.copy_(numbers[:, -1])
+        last_norms.copy_(torch.tensor(numbers[_COLUMNS - 1 :: _COLUMNS].tolist(), dtype=torch.float64))
 
 
 def _arithmetic_dtype(tensors: list[Tensor]) -> torch.dtype:
@@ -154,23 +156,32 @@ def _rows(tensors: Sequence[Tensor]) -> int:
     return sum(-(-tensor.numel() // ROW) for tensor in tensors)
 
 
-def _table(lists: Sequence[list[Tensor]]) -> Tensor:
+def _table(lists: Sequence[list[Tensor]]) -> array[int]:
     """The words that describe tensors to the kernels."""
     sizes = [tensor.numel() for tensor in lists[1]]
     absent = [0] * len(sizes)
-    addresses = [[tensor.data_ptr() for tensor in entries] or absent for entries in lists]
-    types = [[_CODES[tensor.dtype] for tensor in entries] or absent for entries in lists]
-    return torch.tensor([*addresses, *types, sizes], dtype=torch.int64)
+    words = array("q")
+    for entries in lists:
+        words.extend([tensor.data_ptr() for tensor in entries] or absent)
+    for entries in lists:
+        words.extend([_CODES[tensor.dtype] for tensor in entries] or absent)
+    words.extend(sizes)
+    return words
 
 
-def _numbers(count: int, *columns: Tensor | float | None) -> Tensor:
+def _numbers(count: int, *columns: Tensor | list[float] | float | None) -> array[float]:
     """A row of numbers for each of `count` tensors, in the order of the source; None and what is left out are 1."""
-    row = [1.0 if column is None or isinstance(column, Tensor) else column for column in columns]
-    numbers = torch.tensor([*row, *[1.0] * (_COLUMNS - len(row))], dtype=torch.float64).repeat(count, 1)
-    for place, column in enumerate(columns):
-        if isinstance(column, Tensor):
-            numbers[:, place] = column
+    values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
+    row = [value if isinstance(value, (int, float)) else 1.0 for value in values]
+    numbers = array("d", (row + [1.0] * (_COLUMNS - len(row))) * count)
+    for place, value in enumerate(values):
+        if isinstance(value, list):
+            numbers[place::_COLUMNS] = array("d", value)
     return numbers
+
+
+def _address(words: array[Any]) -> int:
+    return words.buffer_info()[0]
 
 
 def _loaded() -> ctypes.CDLL:

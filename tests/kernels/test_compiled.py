@@ -465,13 +465,6 @@ def test_a_failure_is_told_once(fresh, monkeypatch, caplog):
         compiled.sums([torch.ones(3)], [])
 
 
-def test_a_compiled_caller_takes_the_same_kernels():
-    made, other = tensors(), tensors()
-    run(made, ADAMW, settings(len(SIZES)))
-    torch.compile(run, backend="eager")(other, ADAMW, settings(len(SIZES)))
-    assert all(torch.equal(a, b) for a, b in zip(made["p"], other["p"], strict=True))
-
-
 def test_supports():
     assert compiled.supports(CPU, compiled.DTYPES)
     assert not compiled.supports(torch.device("meta"), [torch.float32])
