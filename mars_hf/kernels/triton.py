@@ -274,8 +274,8 @@ class _Table(NamedTuple):
 def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...], chunk: int) -> _Table:
     """The table of `triton_device` for `lists`, in the order of its rows of addresses."""
     device = lists[0][0].device
-    sizes = tuple(tensor.numel() for tensor in lists[0])
-    addresses = tuple(tuple(tensor.data_ptr() for tensor in list_) for list_ in lists)
+    sizes = tuple([tensor.numel() for tensor in lists[0]])
+    addresses = tuple(tuple([tensor.data_ptr() for tensor in list_]) for list_ in lists)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         words, chunks = _words(sizes, tuple(places), addresses, numbers, chunk)
         return _Table(_write(words, device), chunks)
@@ -315,8 +315,10 @@ def _words(
 
 def _by_dtypes(*lists: list[Tensor]) -> Iterable[list[int]]:
     """Places of the tensors, grouped by their dtypes in all lists that are given: one launch a group."""
-    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     given = [list_ for list_ in lists if list_]
+    if given and all(len({tensor.dtype for tensor in list_}) == 1 for list_ in given):
+        return [list(range(len(given[0])))]
+    groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     for place, tensors in enumerate(zip(*given, strict=True)):
         groups.setdefault(tuple(tensor.dtype for tensor in tensors), []).append(place)
     return groups.values()
@@ -327,7 +329,7 @@ def _pick(tensors: list[Tensor], places: list[int]) -> list[Tensor]:
 
 
 def _compute_dtype(*lists: list[Tensor]) -> torch.dtype:
-    double = any(tensor.dtype == torch.float64 for list_ in lists for tensor in list_)
+    double = any(torch.float64 in {tensor.dtype for tensor in list_} for list_ in lists)
     return torch.float64 if double else torch.float32
 
 

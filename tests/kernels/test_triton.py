@@ -758,6 +758,25 @@ def test_a_step_never_waits_for_the_gpu(device):
 
 
 @gpu
+@pytest.mark.parametrize(
+    "settings", [{}, {"take_grad": True}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "take_grad": True}], ids=str
+)
+def test_the_optimizer_never_waits_for_the_gpu(device, settings):
+    shapes = (300, 40), (17,), (64, 64)
+    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    optimizer = Mars(params, lr=0.01, **settings)
+    for step in range(5):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        try:
+            if step > 1:  # states are there, and kernels compiled
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
 def test_a_captured_step_replays(device):
     """With step and lr changing on the device, tables evicted and memory reused between replays."""
     lists, _, lr, step = whole_step([30_000, 17, 0, 5], device)
