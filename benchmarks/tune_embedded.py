@@ -90,6 +90,10 @@ CONTENDERS |= _with_lr_1d(
         3.2e-2: {1: (8e-3,)},
     },
 )
+CONTENDERS |= {
+    "mars-lion (0.9)": Contender(_settings("mars_lion", beta1=0.9), {1: (5e-4, 1e-3, 2e-3, 4e-3), 2: (1e-3, 2e-3)}),
+    "mars-lion (0.95)": Contender(_settings("mars_lion", beta1=0.95), {1: (1e-3, 2e-3)}),
+}
 # The whole held-out split, once, at the end.
 COMMON = [
     "--max_eval_blocks",

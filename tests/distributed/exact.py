@@ -1,6 +1,6 @@
 """Trains exact MARS with MarsTrainer under the engines named on the command line; see test_exact_parity.py.
 
-    torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed] ...
+    torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed][-m|-shampoo] ...
 
 Each run leaves OUTPUT/<run>.safetensors with the full weights after its last step; `refused` leaves an error's text in
 OUTPUT/refused.json.
@@ -30,6 +30,11 @@ ROWS = 48
 MICRO_BATCH = 4  # rows of a micro-batch, over all ranks
 SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
 LR_1D = 1e-3
+# Flags of runs with another rule.
+RULES = {
+    "m": {"mars_type": "mars-m", "ns_dtype": "float32"},
+    "shampoo": {"mars_type": "mars-shampoo", "ns_dtype": "float32"},
+}
 WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel"}
 
 
@@ -65,7 +70,9 @@ class Fsdp2Trainer(mars_hf.MarsTrainer):
         self.is_fsdp_enabled = True
 
 
-def make_trainer(engine: str, accumulation: int, folder: Path, **settings: Any) -> mars_hf.MarsTrainer:
+def make_trainer(
+    engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, **settings: Any
+) -> mars_hf.MarsTrainer:
     model = build_model()
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -81,7 +88,7 @@ def make_trainer(engine: str, accumulation: int, folder: Path, **settings: Any) 
         logging_strategy="no",
         **{"save_strategy": "no", **settings},
     )
-    mars = mars_hf.create(model, **SETTINGS, lr_1d=LR_1D, is_approx=False)
+    mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
     kind = Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer
     return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
 
@@ -96,11 +103,12 @@ def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
         trainer = make_trainer(engine, int(accumulation), folder)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-11"))
     else:
-        trainer = make_trainer(engine, int(accumulation), folder, **settings)
+        rule = next((RULES[flag] for flag in flags if flag in RULES), None)
+        trainer = make_trainer(engine, int(accumulation), folder, rule, **settings)
         if option == "view":
             trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         trainer.train()
-    if type(trainer.model_wrapped).__name__ != WRAPPED[engine]:
+    if dist.get_world_size() > 1 and type(trainer.model_wrapped).__name__ != WRAPPED[engine]:
         raise RuntimeError(f"the model is wrapped in {type(trainer.model_wrapped).__name__}, not {WRAPPED[engine]}")
     found = dict(trainer.model.named_parameters())
     return {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in found.items()}

@@ -15,13 +15,21 @@ from safetensors.torch import load_file
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 BAR = 5e-5
+ORTHOGONALIZED = ("ddp-2-m", "ddp-2-shampoo", "fsdp2-2-m", "fsdp2-2-shampoo")
 RUNS = ("ddp-1", "ddp-4", "ddp_view-2", "ddp_static-1", "fsdp2-1", "fsdp2-4", "ddp-4-resumed", "fsdp2-1-resumed")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("exact")
-    launch("exact.py", output, list(RUNS), 2)
+    launch("exact.py", output, [*RUNS, *ORTHOGONALIZED], 2)
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("exact_alone")
+    launch("exact.py", output, [run for run in ORTHOGONALIZED if run.startswith("ddp")], 1)
     return output
 
 
@@ -44,6 +52,20 @@ def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, ru
     found = load_file(trained / f"{run}.safetensors")
     differences = {name: ((found[name] - x).abs().max() / x.abs().max()).item() for name, x in weights.items()}
     assert max(differences.values()) <= BAR, sorted(differences.items(), key=lambda item: item[1])[-3:]
+
+
+@pytest.mark.parametrize("run", ORTHOGONALIZED)
+def test_matrices_are_orthogonalized_as_by_one_process(trained, alone, expected, run):
+    """And not as MARS-AdamW takes them."""
+    for folder, name in ((trained, run), (alone, run.replace("fsdp2", "ddp"))):
+        assert not error_of(folder, name), error_of(folder, name)
+    found, wanted = (
+        load_file(f / f"{n}.safetensors") for f, n in ((trained, run), (alone, run.replace("fsdp2", "ddp")))
+    )
+    differences = {name: ((found[name] - x).abs().max() / x.abs().max()).item() for name, x in wanted.items()}
+    assert max(differences.values()) <= BAR, sorted(differences.items(), key=lambda item: item[1])[-3:]
+    matrix = "transformer.h.0.mlp.c_fc.weight"
+    assert (found[matrix] - expected["2"][matrix]).abs().max() > 0.01 * found[matrix].abs().max()
 
 
 def test_deepspeed_is_refused_at_the_start(tmp_path):
