@@ -92,8 +92,9 @@ class Batch:
         how = self.group["rounding"] if self.params[0].dtype == torch.bfloat16 else "nearest"
         if how == "nearest":
             self._move(self.params)
-        elif how == "stochastic" and self.engine.rounds_stochastically and self.chunk is None:
-            self._move(self.params, stochastic=True)
+        elif self.engine.rounds and self.chunk is None:
+            own = {"stochastic": True} if how == "stochastic" else {"compensations": self.compensations}
+            self._move(self.params, **own)
         else:
             for index, piece in enumerate(self):
                 piece._update_and_round(index)

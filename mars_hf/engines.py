@@ -35,7 +35,8 @@ class Engine:
 
     name: str
     foreach: bool = False  # what is left to rules.py works on whole lists
-    rounds_stochastically: bool = False  # bfloat16 parameters, in `update` itself, if it is given `stochastic=True`
+    # bfloat16 parameters, in `update` itself: at random with `stochastic=True`, Kahan's way with `compensations`.
+    rounds: bool = False
     skips: bool = False  # tensors that `measured` leaves out, in `sums`
     clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
 
@@ -178,12 +179,12 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
         from mars_hf.kernels import compiled
 
-        engine = KernelEngine("compiled", module=compiled, rounds_stochastically=True, skips=True, clips=True)
+        engine = KernelEngine("compiled", module=compiled, rounds=True, skips=True, clips=True)
         return engine if compiled.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
-        engine = KernelEngine("triton", foreach=True, module=triton, rounds_stochastically=True, skips=True)
+        engine = KernelEngine("triton", foreach=True, module=triton, rounds=True, skips=True)
         return engine if triton.supports(device, dtypes) else None
     return None
 

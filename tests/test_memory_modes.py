@@ -212,9 +212,19 @@ def test_the_measure_sees_allocations():
     assert largest_allocation(lambda: a + a) == 300 * 300 * 4
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"take_grad": True}], ids=str)
-def test_the_compiled_step_makes_no_copy_of_a_parameter(settings):
-    params = [nn.Parameter(torch.randn(300, 300)), nn.Parameter(torch.randn(5))]
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"max_grad_norm": 1.0}),
+        (torch.float32, {"take_grad": True}),
+        (torch.bfloat16, {"rounding": "kahan"}),
+        (torch.bfloat16, {"rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_the_compiled_step_makes_no_copy_of_a_parameter(dtype, settings):
+    params = [nn.Parameter(torch.randn(300, 300).to(dtype)), nn.Parameter(torch.randn(5).to(dtype))]
     optimizer = Mars(params, fused=True, **settings)
 
     def backward():

@@ -24,7 +24,7 @@ constexpr int64_t WAVE = 1 << 20;
 // Elements from which on another thread is worth its start; as PyTorch's.
 constexpr int64_t GRAIN = 32768;
 
-enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, LISTS };
+enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, COMPENSATION, LISTS };
 enum Type { ABSENT, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 enum Rule { ADAMW, LION, MOMENTUM };
 enum Last { NONE, READ, KEPT };
@@ -158,6 +158,19 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
     }
 }
 
+// Kahan's: what rounding loses is kept, to be added at the next step.
+template <class T>
+void close_compensated(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values) {
+    auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
+    auto lost = static_cast<BFloat16*>(tensors.data(COMPENSATION, i)) + at;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) {
+        BFloat16 rounded = BFloat16::nearest(static_cast<float>(values[j]));
+        to[j] = rounded;
+        lost[j] = BFloat16::nearest(static_cast<float>(values[j] - static_cast<T>(static_cast<float>(rounded))));
+    }
+}
+
 // --- division of work -----------------------------------------------------------------------------------------------
 
 // Calls work(tensor, offset, elements, row) for this thread's share of the rows of tensors `first` to `last`.
@@ -281,7 +294,7 @@ void sums(const Tensors& tensors, const Numbers* numbers, bool products, bool co
 struct How {
     Rule rule;
     Last last;
-    bool amsgrad, square_gradient, clips, knows_norms, stochastic;
+    bool amsgrad, square_gradient, clips, knows_norms, stochastic, compensated;
     uint64_t seed;
 };
 
@@ -353,10 +366,14 @@ void update_row(const Tensors& tensors, const Numbers& own, const How& how, int6
         for (int list = 0; list < LISTS; list++)
             if (tensors.has(List(list)))
                 values[list] = open(tensors, List(list), i, at, n, buffers[list], list != PARAM || how.rule != MOMENTUM);
+        if (how.compensated)
+            for (int64_t j = 0; j < n; j++) values[PARAM][j] += values[COMPENSATION][j];
         block(n, Step<T>(own, how), values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
               values[MAX_EXP_AVG_SQ], values[LAST_GRAD]);
         for (int list = 0; list < LISTS; list++) {
-            if (list == PARAM && how.stochastic && tensors.type(PARAM, i) == BFLOAT16)
+            if (list == PARAM && how.compensated)
+                close_compensated(tensors, i, at, n, values[PARAM]);
+            else if (list == PARAM && how.stochastic && tensors.type(PARAM, i) == BFLOAT16)
                 close_at_random(tensors, i, at, n, values[PARAM], how.seed);
             else if (changed[list])
                 close(tensors, List(list), i, at, n, values[list]);
@@ -452,6 +469,7 @@ extern "C" int64_t mars_update(int64_t count, const int64_t* words, double* numb
     how.clips = clips;
     how.knows_norms = knows_norms;
     how.stochastic = stochastic;
+    how.compensated = tensors.has(COMPENSATION);
     how.seed = seed;
     auto call = in_double ? update<double> : update<float>;
     return call(tensors, reinterpret_cast<Numbers*>(numbers), how, rows, threads);

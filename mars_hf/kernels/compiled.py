@@ -81,7 +81,7 @@ def sums(
     found = torch.zeros(4, len(gradients), dtype=torch.float64)
     rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64)
     numbers = _numbers(len(gradients), scale, last_scales, k)
-    table = _table([[], gradients, [], [], [], last_grads])
+    table = _table([[], gradients, [], [], [], last_grads, []])
     _loaded().mars_sums(
         len(gradients), _address(table), _address(numbers), dtype == torch.float64, products, corrected,
         rows.data_ptr(), found.data_ptr(), torch.get_num_threads(),
@@ -114,6 +114,7 @@ def update(
     clip_threshold: float | None = None,
     last_norms: Tensor | None = None,
     seed: Tensor | None = None,
+    compensations: Sequence[Tensor] = (),
 ) -> None:
     """As `rules.update`, for dense tensors, whose elements are taken in the order of memory; steps and lr are tensors.
 
@@ -124,8 +125,10 @@ def update(
             Where they show that nothing is to be clipped, <g, g> is all that is summed. None takes <c, c> always.
         seed: 0-d int64, new at each step: bfloat16 parameters are rounded to one of their two neighbours at random,
             right on average. None rounds to nearest.
+        compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
+            step, and kept anew after it (Kahan). Empty for none.
     """
-    lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads]
+    lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
     dtype = _arithmetic_dtype([tensor for entries in lists for tensor in entries])
     rate, clips = float(lr), clip_threshold is not None
     counts = steps.tolist()
@@ -156,7 +159,7 @@ def _rows(tensors: Sequence[Tensor]) -> int:
     return sum(-(-tensor.numel() // ROW) for tensor in tensors)
 
 
-def _table(lists: Sequence[list[Tensor]]) -> array[int]:
+def _table(lists: Sequence[Sequence[Tensor]]) -> array[int]:
     """The words that describe tensors to the kernels."""
     sizes = [tensor.numel() for tensor in lists[1]]
     absent = [0] * len(sizes)

@@ -157,6 +157,7 @@ def update(
     second_moment: str = "corrected",
     keep_last: bool = True,
     seed: Tensor | None = None,
+    compensations: Sequence[Tensor] = (),
 ) -> None:
     """As `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
@@ -186,10 +187,12 @@ def update(
         keep_last: False reads `last_grads` and does not write them.
         seed: 0-d int64, on the device, new at each step: bfloat16 parameters are rounded to one of their two
             neighbours at random, right on average, so that steps too small to be seen add up. None rounds to nearest.
+        compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
+            step, and kept anew after it (Kahan). Empty for none.
     """
     (_update_operator if torch.compiler.is_compiling() else _update)(
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, last_scales,
-        factors, k, blend, beta1, beta2, eps, weight_decay, second_moment, keep_last, seed,
+        factors, k, blend, beta1, beta2, eps, weight_decay, second_moment, keep_last, seed, list(compensations),
     )  # fmt: skip
 
 
@@ -215,9 +218,10 @@ def _update(
     second_moment: str,
     keep_last: bool,
     seed: Tensor | None,
+    compensations: list[Tensor],
 ) -> None:
     numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
-    everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
+    everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, compensations]
     compute = _compute_dtype(*everything)
     device = _device_code()
     for places in _by_dtypes(params, gradients, last_grads):
@@ -231,7 +235,7 @@ def _update(
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
                 LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
                 RULE=rule, AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
-                KEEP_LAST=keep_last and bool(last_grads),
+                KEEP_LAST=keep_last and bool(last_grads), COMPENSATED=bool(compensations),
                 CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
             )  # fmt: skip
 
@@ -246,11 +250,11 @@ _sums_operator = torch.library.custom_op(
 _update_operator = torch.library.custom_op(
     "mars_hf::triton_update",
     _update,
-    mutates_args=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads"),
+    mutates_args=("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads", "compensations"),
     schema="(Tensor(a!)[] params, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] last_grads, str rule, Tensor steps, Tensor lr, Tensor? scale,"
     " Tensor? last_scales, Tensor? factors, float k, float blend, float beta1, float beta2, float eps,"
-    " float weight_decay, str second_moment, bool keep_last, Tensor? seed) -> ()",
+    " float weight_decay, str second_moment, bool keep_last, Tensor? seed, Tensor(f!)[] compensations) -> ()",
 )
 
 

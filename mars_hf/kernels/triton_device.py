@@ -33,6 +33,7 @@ PARAMS_ROW = tl.constexpr(6)
 EXP_AVGS_ROW = tl.constexpr(7)
 EXP_AVG_SQS_ROW = tl.constexpr(8)
 MAX_EXP_AVG_SQS_ROW = tl.constexpr(9)
+COMPENSATIONS_ROW = tl.constexpr(10)
 
 
 @triton.jit
@@ -261,6 +262,7 @@ def _update_block(
     exp_avg_sq,
     max_exp_avg_sq,
     last,
+    compensation,
     offsets,
     mask,
     scale,
@@ -287,7 +289,10 @@ def _update_block(
     g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
     if RULE != "momentum":
-        p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
+        p = _load(param, offsets, mask, COMPUTE, VECTOR)
+        if compensation is not None:
+            p += _load(compensation, offsets, mask, COMPUTE, VECTOR)
+        p = p * decay
     c = c * factor
     # Both ends of torch.lerp, exact at weight 0 and at weight 1.
     difference = c - e
@@ -311,6 +316,10 @@ def _update_block(
         _store(exp_avg_sq, offsets, v, mask, VECTOR)
     if key is not None:
         p = _round_stochastically(p, _noise(offsets, key))
+    if compensation is not None:
+        rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
+        _store(compensation, offsets, p - rounded, mask, VECTOR)
+        p = rounded
     _store(exp_avg, offsets, e, mask, VECTOR)
     _store(param, offsets, p, mask, VECTOR)
     if KEEP_LAST:
@@ -334,6 +343,7 @@ def update(
     COMPUTE: tl.constexpr,
     RULE: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    COMPENSATED: tl.constexpr,
     CORRECTED: tl.constexpr,
     KEEP_LAST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -358,6 +368,9 @@ def update(
         max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, STATE)
     if LAST is not None:
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    compensation = None
+    if COMPENSATED:
+        compensation = _pointer(table, count, COMPENSATIONS_ROW, tensor, start, tl.bfloat16)
 
     k = _number(table, 0).to(COMPUTE)
     blend = _number(table, 1).to(COMPUTE)
@@ -387,7 +400,7 @@ def update(
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
     for block in range(0, whole):
         _update_block(
-            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, block * BLOCK + offsets, None,
+            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, block * BLOCK + offsets, None,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip
@@ -395,7 +408,7 @@ def update(
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
         _update_block(
-            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, inside, inside < length,
+            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, inside, inside < length,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip

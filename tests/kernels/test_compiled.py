@@ -402,6 +402,24 @@ def test_stochastic_rounding_repeats_with_its_seed_and_differs_between_tensors()
     assert 0.55 < agree < 0.7  # 0.625 if independent
 
 
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_what_rounding_loses_is_kept(rule):
+    """Parameter and compensation together are the float64 result, and the parameter is the nearest to it."""
+    kept = ADAMW if rule == "adamw" else CASES["lion"][0]
+    made = tensors(p=torch.bfloat16)
+    lost = [(torch.rand(n, generator=torch.Generator().manual_seed(n)) * 1e-3).bfloat16() for n in SIZES]
+    numbers = settings(len(SIZES), rule=rule, scale=0.3)
+    exact = {name: [x.double() for x in made[name]] for name in made}
+    torch._foreach_add_(exact["p"], [x.double() for x in lost])
+    exact = expected(exact, kept, numbers)
+    run(made, kept, {**numbers, "compensations": lost})
+    for p, compensation, want in zip(made["p"], lost, exact["p"], strict=True):
+        assert ((p.double() + compensation.double() - want).abs() <= 2**-16 * want.abs() + 1e-7).all()
+        assert (compensation.float().abs() <= 2**-8 * p.float().abs()).all()  # half a unit in the last place
+        assert (compensation != 0).float().mean() > 0.5 or p.numel() < 10
+    assert_equal(made, [name for name in kept if name != "p"], exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits_is_read_right(dtype):
     """Through the momentum rule, which can copy."""

@@ -567,6 +567,24 @@ def test_stochastic_rounding_is_right_on_average(device):
 
 
 @here
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_what_rounding_loses_is_kept(device, rule):
+    """Parameter and compensation together are the float64 result; alone, the parameter is not."""
+    sizes = [0, 700, kernels.CHUNK + 3]
+    lists = problem(sizes, device, squares=rule == "adamw", param=torch.bfloat16)
+    lost = [tensor * 1e-3 for tensor in draw(sizes, torch.bfloat16, device, 9)]
+    settings = {**STEP, "rule": rule, "steps": torch.ones(3, device=device), "lr": torch.tensor(1e-2, device=device)}
+    before = doubles(lists)
+    torch._foreach_add_(before["params"], [tensor.double() for tensor in lost])
+    expected = expected_update(before, **settings)
+    kernels.update(*lists.values(), **settings, compensations=lost)
+    for param, compensation, want in zip(lists["params"], lost, expected.pop("params"), strict=True):
+        assert ((param.double() + compensation.double() - want).abs() <= 2**-14 * want.abs() + 1e-6).all()
+        assert param.numel() == 0 or (param.double() - want).abs().max() > 1e-3
+    assert_close(lists, expected)
+
+
+@here
 @pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0, 2.0])
 def test_stochastic_rounding_keeps_what_is_exact(device, value):
     params = bf16_step(device, 700, 3, value=value, lr=0.0)
@@ -665,7 +683,7 @@ def test_update_beyond_31_bits(device):
     triton_device.update[(1,)](
         torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, STATE=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
-        RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True,
+        RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True, COMPENSATED=False,
         CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)

@@ -44,7 +44,14 @@ def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "STATE": state, "LAST": last, "COMPUTE": compute}
-    flags = {"RULE": "adamw", "AMSGRAD": False, "CORRECTED": True, "KEEP_LAST": last is not None, **flags}
+    flags = {
+        "RULE": "adamw",
+        "AMSGRAD": False,
+        "CORRECTED": True,
+        "KEEP_LAST": last is not None,
+        "COMPENSATED": False,
+        **flags,
+    }
     return compiled(triton_device.update, target, VECTOR=vector, **dtypes, **flags)
 
 
@@ -112,6 +119,14 @@ def test_sums_move_128_bits_at_once(last):
 )
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, 4, **flags).asm["cubin"]
+
+
+def test_compensations_move_with_the_rest():
+    """bfloat16 parameters and what their rounding loses, float32 states: each of them once, in and out."""
+    code = update(tl.bfloat16, tl.bfloat16, tl.float32, tl.float32, 4, COMPENSATED=True)
+    assert accesses(code, "v4.b32") == (6, 6)
+    assert accesses(code, "v2.b32") == (6, 4)
+    assert code.metadata.shared == 0
 
 
 def test_float64_compiles():
