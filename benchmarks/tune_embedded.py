@@ -184,6 +184,8 @@ def draw(families: dict[str, dict[str, dict[float, list[float]]]]) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
+    for axes in panels.flat[len(families) :]:
+        axes.remove()
     figure.supxlabel("peak learning rate")
     figure.supylabel("held-out loss (nats per token); dashed: AdamW at its best")
     figure.savefig(PICTURE, dpi=120)
