@@ -25,6 +25,7 @@ BAR = 5e-5  # of the largest element of the tensor
 # mars-shampoo and mars-m, with Newton-Schulz in float32 and in bfloat16, whose rounding is 4e-3.
 MATRIX_BAR, BF16_MATRIX_BAR = 1e-5, 2e-2
 
+KERNELS = ("adamw_1d_kernels", "adamw_folded_kernels", "lion_kernels", "m_kernels")
 FOLDED = ("adamw_folded", "lion_1d_folded")
 MATRIX_CASES = {case for case, settings in SETTINGS.items() if settings.mars_type in ("mars-shampoo", "mars-m")}
 COMMON = ("adamw", "adamw_1d", "adamw_frozen", "lion", "lion_1d")
@@ -32,12 +33,32 @@ COMMON = ("adamw", "adamw_1d", "adamw_frozen", "lion", "lion_1d")
 # (seen with torch.optim.AdamW, DeepSpeed 0.19): no skipping there.
 RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("torch", 2): {
-        "ddp": (*COMMON, "adamw_skipping", "adamw_folded", "shampoo", "m", "m_unclipped", "m_folded", "m_bf16"),
+        "ddp": (
+            *COMMON,
+            "adamw_skipping",
+            "adamw_folded",
+            "shampoo",
+            "m",
+            "m_unclipped",
+            "m_folded",
+            "m_bf16",
+            *KERNELS,
+        ),
         "ddp_bucket_view": ("adamw", "adamw_1d_skipping"),
         "ddp_static_graph": ("adamw", "lion_1d"),
         "fsdp2": (
             *(*COMMON, "adamw_skipping", "adamw_1d_skipping", "lion_1d_frozen", "adamw_unclipped", *FOLDED),
-            *("shampoo", "shampoo_1d", "m", "m_unclipped", "m_skipping", "m_folded", "shampoo_bf16", "m_bf16"),
+            *(
+                "shampoo",
+                "shampoo_1d",
+                "m",
+                "m_unclipped",
+                "m_skipping",
+                "m_folded",
+                "shampoo_bf16",
+                "m_bf16",
+                *KERNELS,
+            ),
         ),
     },
     ("torch", 4): {
@@ -46,10 +67,10 @@ RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
         "hsdp": ("adamw", "adamw_1d_skipping", "lion_1d_frozen", "adamw_folded", "shampoo", "m", "m_bf16"),
     },
     ("deepspeed", 2): {
-        "zero1": (*COMMON, "adamw_skipping", "shampoo", "m_skipping", "m_bf16"),
-        "zero2": (*COMMON, "adamw_1d_skipping", "adamw_unclipped", "shampoo_1d", "m", "m_unclipped"),
-        "zero3": (*COMMON, "lion_1d_frozen", "shampoo", "m", "shampoo_bf16"),
-        "zero2_offload": ("adamw", "lion_1d", "m"),
+        "zero1": (*COMMON, "adamw_skipping", "shampoo", "m_skipping", "m_bf16", "adamw_1d_kernels"),
+        "zero2": (*COMMON, "adamw_1d_skipping", "adamw_unclipped", "shampoo_1d", "m", "m_unclipped", "m_kernels"),
+        "zero3": (*COMMON, "lion_1d_frozen", "shampoo", "m", "shampoo_bf16", "lion_kernels"),
+        "zero2_offload": ("adamw", "lion_1d", "m", "adamw_1d_kernels"),
         "zero3_offload": ("adamw_1d", "lion", "shampoo"),
         "zero2_round_robin": ("adamw", "adamw_1d", "lion", "lion_1d", "m"),
     },
@@ -92,12 +113,17 @@ class Run:
         return {name.removeprefix(f"{kind}."): t for name, t in self.tensors.items() if name.startswith(f"{kind}.")}
 
 
+def plain(case: str) -> str:
+    """The case that is its reference: clipped before the step, by the rules without kernels."""
+    return case.removesuffix("_kernels").removesuffix("_folded")
+
+
 def specs(kind: str, world: int) -> list[str]:
     """Everything that one launch trains."""
     if world == 1:
         if kind == "deepspeed":
             return [f"{engine}/{case}" for engine in BF16 for case in BF16_STATE_BAR]
-        cases = {case for runs in RUNS.values() for cases in runs.values() for case in cases}
+        cases = {plain(case) for runs in RUNS.values() for cases in runs.values() for case in cases}
         return (
             [f"single/{case}" for case in sorted(cases)]
             + [f"single_zeros/{case}" for case in sorted(cases) if case.endswith("skipping")]
@@ -157,9 +183,9 @@ def share_that_agrees(expected: dict[str, Tensor], found: dict[str, Tensor]) -> 
 
 
 def reference(trained: Callable[..., Run], kind: str, case: str) -> Run:
-    """The same case on one process, clipped before the step. Under ZeRO a parameter without gradient has zeros."""
+    """The plain case on one process. Under ZeRO a parameter without gradient has zeros."""
     zeros = kind == "deepspeed" and case.endswith("skipping")
-    return trained("torch", 1, f"{'single_zeros' if zeros else 'single'}/{case.removesuffix('_folded')}")
+    return trained("torch", 1, f"{'single_zeros' if zeros else 'single'}/{plain(case)}")
 
 
 def worst(differences: dict[str, float]) -> str:
@@ -283,13 +309,13 @@ def test_one_all_reduce_a_step(trained, kind, world, engine, case):
             assert call["collectives"] == []
             continue
         (numel,) = call["collectives"]
-        rows = 3 if case.endswith("_folded") else 1
+        rows = 3 if SETTINGS[case].folded else 1
         assert rows * normed <= numel <= (rows + 1) * normed  # when a tensor is seen first, a check travels with them
         checked += numel > rows * normed
     assert checked <= len(calls) // STEPS
 
 
-@pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in CASES if p.values[3].endswith("_folded")])
+@pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in CASES if SETTINGS[p.values[3]].folded])
 def test_the_step_takes_the_global_norm_of_clip_grad_norm(trained, kind, world, engine, case):
     expected = reference(trained, kind, case).notes["total_norms"]
     assert min(expected) < MAX_GRAD_NORM < max(expected)

@@ -33,6 +33,7 @@ class Case:
     clip_threshold: float | None = CLIP_THRESHOLD
     folded: bool = False  # the step clips by the global norm itself, and takes the gradients it can
     ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
+    kernels: bool = False  # those for the device, which a model of this size does not get by default
 
     def hyperparameters(self) -> dict[str, Any]:
         """What `mars_hf.create` takes; eps and all, so that nothing depends on defaults.
@@ -51,6 +52,7 @@ class Case:
             "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
             "take_grad": self.folded,
             "ns_dtype": self.ns_dtype,
+            "fused": self.kernels or None,
         }
 
 
@@ -74,6 +76,10 @@ CASES = {
     "m_folded": Case("mars-m", ns_dtype="float32", folded=True),
     "shampoo_bf16": Case("mars-shampoo"),
     "m_bf16": Case("mars-m"),
+    "adamw_1d_kernels": Case(optimize_1d=True, kernels=True),
+    "adamw_folded_kernels": Case(folded=True, kernels=True),
+    "lion_kernels": Case("mars-lion", kernels=True),
+    "m_kernels": Case("mars-m", ns_dtype="float32", kernels=True),
 }
 
 
