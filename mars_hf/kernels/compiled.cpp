@@ -21,7 +21,7 @@ constexpr int64_t ROW = 4096;
 constexpr int64_t BLOCK = 1024;
 // Elements that threads work on together. Norms are taken right before the update: gradients are still in the cache.
 constexpr int64_t WAVE = 1 << 20;
-// Elements from which on another thread is worth its start; as PyTorch's.
+// Elements from which on other threads are worth their start; as PyTorch's.
 constexpr int64_t GRAIN = 32768;
 
 enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, COMPENSATION, LISTS };
@@ -200,10 +200,11 @@ void in_waves(const Tensors& tensors, Work work) {
     }
 }
 
+// All threads or one: a team smaller than the last one ends threads, which the next one would have to start anew.
 int64_t useful_threads(const Tensors& tensors, int64_t threads) {
     int64_t elements = 0;
     for (int64_t i = 0; i < tensors.count; i++) elements += tensors.size(i);
-    return std::max<int64_t>(1, std::min(threads, elements / GRAIN));
+    return elements > GRAIN ? threads : 1;
 }
 
 double total(const double* sums, int64_t count, int64_t stride = 1) {
