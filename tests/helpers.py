@@ -5,11 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
+from mars_hf.kernels import compiler
+
 VOCAB = 64
+
+
+def _has_compiler() -> bool:
+    try:
+        compiler.find()
+    except RuntimeError:
+        return False
+    return True
+
+
+# Of a compiler that is there and fails, tests are to tell.
+needs_compiler = pytest.mark.skipif(
+    not _has_compiler(), reason="no C++ compiler (g++, clang++ or c++) is on the PATH, and CXX names none"
+)
 
 
 class Blocks(Dataset):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import gpt2
+from helpers import gpt2, needs_compiler
 from reference import Reference, newton_schulz
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -441,7 +441,7 @@ def test_clipping_scaling_and_moving_of_gradients(mars_type):
 
 
 @every_type
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_small_steps_add_up_in_bfloat16(mars_type, fused):
     """From 100 by steps of 0.05 and less, a tenth of what bfloat16 resolves there."""
     ends = {}

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import arguments, gpt2, trainer
+from helpers import arguments, gpt2, needs_compiler, trainer
 from test_trainer import mars_trainer
 from torch import nn
 
@@ -41,7 +41,9 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("take_grad", [False, True])
-@pytest.mark.parametrize("path", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "path", [{"foreach": False}, {"foreach": True}, pytest.param({"fused": True}, marks=needs_compiler)], ids=str
+)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_it_is_clip_grad_norm_before_the_step(case, path, take_grad):
     settings = {"lr": 0.01, "weight_decay": 0.1, "clip_threshold": 0.5, **SETTINGS[case]}

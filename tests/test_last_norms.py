@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Listener
+from helpers import Listener, needs_compiler
 from torch import nn
 
 from mars_hf import Mars, clipping
 from mars_hf.kernels import compiled
+
+pytestmark = needs_compiler
 
 SHAPES = ((64, 128), (5, 7), (4096, 3))
 # Sizes of the gradients, step by step: unclipped at first, then clipped, then for a while only the last one was large.

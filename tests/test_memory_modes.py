@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import needs_compiler
 from torch import nn
 
 from mars_hf import Mars
@@ -54,7 +55,7 @@ class Plain:
         self.x = self.x - self.lr * (direction + self.decay * self.x)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("gamma", [0.0, 0.025, 1.0])
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 def test_the_recursion_is_the_plain_form(mars_type, gamma, fused):
@@ -96,7 +97,7 @@ def test_the_recursion_is_the_plain_form(mars_type, gamma, fused):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_bytes_of_state(settings, expected, fused):
     params = make_params()
     optimizer = Mars(params, fused=fused, **settings)
@@ -121,7 +122,7 @@ def test_a_state_with_a_last_gradient_goes_on_with_it():
 # --- lower precision --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_lower_precision_states_stay_close(fused):
     weights = []
     for settings in ({}, {"last_grad_dtype": "bfloat16"}, {"state_dtype": "bfloat16"}):
@@ -162,7 +163,7 @@ def descend(rounding: str, fused: bool, steps: int = 400) -> float:
     return param.detach().float().mean().item()
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_small_steps_add_up(fused):
     assert descend("nearest", fused) == 100.0  # every step is lost
     assert descend("kahan", fused) == pytest.approx(80.0, abs=0.3)
@@ -212,6 +213,7 @@ def test_the_measure_sees_allocations():
     assert largest_allocation(lambda: a + a) == 300 * 300 * 4
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [

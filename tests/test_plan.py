@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import needs_compiler
 from torch import nn
 
 import mars_hf
@@ -44,7 +45,11 @@ def step(params, mars, number: int) -> None:
     mars.step()
 
 
-@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"take_grad": True}, {"max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"fused": True}, marks=needs_compiler), {"take_grad": True}, {"max_grad_norm": 0.1}],
+    ids=str,
+)
 def test_batches_are_made_once(gathered, settings):
     params, mars = make(**settings)
     for number in range(6):
@@ -122,6 +127,7 @@ def test_a_change_is_noticed(gathered, monkeypatch, change, take_grad):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@needs_compiler
 def test_learning_rate_and_betas_need_no_new_batches(gathered):
     params, mars = make(fused=True)
     plain, other = make(fused=True)

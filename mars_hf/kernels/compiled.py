@@ -121,7 +121,7 @@ def update(
     Args:
         clip_threshold: take the factors here, from <c, c> of the tensors themselves: norms and updates of some tensors
             come right after each other, while their gradients are in the cache. None takes `factors`.
-        last_norms: with `clip_threshold`, norms of the last gradients (float64, NaN: unknown), replaced by those of g.
+        last_norms: with `clip_threshold`, norms of the last gradients (NaN: unknown), replaced by those of g.
             Where they show that nothing is to be clipped, <g, g> is all that is summed. None takes <c, c> always.
         seed: 0-d int64, new at each step: bfloat16 parameters are rounded to one of their two neighbours at random,
             right on average. None rounds to nearest.

@@ -28,7 +28,8 @@ X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 def load(source: Path) -> ctypes.CDLL:
     """Compile a C++ file with OpenMP, unless that has been done before, and load it.
 
-    Libraries are kept in `folder()`, by their source and the command that made them.
+    Libraries are kept in `folder()`, by their source, the command that made them and the C library they are made for:
+    a home may be shared by machines and containers that differ.
 
     Args:
         source: needs no headers but those of the compiler.
@@ -37,7 +38,8 @@ def load(source: Path) -> ctypes.CDLL:
         RuntimeError: there is no compiler, or it failed; with what it said.
     """
     command = [find(), *FLAGS, *_instructions(), str(source), *_openmp()]
-    key = hashlib.sha256(repr([*command, platform.machine(), source.read_text()]).encode()).hexdigest()[:16]
+    place = (platform.machine(), platform.libc_ver())
+    key = hashlib.sha256(repr([command, place, source.read_text()]).encode()).hexdigest()[:16]
     library = folder() / f"{source.stem}_{key}.so"
     if not library.exists():
         # Several processes may be here at once: each makes its own, and the last one stays.
@@ -96,5 +98,6 @@ def _instructions() -> tuple[str, ...]:
 def _openmp() -> list[str]:
     """PyTorch's own OpenMP library, if it brings one: with another one there would be two sets of threads."""
     root = Path(torch.__file__).parent
-    found = [path for place in (root / "lib", root.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
-    return [str(found[0])] if found else []
+    places = (root / "lib", root.parent / "torch.libs")
+    found = [str(path) for place in places for path in sorted(place.glob("libgomp*.so*"))]
+    return found[:1]

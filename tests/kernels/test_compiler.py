@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import needs_compiler
 
 from mars_hf.kernels import compiler
 
@@ -21,12 +22,7 @@ extern "C" int answer() {
 }
 """
 
-try:
-    compiler.find()
-    missing = ""
-except RuntimeError as error:
-    missing = str(error)
-pytestmark = pytest.mark.skipif(bool(missing), reason=missing)
+pytestmark = needs_compiler
 
 
 @pytest.fixture
