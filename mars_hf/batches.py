@@ -60,7 +60,7 @@ class Batch:
     is_sharded: bool = False  # whether the other pieces of its parameters are on other ranks
     process_group: Group = None  # of those ranks
     clips: bool = False  # in the update itself, so that no factors are needed
-    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # of the optimizer's tensors
+    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # of the optimizer's tensors, for a chunk
     owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
     owned: list[dict[str, Any]] = field(default_factory=list)  # their states
     params: list[Tensor] = field(default_factory=list)
@@ -131,6 +131,28 @@ class Batch:
         """Keep directions for the update: one for each of `momenta`, of its shape and strides."""
         self.directions = self._cut(found)
 
+    def add_whole(self, entries: Sequence[Entry], keys: Iterable[str], copied: Iterable[int]) -> None:
+        """Do what `add` does for each of these, all of them whole and plain, list by list: it is done at every step.
+
+        Args:
+            entries: the tensors, with their gradients and states; the first ones of the batch.
+            keys: of the states that the rule takes.
+            copied: places of those whose gradients are taken as copies.
+        """
+        self.params = [entry.param for entry in entries]
+        self.owners = self.params
+        self.owned = [entry.state for entry in entries]
+        self.gradients = [entry.param.grad for entry in entries]  # type: ignore[misc]
+        for index in copied:
+            self.gradients[index] = _laid_out_like(self.params[index], self.gradients[index])
+        for key in keys:
+            setattr(self, _LISTS[key], [state[key] for state in self.owned])
+        self.steps = [state["step"] for state in self.owned]
+        self.slots = [entry.slot for entry in entries]
+        self.shares, self.starts = [1.0] * len(entries), [0] * len(entries)
+        if self.chunk is not None:
+            self.placements = dict.fromkeys(self.params)
+
     def add(self, entry: Entry, placement: Placement | None, keys: Iterable[str], *, copied: bool = False) -> None:
         """Add the pieces of one of the optimizer's tensors.
 
@@ -144,8 +166,7 @@ class Batch:
         here = sharding.local(param.detach()) if placement is not None or sharding.is_dtensor(param) else param
         gradient = sharding.local(entry.gradient)
         if copied:
-            like = torch.empty_like(here, dtype=gradient.dtype, memory_format=torch.preserve_format)
-            gradient = like.copy_(gradient)
+            gradient = _laid_out_like(here, gradient)
         self.params += sharding.cut(here, placement)
         self.gradients += sharding.cut(gradient, placement)
         for key in keys:
@@ -241,9 +262,10 @@ class Order:
         """Remember the recipes that `sort` has given for these entries."""
         self.recipes = recipes
         self._structure = structure(param_groups)
-        self._slots = [(entry.group, entry.slot) for entry in entries]
+        self._slots = [entry.slot for entry in entries]
         keys: dict[int, tuple[str, ...]] = {place: recipe.keys for recipe in recipes for place in recipe.places}
         self._keys = [keys[place] for place in range(len(entries))]
+        self._has_last = ["last_grad" in own for own in self._keys]
         self._moves = [False] * len(entries)
         for recipe in recipes:
             for place in recipe.places:
@@ -257,13 +279,10 @@ class Order:
 
     def fits(self, param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> bool:
         """Tell whether every tensor of a step looks like its predecessor, and every setting is the same."""
-        if [(entry.group, entry.slot) for entry in entries] != self._slots:
+        if [entry.slot for entry in entries] != self._slots or structure(param_groups) != self._structure:
             return False
-        if structure(param_groups) != self._structure:
+        if ["last_grad" in entry.state for entry in entries] != self._has_last:
             return False
-        for entry, keys in zip(entries, self._keys, strict=True):
-            if ("last_grad" in entry.state) is not ("last_grad" in keys):
-                return False
         try:
             tensors = self._tensors(entries)
         except KeyError:
@@ -280,14 +299,13 @@ class Order:
         """Every tensor that the step reads or writes."""
         tensors: list[Any] = []
         for (param, state, _, _), keys in zip(entries, self._keys, strict=True):
-            tensors += (param, param.grad, state["step"])
-            tensors += [state[key] for key in keys]
+            tensors += (param, param.grad, state["step"], *[state[key] for key in keys])
         return tensors
 
 
 def structure(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the settings that decide how tensors are sorted, group by group."""
-    return [tuple([group[name] for name in _STRUCTURE]) for group in param_groups]
+    """Return the settings that decide how tensors are sorted, group by group, and the groups' sizes."""
+    return [(len(group["params"]), *[group[name] for name in _STRUCTURE]) for group in param_groups]
 
 
 # Settings that are read anew at every step; a change of any other one sorts anew.
@@ -351,9 +369,13 @@ def make(
     """Pick the tensors of a batch."""
     group = param_groups[recipe.group]
     batch = Batch(group, recipe.engine, moves_gradients=recipe.moves, chunk=recipe.chunk)
-    for place in recipe.places:
-        placement = placements.get(entries[place].param)
-        batch.add(entries[place], placement, recipe.keys, copied=place in recipe.copied)
+    own = [entries[place] for place in recipe.places]
+    if not placements and all(type(entry.param) in (Tensor, nn.Parameter) for entry in own):
+        copied = [index for index, place in enumerate(recipe.places) if place in recipe.copied] if recipe.copied else []
+        batch.add_whole(own, recipe.keys, copied)
+    else:
+        for place, entry in zip(recipe.places, own, strict=True):
+            batch.add(entry, placements.get(entry.param), recipe.keys, copied=place in recipe.copied)
     if group["maximize"] and batch.params:
         batch.scale = torch.full((), -1.0, device=batch.params[0].device)
     batch.last_scales = _last_scales(batch.owned)
@@ -374,12 +396,15 @@ def gather(
 
 def entries_of(param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Tensor, dict[str, Any]]) -> list[Entry]:
     """Return the parameters that have a gradient, with a new state, not kept yet, where there is none."""
-    slotted = enumerate((index, param) for index, group in enumerate(param_groups) for param in group["params"])
-    return [
-        Entry(param, found if (found := all_states.get(param)) is not None else {}, index, slot)
-        for slot, (index, param) in slotted
-        if param.grad is not None
-    ]
+    entries = []
+    slot = 0
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param.grad is not None:
+                state = all_states.get(param)
+                entries.append(Entry(param, {} if state is None else state, index, slot))
+            slot += 1
+    return entries
 
 
 def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
@@ -418,6 +443,11 @@ def _is_dense(entry: Entry, keys: Iterable[str]) -> bool:
     """Whether parameter and states lie in memory as kernels need them; of gradients a copy can be made."""
     tensors = [sharding.local(tensor) for tensor in (entry.param, *(entry.state[key] for key in keys))]
     return all(map(looks.is_plain, tensors)) and looks.fill_alike(tensors)
+
+
+def _laid_out_like(param: Tensor, gradient: Tensor) -> Tensor:
+    """A copy of the gradient, with the parameter's strides."""
+    return torch.empty_like(param, dtype=gradient.dtype, memory_format=torch.preserve_format).copy_(gradient)
 
 
 def _gradient_fits(entry: Entry) -> bool:

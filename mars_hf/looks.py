@@ -86,12 +86,12 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _pattern(tensors: Sequence[Tensor]) -> tuple[list[int], int] | None:
-    """Alignments, and how many addresses are null; None if two others are the same."""
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    """Alignments (none where all are multiples of 16), and how many addresses are null; None if two are the same."""
+    addresses = list(map(Tensor.data_ptr, tensors))
     nulls = addresses.count(0)
     if len(set(addresses)) + max(nulls - 1, 0) < len(addresses):
         return None
-    return [address & 15 for address in addresses], nulls
+    return [address & 15 for address in addresses] if any(map((15).__and__, addresses)) else [], nulls
 
 
 def _describe(tensor: Any) -> tuple[Any, ...] | object:

@@ -139,14 +139,14 @@ def _rows(tensors: Sequence[Tensor]) -> int:
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
     """The words that describe tensors to the kernels; RuntimeError unless all lists have the sizes of the first."""
-    sizes = [tensor.numel() for tensor in lists[0] or lists[1]]
+    sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     absent = [0] * len(sizes)
     words = array("q")
     for entries in lists:
-        if entries and [tensor.numel() for tensor in entries] != sizes:
-            found = [tensor.numel() for tensor in entries]
+        found = list(map(Tensor.numel, entries))
+        if found and found != sizes:
             raise RuntimeError(f"tensors of {found} elements in one call with tensors of {sizes}")
-        words.extend([tensor.data_ptr() for tensor in entries] or absent)
+        words.extend(list(map(Tensor.data_ptr, entries)) or absent)
     for entries in lists:
         words.extend([_CODES[tensor.dtype] for tensor in entries] or absent)
     words.extend(sizes)
