@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,12 @@ GENERIC = (
     *("test_deepcopy_copies_all_public_attrs", "test_second_order_optims_return_consistent_types"),
     *("test_fused_cpu_matches_cuda", "test_defaults_changed_to_foreach", "test_non_empty_state"),
 )
+
+
+def test_every_generic_check_is_run_or_listed():
+    run = {name for name in vars(sys.modules[__name__]) if name in GENERIC}
+    assert run | set(NOT_RUN) == set(GENERIC)
+    assert not run & set(NOT_RUN)
 
 
 def test_there_are_as_many_configurations_as_the_authors_of_the_issue_ran():
@@ -195,6 +202,20 @@ def test_forloop_goes_right_direction(configuration, contiguous):
         before = problem.loss().item()
         train(problem, optimizer, 10, [made(optimizer) for made in schedulers or ()])
         assert_right_direction(problem, before, settings)
+
+
+@needs_compiler
+@pytest.mark.parametrize("implementation", ["foreach", "fused", "auto"])
+@every_configuration
+def test_strided_parameters_step_as_contiguous_ones(configuration, implementation):
+    """PyTorch runs the check above on the for-loop only, where strides go wrong least."""
+    strided, contiguous = Problem(contiguous=False), Problem()
+    train(strided, Mars(strided.params, **settings_of(configuration, implementation)), 5)
+    train(contiguous, Mars(contiguous.params, **settings_of(configuration, "for-loop")), 5)
+    orthogonal = settings_of(configuration).get("mars_type") in ("mars-shampoo", "mars-m")
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if orthogonal else {"rtol": 1e-4, "atol": 1e-5}
+    for one, other in zip(strided.params, contiguous.params, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 @every_implementation
@@ -409,6 +430,38 @@ def test_peak_memory_foreach(configuration, implementation):
     assert peak_of(optimizer.step) <= limit
 
 
+@contextlib.contextmanager
+def swapped_params() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@needs_compiler
+def test_fused_error_on_params_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1))
+    optimizer = Mars(model.parameters(), fused=True)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(RuntimeError, match=r"fused=True.*meta"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert not any(optimizer.state.values())
+    with swapped_params():  # so that the optimizer's parameters are the model's
+        model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    for param in model.parameters():
+        assert torch.isfinite(param).all()
+        assert (param < 0).all()
+
+
 # --- groups -----------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +503,18 @@ def test_param_groups_lr(configuration, implementation):
     assert_right_direction(problem, before, settings)
     assert torch.equal(irrelevant, clones[0])
     assert torch.equal(irrelevant_matrix, clones[1])
+
+
+@every_implementation
+@every_configuration
+def test_step_is_noop_when_params_have_no_grad(configuration, implementation):
+    params = [torch.randn(2, 3), torch.randn(2)]
+    before = [param.clone() for param in params]
+    optimizer = Mars(params, **settings_of(configuration, implementation))
+    result = optimizer.step(lambda: torch.ones(1))
+    assert torch.equal(result, torch.ones(1))
+    assert all(map(torch.equal, params, before))
+    assert not any(optimizer.state.values())
 
 
 # With decay parameters shrink without gradients too.
@@ -579,6 +644,24 @@ def test_save_load_equality_with_weights_only(configuration, named):
     for weights_only in (False, True):
         file.seek(0)
         assert equal(torch.load(file, weights_only=weights_only), saved)
+
+
+@every_implementation
+@every_configuration
+def test_load_nontensor_step(configuration, implementation):
+    """And goes on as with the step count it stands for."""
+    problem = Problem()
+    optimizer = Mars(problem.params, **settings_of(configuration, implementation))
+    train(problem, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = state["step"].item()
+    twin = problem.copy()
+    other = Mars(twin.params, **settings_of(configuration, implementation))
+    other.load_state_dict(saved)
+    for one, two in ((problem, optimizer), (twin, other)):
+        train(one, two, 2)
+    assert all(map(torch.equal, problem.params, twin.params))
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------
