@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-import mars_hf
 from mars_hf import Mars
 from mars_hf.kernels import compiler
 
@@ -137,6 +136,17 @@ def settings_of(configuration: str, implementation: str = "auto") -> dict[str, A
     return {**CONFIGURATIONS[configuration](), **IMPLEMENTATIONS[implementation]}
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Whether two state dicts are the same, to the bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
 def inputs(device: Any, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
     """Every configuration, as `OptimizerInfo` asks for them."""
     return [OptimizerInput(params=None, kwargs=made(), desc=name) for name, made in CONFIGURATIONS.items()]
@@ -241,7 +251,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MARS",
     "OptimizerErrorEnum",
-    "mars_hf",
+    "equal",
     "needs_compiler",
     "settings_of",
 ]

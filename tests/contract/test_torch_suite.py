@@ -23,6 +23,7 @@ from mars_info import (
     IMPLEMENTATIONS,
     MARS,
     OptimizerErrorEnum,
+    equal,
     needs_compiler,
     settings_of,
 )
@@ -141,17 +142,6 @@ class Problem:
 def assert_right_direction(problem: Problem, before: float, settings: dict[str, Any]) -> None:
     after = problem.loss().item()
     assert after > before if settings.get("maximize") else after < before
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two state dicts are the same, to the bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def train(problem: Problem, optimizer: Mars, steps: int, schedulers: list[Any] = ()) -> None:  # type: ignore[assignment]
