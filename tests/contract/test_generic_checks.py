@@ -76,6 +76,12 @@ def test_basic_cases(mars_type, maker):
     assert_loss_falls(mars_type, maker, contiguous=True)
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+@every_type
+def test_basic_cases_of_strided_tensors(mars_type, maker):
+    assert_loss_falls(mars_type, maker, contiguous=False)
+
+
 def assert_loss_falls(mars_type: str, maker: str, *, contiguous: bool) -> None:
     weight, bias = map(nn.Parameter, tensors(contiguous))
     assert weight.is_contiguous() is bias.is_contiguous() is contiguous
