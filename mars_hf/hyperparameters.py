@@ -61,7 +61,6 @@ _OTHER_NAMES = {
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum", "b1", "b2"), "betas"),
     **dict.fromkeys(("epsilon", "adam_epsilon"), "eps"),
     **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
-    "use_muon": "mars_type",
 }
 
 

@@ -50,7 +50,8 @@ class Mars(torch.optim.Optimizer):
 
     Every group is split by role at construction: first its matrices, then its vectors, each in the order given. The
     role and all hyperparameters are written into the groups and read from there at every step; `lr`, `betas` and
-    `weight_decay` of a vector group hold the `*_1d` values, so that any scheduler keeps the ratio of the two rates.
+    `weight_decay` of a vector group hold the `*_1d` values, so that schedulers keep the ratio of the two rates.
+    OneCycleLR and CyclicLR write a single rate into every group: give them a list, one rate a group.
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and own hyperparameters. What a group states
@@ -238,7 +239,7 @@ class Mars(torch.optim.Optimizer):
         before = len(self.param_groups)
         try:
             for part in param_groups.split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
-                if before:
+                if self._is_made and before:
                     self._match_names(part)
                 super().add_param_group(part)
                 for key in hyperparameters.KEYS_1D:
@@ -343,8 +344,8 @@ class Mars(torch.optim.Optimizer):
     def _copy_states(self, state_dict: dict[str, Any]) -> None:
         for id_, param, group in self._pairs(state_dict):
             for key, value in state_dict["state"].get(id_, {}).items():
-                if key == "step" and not isinstance(value, Tensor):
-                    value = torch.full((), float(value), dtype=torch.float32, device="cpu")
+                if key == "step":
+                    value = states.step_of(value)
                 if isinstance(value, Tensor):
                     device = value.device if key == "step" and not group["capturable"] else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
@@ -580,11 +581,12 @@ class Mars(torch.optim.Optimizer):
             _check_state(entry.param, entry.state, self.param_groups[entry.group])
         if self.is_exact:
             self._require_stale_gradients()
-        for entry in entries:
-            self.state[entry.param] = entry.state
+        param_groups.warn_of_one_rate(self.param_groups, self.defaults)
         assert self._matrices is not None
         chunks = self._matrices.sort(self.param_groups, placements)
         recipes = sort(self.param_groups, entries, placements, chunks)
+        for entry in entries:
+            self.state[entry.param] = entry.state
         alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
         self._order = None
         if alone and Order.covers(entries):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,18 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
         "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
         "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
     }
+
+
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Warn if a cyclic schedule has given matrices and vectors one rate, where their rates have another ratio."""
+    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    lr_1d = _vector_settings({}, defaults)["lr"]
+    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+        warnings.warn(
+            f"the schedule has given all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
+            stacklevel=4,
+        )
 
 
 def from_model(
