@@ -30,29 +30,24 @@ class Guarded:
 
     def __post_init__(self) -> None:
         # Where the elements are now: `tensor.data` may be set to other memory later.
-        self._beside = None if self.memory is None else self._mark(self.memory)
-        self._before = self._read()
+        self._beside = None if self.memory is None else self._mark(torch.frombuffer(self.memory, dtype=torch.uint8))
 
     def check(self, name: str) -> None:
         """Fail if a byte beside the tensor's elements has changed."""
-        if self._before is not None:
-            changed = (self._read() != self._before).sum().item()
-            assert not changed, f"{name} ({self.layout}): {changed} bytes beside the tensor have been written to"
+        if self.memory is not None:
+            changed = (torch.frombuffer(self.memory, dtype=torch.uint8) != _CANARY).logical_and_(self._beside)
+            written = changed.sum().item()
+            assert not written, f"{name} ({self.layout}): {written} bytes beside the tensor have been written to"
 
-    def _read(self) -> Tensor | None:
-        return None if self.memory is None else torch.frombuffer(self.memory, dtype=torch.uint8)[self._beside]
-
-    def _mark(self, memory: bytearray) -> Tensor:
+    def _mark(self, memory: Tensor) -> Tensor:
         """Which bytes of memory are none of the tensor's."""
-        beside = torch.ones(len(memory), dtype=torch.bool)
+        beside = memory == _CANARY
         if self.tensor.numel():
-            offsets = torch.zeros((), dtype=torch.int64)
-            for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True):
-                offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
-            start = self.tensor.data_ptr() - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             size = self.tensor.element_size()
-            for byte in range(size):
-                beside[start + offsets.flatten() * size + byte] = False
+            places = zip(self.tensor.shape, self.tensor.stride(), strict=True)
+            shape = (*(1 if stride == 0 else length for length, stride in places), size)
+            strides = (*(stride * size for stride in self.tensor.stride()), 1)
+            beside.as_strided(shape, strides, self.tensor.data_ptr() - memory.data_ptr()).fill_(False)
         return beside
 
 
