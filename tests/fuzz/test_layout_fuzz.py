@@ -244,7 +244,7 @@ def test_long(backend, rule):
 def test_triton(rule, monkeypatch):
     from mars_hf.kernels import triton
 
-    engine = engines.KernelEngine("triton", foreach=True, module=triton, rounds=True, skips=True)
+    engine = engines.KernelEngine("triton", foreach=True, module=triton, rounds=True)
     monkeypatch.setattr(engines, "_kernels", lambda *_, **__: engine)
     for seed in range(12):
         run_case("triton", rule, "small", seed)
