@@ -149,7 +149,7 @@ def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str,
     lr_1d = _vector_settings({}, defaults)["lr"]
     if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
         warnings.warn(
-            f"the schedule has given all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
             f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
             stacklevel=4,
         )

@@ -78,8 +78,8 @@ def needed(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[
 
 
 def step_of(value: Any) -> Tensor:
-    """Return a number of steps as the state has it: itself, or a tensor where it is a number or counts in integers."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 0:
+    """Return a number of steps as the state has it, 0-d float32: itself if it is that."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0:
         return value
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
