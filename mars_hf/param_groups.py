@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,19 +65,16 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
 
     Args:
         group: a dict with `params` (a tensor, an iterable of tensors, or of (name, tensor) pairs) and any
-            hyperparameter of `Mars`.
+            hyperparameter of `Mars`; other keys are carried along.
         defaults: every hyperparameter of `Mars`.
 
     Raises:
-        ValueError: an unknown key, a value out of range, a vector in a group whose role is `matrix`, a layout that
-            does not fit, `capturable` with a rule that orthogonalizes.
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group whose role is
+            `matrix`, a layout that does not fit, `capturable` with a rule that orthogonalizes.
     """
-    hyperparameters.reject_unknown(
-        group,
-        (*hyperparameters.LABEL_KEYS, *hyperparameters.GROUP_KEYS, *hyperparameters.KEYS_1D),
-        "parameter group",
-    )
+    hyperparameters.reject_misspelled(group, "parameter group")
     hyperparameters.check(group)
+    group = {**group, **hyperparameters.plain({key: value for key, value in group.items() if key != "params"})}
     settings = {**defaults, **group}
     hyperparameters.ns_coefficients(settings)
     params = group["params"]
@@ -143,6 +141,18 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
         "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
         "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
     }
+
+
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Warn if a cyclic schedule has given matrices and vectors one rate, where their rates have another ratio."""
+    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    lr_1d = _vector_settings({}, defaults)["lr"]
+    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+        warnings.warn(
+            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
+            stacklevel=4,
+        )
 
 
 def from_model(

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -28,8 +29,8 @@ X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 def load(source: Path) -> ctypes.CDLL:
     """Compile a C++ file with OpenMP, unless that has been done before, and load it.
 
-    Libraries are kept in `folder()`, by their source, the command that made them and the C library they are made for:
-    a home may be shared by machines and containers that differ.
+    Libraries are kept in `folder()`, by their source, the command that made them, with all arguments in CXX, and the C
+    library they are made for: a home may be shared by machines and containers that differ.
 
     Args:
         source: needs no headers but those of the compiler.
@@ -37,7 +38,7 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         RuntimeError: there is no compiler, or it failed; with what it said.
     """
-    command = [find(), *FLAGS, *_instructions(), str(source), *_openmp()]
+    command = [*find(), *FLAGS, *_instructions(), str(source), *_openmp()]
     place = (platform.machine(), platform.libc_ver())
     key = hashlib.sha256(repr([command, place, source.read_text()]).encode()).hexdigest()[:16]
     library = folder() / f"{source.stem}_{key}.so"
@@ -50,18 +51,36 @@ def load(source: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def find() -> str:
-    """Path of the C++ compiler: that of the environment variable CXX, or the first one of `COMPILERS` that is there.
+def find() -> list[str]:
+    """Return the command that compiles C++: CXX of the environment, or the first of `COMPILERS` on the PATH.
+
+    CXX may be the path of a compiler, spaces included, or a command as a shell would split it: `ccache g++ -O2`. Its
+    arguments come before `FLAGS`, which override them where both set the same option.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no compiler is on the PATH, or the quotes in CXX do not match.
     """
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
-    for name in names:
+    given = os.environ.get("CXX", "").strip()
+    commands = [[name] for name in COMPILERS]
+    if given:
+        # Unquoted paths with spaces have always worked; a command with arguments is no file.
+        commands = [[given]] if shutil.which(given) else [_split(given)]
+    for name, *arguments in commands:
         path = shutil.which(name)
         if path:
-            return path
-    raise RuntimeError(f"no C++ compiler ({', '.join(names)}) is on the PATH; install one, or set CXX")
+            return [path, *arguments]
+    names = ", ".join(name for name, *_ in commands)
+    raise RuntimeError(f"no C++ compiler ({names}) is on the PATH; install one, or set CXX")
+
+
+def _split(command: str) -> list[str]:
+    try:
+        return shlex.split(command) or [command]
+    except ValueError as error:
+        raise RuntimeError(
+            f"CXX={command!r} cannot be split into words ({error}); accepted: a compiler and its arguments, quoted as "
+            "in a shell, such as 'ccache g++ -O2'"
+        ) from None
 
 
 def folder() -> Path:

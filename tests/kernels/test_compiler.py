@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -90,13 +91,108 @@ def test_no_compiler(source, monkeypatch):
         compiler.load(source)
 
 
-def test_cxx_is_taken(source, tmp_path, monkeypatch):
-    real, own = compiler.find(), tmp_path / "own-compiler"
-    own.write_text(f'#!/bin/sh\ntouch {tmp_path}/ran\nexec {real} "$@"\n')
-    own.chmod(own.stat().st_mode | stat.S_IXUSR)
+@pytest.fixture
+def script(tmp_path):
+    """Make a script that writes its arguments down and runs a command with them."""
+
+    def make(name: str, runs: str):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/ran"\nexec {runs} "$@"\n')
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return make
+
+
+def arguments(tmp_path) -> list[str]:
+    """What the script was called with."""
+    return (tmp_path / "ran").read_text().splitlines()
+
+
+def compiler_path() -> str:
+    (path,) = compiler.find()
+    return path
+
+
+def test_cxx_is_taken(source, tmp_path, script, monkeypatch):
+    own = script("own-compiler", compiler_path())
     monkeypatch.setenv("CXX", str(own))
     assert compiler.load(source).answer() == 42
-    assert (tmp_path / "ran").exists()
+    assert arguments(tmp_path)[0] == compiler.FLAGS[0]
+
+
+def test_cxx_may_be_a_launcher_with_a_compiler_and_arguments(source, tmp_path, script, monkeypatch):
+    """As build tools take it: CXX="ccache g++ -O2"."""
+    name, directory = os.path.basename(compiler_path()), os.path.dirname(compiler_path())
+    script("bin/launcher", "env")
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), directory, os.environ["PATH"]]))
+    monkeypatch.setenv("CXX", f"launcher {name} -O2")
+    assert compiler.find() == [str(tmp_path / "bin" / "launcher"), name, "-O2"]
+    assert compiler.load(source).answer() == 42
+    assert arguments(tmp_path)[:2] == [name, "-O2"]
+
+
+@pytest.mark.parametrize(
+    ("written", "options"),
+    [
+        ("{}", []),
+        ("'{}'", []),
+        ('"{}"', []),
+        ("'{}' -O1", ["-O1"]),
+        ('"{}" -O1 "-I two words"', ["-O1", "-I two words"]),
+    ],
+)
+def test_a_path_with_spaces(source, tmp_path, script, monkeypatch, written, options):
+    own = script("two words/own compiler", compiler_path())
+    monkeypatch.setenv("CXX", written.format(own))
+    assert compiler.find() == [str(own), *options]
+    assert compiler.load(source).answer() == 42
+    assert arguments(tmp_path)[: len(options)] == options
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t\n"])
+def test_an_empty_cxx_is_none(monkeypatch, empty):
+    monkeypatch.delenv("CXX", raising=False)
+    expected = compiler.find()
+    monkeypatch.setenv("CXX", empty)
+    assert compiler.find() == expected
+
+
+@pytest.mark.parametrize("value", ["g++ 'unclosed", '"', "g++ -O2 \\"])
+def test_quotes_that_do_not_match_are_named(monkeypatch, value):
+    monkeypatch.setenv("CXX", value)
+    with pytest.raises(
+        RuntimeError, match=r"CXX=.*cannot be split into words \(No .*\); accepted: .*'ccache g\+\+ -O2'"
+    ):
+        compiler.find()
+
+
+@pytest.mark.parametrize("value", ["/no/such/compiler -O2", "no-such-compiler g++", "''", "'' g++"])
+def test_the_first_word_must_be_there(monkeypatch, value):
+    monkeypatch.setenv("CXX", value)
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \([^)]*\) is on the PATH"):
+        compiler.find()
+
+
+def test_arguments_in_cxx_make_another_library(source, runs, monkeypatch):
+    compiler.load(source)
+    monkeypatch.setenv("CXX", f"{compiler_path()} -DTHREADS=2")
+    compiler.load(source)
+    compiler.load(source)
+    assert len(runs) == 2
+    assert len(list(compiler.folder().glob("*.so"))) == 2
+    assert "-DTHREADS=2" in runs[1] and "-DTHREADS=2" not in runs[0]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_sanitizers_are_built_by_arguments_in_cxx(source, runs, monkeypatch):
+    """As tests/fuzz/test_sanitizers.py builds the kernels."""
+    monkeypatch.setenv("CXX", "g++ -fsanitize=undefined -fno-sanitize-recover=undefined -g")
+    source.write_text(SOURCE.replace("return 40", "volatile int shift = threads - 2; return (40 << shift)"))
+    assert compiler.load(source).answer() == 42
+    libraries = list(compiler.folder().glob("*.so"))
+    assert len(libraries) == 1 and b"__ubsan_handle" in libraries[0].read_bytes()
 
 
 def test_a_cache_that_cannot_be_written(source, tmp_path, monkeypatch):
