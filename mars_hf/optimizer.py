@@ -785,11 +785,18 @@ def _check_gradient(param: Tensor) -> None:
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
     states.check(param, state)
-    if states.lacks_last_grad(group, state):
+    if not states.lacks_last_grad(group, state):
+        return
+    shape = tuple(param.shape)
+    if "gamma_of_average" in group:
         raise RuntimeError(
-            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient. Either "
-            "clip_threshold or second_moment has been changed, which this rule cannot take without a last gradient: "
-            "change it back. Or the state was loaded by something that knows Adam's states only: convert DeepSpeed's "
-            "universal checkpoints with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import "
-            "deepspeed before Mars is made"
+            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
+            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
+            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
+            "gradient"
         )
+    raise RuntimeError(
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by something "
+        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+    )
