@@ -796,7 +796,7 @@ def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
             "gradient"
         )
     raise RuntimeError(
-        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by something "
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
         "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
         "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
     )
