@@ -51,7 +51,7 @@ GROUP_KEYS = (
 )
 KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
 # Bookkeeping that torch, schedulers and trainers put into groups; it changes no arithmetic.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr")
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "left_out")
 
 
 class UnknownHyperparameterError(TypeError, ValueError):

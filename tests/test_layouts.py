@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mars_hf import layouts
+from mars_hf import known_models, layouts
 from mars_hf.layouts import MatrixLayout
 from mars_hf.orthogonalize import muon_scale, newton_schulz, orthogonalize, shampoo_scale
 
@@ -390,7 +390,7 @@ def test_every_known_class_is_in_a_family_above():
     seen = set()
     for name, config, settings in FAMILIES.values():
         seen.update(type(module).__name__ for module in of(name, config, settings).modules())
-    assert {owner for _, owner in layouts._FUSED} - seen == untested
+    assert {owner for _, owner in known_models._FUSED} - seen == untested
 
 
 def test_shapes_of_parameters_that_zero_init_has_emptied():
