@@ -18,13 +18,19 @@ _HEAD = re.compile(
     r"|ctc_proj|feat_out|prob_out"
 )
 # A single layer of such a name is a head; of a larger module that is not known.
-_HEAD_LAYER = re.compile(r"(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls")
+_HEAD_LAYER = re.compile(
+    r"(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred|conv_score_b"
+)
 # Heads that are trained with the model: what precedes their last layer is a hidden layer like any other.
 _LANGUAGE_HEAD = re.compile(
     r"pred_layer|(?:lm|mim|mlm|mmm_image|mmm_text|obj_predict)_head|mlm_score|entity_predictions|generation_head"
 )
 # Heads of other names, with the class of the module they are in.
-_HEAD_OF = {("final_layer", "PerceiverBasicDecoder"), ("output_projection", "FSMTDecoder")}
+_HEAD_OF = {
+    ("final_layer", "PerceiverBasicDecoder"),
+    ("output_projection", "FSMTDecoder"),
+    ("dense", "MobileBertLMPredictionHead"),  # the rest of the output embeddings, stored (in, vocabulary)
+}
 # What only has the name of a head, by the class of the module or of the one it is in: attention has heads too, routers
 # classify tokens, pooling keeps the width, and SigLIP projects texts.
 _NO_HEAD = re.compile(r"\w*Pooling\w*")
@@ -72,7 +78,8 @@ def _beside_backbone(model: nn.Module) -> list[nn.Module]:
     if not backbone or backbone not in model._modules:
         return []
     sizes = {getattr(config, "num_labels", None), getattr(config, "vocab_size", None)}
-    return [layer for layer in model.children() if isinstance(layer, nn.Linear) and layer.out_features in sizes]
+    beside = [layer for name, layer in model.named_children() if name != backbone and isinstance(layer, nn.Linear)]
+    return [layer for layer in beside if layer.out_features in sizes]
 
 
 def _any_name(name: str) -> bool:
@@ -129,9 +136,10 @@ def _is_few_linear_layers(module: nn.Module) -> bool:
 
 
 def _ends_image_model(module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a module is the last with a weight in one that has convolutions of images."""
+    """Whether a linear layer is the last with a weight in a module that has convolutions of images."""
     children = [child for child in parent.children() if _has_matrix(child, True)]
-    return children[-1:] == [module] and any(isinstance(part, nn.Conv2d) for part in parent.modules())
+    sees_images = any(isinstance(part, nn.Conv2d) for part in parent.modules())
+    return children[-1:] == [module] and sees_images and _is_few_linear_layers(module)
 
 
 def _last_layers(module: nn.Module) -> list[nn.Module]:

@@ -150,6 +150,17 @@ def unknown(module: nn.Module) -> str:
     return f"{type(module).__name__} is not known to multiply activations with it"
 
 
+def adapters_of_experts(model: nn.Module) -> dict[int, str]:
+    """Map the ids of PEFT's adapters of expert stacks to what they are.
+
+    One tensor holds the adapters of all experts: side by side in lora_A, and interleaved along the inputs in lora_B.
+    """
+    wrappers = [module for module in model.modules() if getattr(module, "num_experts", 1) > 1]
+    wrappers = [wrapper for wrapper in wrappers if "ParamWrapper" in class_names(wrapper)]
+    adapters = [getattr(wrapper, name) for wrapper in wrappers for name in ("lora_A", "lora_B")]
+    return {id(param): "adapters of several experts" for adapter in adapters for param in adapter.parameters()}
+
+
 def is_embedding(module: nn.Module) -> bool:
     """Whether a module's `weight` is a table that rows are looked up in."""
     return isinstance(module, _EMBEDDINGS) or any(name.endswith("Embedding") for name in class_names(module))

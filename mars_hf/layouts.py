@@ -223,6 +223,7 @@ def left_out(
         ValueError: a pattern matches nothing.
     """
     outside = {} if orthogonalize_embeddings else heads.embeddings_and_heads(model)
+    outside.update(known_models.adapters_of_experts(model))
     places = known_models.owners(model)
     reasons: dict[str, str] = {}
     names: list[str] = []

@@ -207,7 +207,8 @@ def from_model(
         group = groups.setdefault((place, repr(own)), {"params": [], **own})
         group["params"].append((name, param))
         if own["role"] != "matrix" and name in stated:
-            reason = left_out.get(name) or _reason_of_vector(param, matrix_ndim, id(param) in norms)
+            is_vector = own["role"] == "vector"
+            reason = _reason_of_vector(param, matrix_ndim, id(param) in norms) if is_vector else left_out[name]
             group.setdefault("left_out", {})[name] = reason
     if not groups:
         raise ValueError(
