@@ -10,7 +10,7 @@ from mars_hf import known_models
 
 # Names of heads, by the last part of the path of a module.
 _HEAD = re.compile(
-    r"(?:\w+_)?classifier(?:_\w+)?|heads?|fc|score|itm_score|rank_output|qa_outputs|seq_relationship|embed_out"
+    r"(?:\w+_)?classifier(?:_\w+)?|heads?|score|itm_score|rank_output|qa_outputs|seq_relationship|embed_out"
     r"|(?:qa|v|value|reward|classification|multiple_choice|answer|video_grounding|ctc|iou_prediction|obj_score)_head"
     r"|(?:(?:enc|encoder|decoder|pred)_)?(?:class|box|bbox|score|objectness|presence)_head"
     r"|(?:\w+_)?(?:class|bbox|box)_(?:embed|predictor)|predict_(?:state|action|return)|action_out_proj"
@@ -19,7 +19,7 @@ _HEAD = re.compile(
 )
 # A single layer of such a name is a head; of a larger module that is not known.
 _HEAD_LAYER = re.compile(
-    r"(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred|conv_score_b"
+    r"(?!conv_)(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred|conv_score_b"
 )
 # Heads that are trained with the model: what precedes their last layer is a hidden layer like any other.
 _LANGUAGE_HEAD = re.compile(
@@ -50,7 +50,9 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
     heads = [head for known in outputs.values() for head in known]
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
-        if _any_name(name) and _may_hold_head(module, modules[parent]):
+        if name == "fc":
+            heads += [module] if _ends_image_model(path, module, modules[parent]) else []
+        elif _any_name(name) and _may_hold_head(module, modules[parent]):
             heads += _heads_of(name, module, modules[parent], bool(outputs[parent]))
         elif (name, type(modules[parent]).__name__) in _HEAD_OF:
             heads.append(module)
@@ -104,8 +106,6 @@ def _heads_of(name: str, module: nn.Module, parent: nn.Module, knows_outputs: bo
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [head for child in module.children() for head in _heads_of(name, child, parent, knows_outputs)]
-    if name == "fc":
-        return [module] if _ends_image_model(module, parent) else []
     if _is_layer(module):
         return [module]
     if _LANGUAGE_HEAD.fullmatch(name) or name == "head":
@@ -135,8 +135,10 @@ def _is_few_linear_layers(module: nn.Module) -> bool:
     return not attends and all(isinstance(part, nn.Linear) for part in parts)
 
 
-def _ends_image_model(module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a linear layer is the last with a weight in a module that has convolutions of images."""
+def _ends_image_model(path: str, module: nn.Module, parent: nn.Module) -> bool:
+    """Whether a linear layer is the last with a weight in a module with convolutions of images that is no block."""
+    if any(part.isdigit() for part in path.split(".")):
+        return False
     children = [child for child in parent.children() if _has_matrix(child, True)]
     sees_images = any(isinstance(part, nn.Conv2d) for part in parent.modules())
     return children[-1:] == [module] and sees_images and _is_few_linear_layers(module)

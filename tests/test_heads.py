@@ -43,9 +43,12 @@ def test_names_of_heads(name):
     assert heads(nested) == {f"model.{name}.0.weight", f"model.{name}.1.weight"}
 
 
-@pytest.mark.parametrize("name", ["body", "query_pos_head", "ref_point_head", "message_fc", "scorer", "classify", "fc"])
+@pytest.mark.parametrize(
+    "name", ["body", "query_pos_head", "ref_point_head", "message_fc", "scorer", "classify", "conv_head"]
+)
 def test_names_that_are_none(name):
-    assert heads(Model(**{name: mlp(4, 4, 4)}, last=nn.Linear(4, 4))) == set()
+    layer = nn.Linear(4, 4) if name == "conv_head" else mlp(4, 4, 4)
+    assert heads(Model(**{name: layer}, last=nn.Linear(4, 4))) == set()
 
 
 def test_a_few_linear_layers_are_a_head_and_of_a_larger_one_the_last_is():
@@ -82,6 +85,7 @@ def test_the_last_layer_of_an_image_model_is_its_head():
     assert heads(Model(timm_model=resnet(fc=nn.Linear(8, 5)))) == {"timm_model.fc.weight"}
     assert heads(resnet(fc=nn.Linear(8, 5), decoder=nn.Linear(5, 9))) == set()
     assert heads(Model(conv=nn.Conv1d(3, 8, 3), fc=nn.Linear(8, 5))) == set()
+    assert heads(Model(blocks=nn.ModuleList([Model(pool=resnet(fc=nn.Linear(8, 5)))]))) == set()
 
 
 def test_what_a_model_calls_its_outputs():

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mars_hf import known_models, layouts
+from mars_hf import Mars, known_models, layouts
 from mars_hf.layouts import MatrixLayout
 from mars_hf.orthogonalize import muon_scale, newton_schulz, orthogonalize, shampoo_scale
 
@@ -206,6 +206,22 @@ def test_experts_are_matrices_of_their_own():
     for expert in range(4):
         alone = newton_schulz(gradient[expert], dtype=torch.float32) * (16 / 6) ** 0.5
         torch.testing.assert_close(found[expert], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_matrices_step_as_batched_ones(mars_type, transposed):
+    start, shape = torch.randn(3, 4, 6), (12, 6)
+    stacked, batched = nn.Parameter(start.reshape(shape).clone()), nn.Parameter(start.clone())
+    stack = Mars([stacked], mars_type=mars_type, layout=MatrixLayout(stacked=3, transposed=transposed))
+    batch = Mars([batched], mars_type=mars_type, layout=MatrixLayout(batched=True, transposed=transposed))
+    for _ in range(3):
+        batched.grad = torch.randn(3, 4, 6)
+        stacked.grad = batched.grad.reshape(shape).clone()
+        stack.step()
+        batch.step()
+    torch.testing.assert_close(stacked.detach(), batched.detach().reshape(shape), rtol=0, atol=0)
+    assert (batched - start).abs().min() > 0
 
 
 # Models
