@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import Parameter, signature
 
 from torch import nn
 
@@ -19,7 +20,8 @@ _HEAD = re.compile(
 )
 # A single layer of such a name is a head; of a larger module that is not known.
 _HEAD_LAYER = re.compile(
-    r"(?!conv_)(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred|conv_score_b"
+    r"(?!conv_)(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred"
+    r"|conv_score_b"
 )
 # Heads that are trained with the model: what precedes their last layer is a hidden layer like any other.
 _LANGUAGE_HEAD = re.compile(
@@ -54,7 +56,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
             heads += [module] if _ends_image_model(path, module, modules[parent]) else []
         elif _any_name(name) and _may_hold_head(module, modules[parent]):
             heads += _heads_of(name, module, modules[parent], bool(outputs[parent]))
-        elif (name, type(modules[parent]).__name__) in _HEAD_OF:
+        elif any((name, kind) in _HEAD_OF for kind in known_models.class_names(modules[parent])):
             heads.append(module)
         heads += _beside_backbone(module)
     for head in heads:
@@ -67,11 +69,24 @@ def _outputs(module: nn.Module) -> list[nn.Module]:
     """What a model of transformers calls its output embeddings, one of timm its classifier."""
     found: list[nn.Module] = []
     for getter in ("get_output_embeddings", "get_classifier"):
-        if callable(get := getattr(module, getter, None)):
+        if not callable(get := getattr(module, getter, None)) or any(
+            map(_is_required, signature(get).parameters.values())
+        ):
+            continue
+        try:
             result = get()
-            parts = result if isinstance(result, (tuple, list)) else [result]
-            found += [part for part in parts if isinstance(part, nn.Module)]
+        except NotImplementedError:  # older models of transformers without output embeddings
+            continue
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        found += [part for part in parts if isinstance(part, nn.Module)]
     return found
+
+
+def _is_required(parameter: Parameter) -> bool:
+    return parameter.default is Parameter.empty and parameter.kind not in (
+        Parameter.VAR_POSITIONAL,
+        Parameter.VAR_KEYWORD,
+    )
 
 
 def _beside_backbone(model: nn.Module) -> list[nn.Module]:

@@ -35,7 +35,7 @@ Fields = Mapping[str, Any]
 
 def _square(module: Any, shape: Sequence[int]) -> Fields | str:
     """Read (in, heads, size) as it is if in == heads * size: then its transpose is orthogonalized and scaled alike."""
-    return {} if shape[0] == shape[1] * shape[2] else "(in, heads, size) that are not square"
+    return {} if shape[0] == shape[1] * shape[2] else "(in, heads, size) that is not square"
 
 
 def _transposed(module: Any, shape: Sequence[int]) -> Fields:
@@ -162,7 +162,9 @@ def adapters_of_experts(model: nn.Module) -> dict[int, str]:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module's `weight` is a table that rows are looked up in."""
+    """Whether a module is a table that rows are looked up in, by its type or, if that multiplies nothing, its name."""
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS)):
+        return False  # such as a PatchEmbedding that derives from a convolution
     return isinstance(module, _EMBEDDINGS) or any(name.endswith("Embedding") for name in class_names(module))
 
 
@@ -188,6 +190,9 @@ def linear_weights(kind: type) -> Mapping[str, int]:
 
 
 def _linear_calls(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or "linear" not in code.co_names:
+        return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):

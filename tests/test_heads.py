@@ -97,9 +97,27 @@ def test_what_a_model_calls_its_outputs():
         def get_output_embeddings(self):
             return self.odd
 
+    class Asks(Model):
+        def get_classifier(self, name):
+            raise AssertionError
+
     layers = {"odd": nn.Linear(4, 3), "odd_too": nn.Linear(4, 3), "other": nn.Linear(4, 3)}
+    assert heads(Asks(**layers)) == set()
     assert heads(Timm(**layers)) == {"odd.weight", "odd_too.weight"}
     assert heads(Model(inner=Language(**layers))) == {"inner.odd.weight"}
+
+
+def test_models_without_outputs():
+    class Base(Model):
+        def get_output_embeddings(self):
+            raise NotImplementedError
+
+    class Without(Model):
+        def get_output_embeddings(self):
+            return None
+
+    for kind in (Base, Without):
+        assert heads(kind(body=nn.Linear(4, 4), lm_head=nn.Linear(4, 9))) == {"lm_head.weight"}
 
 
 def test_hidden_layers_of_language_heads_are_no_heads():

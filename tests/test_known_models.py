@@ -131,6 +131,21 @@ def test_classes_that_are_made_at_run_time_are_known_by_their_bases():
     assert known_models.reading(conv1d(weight=(4, 3)), "weight", (4, 3)) == {"transposed": True}
 
 
+def test_embeddings_by_name():
+    class QuantEmbedding(Holds):
+        pass
+
+    class PatchEmbedding(nn.Conv2d):
+        pass
+
+    class TimeEmbedding(nn.Linear):
+        pass
+
+    assert reasons(QuantEmbedding(weight=(5, 4), table=(5, 4))) == {"weight": "embedding", "table": "embedding"}
+    assert reasons(PatchEmbedding(3, 8, 2)) == {"weight": None}
+    assert reasons(TimeEmbedding(3, 8)) == {"weight": None}
+
+
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
