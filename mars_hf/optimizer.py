@@ -295,7 +295,8 @@ class Mars(torch.optim.Optimizer):
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        own = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
+        kept = ("max_grad_norm", "take_grad", "left_out")  # of the loop and the model that there are now
+        own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
         def check(_: Any, given: dict[str, Any]) -> None:
@@ -706,7 +707,8 @@ def create(
 
     With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
     `param_groups.from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
-    they also decide what is one (out, in) matrix, and that embeddings and heads take AdamW; of plain parameters nothing
+    they also decide what is one (out, in) matrix. These rules orthogonalize weights that activations are multiplied
+    with; everything else takes AdamW, heads too, and `print(optimizer)` says why. Of plain parameters nothing
     is known but their shapes.
 
     Args:
@@ -714,7 +716,7 @@ def create(
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `layouts.of_model`. Needs a model.
-        orthogonalize_embeddings: for the same: True takes embeddings and heads for matrices too. Needs a model.
+        orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
