@@ -460,8 +460,8 @@ def test_settings_changed_in_the_recursive_form(implementation, settings, change
     try:
         step(3)
     except (RuntimeError, ValueError) as refused:
-        assert setting in str(refused)
-        assert "DeepSpeed" not in str(refused)  # nobody has loaded anything
+        # The change comes first, since nobody has loaded anything.
+        assert setting in str(refused).partition("loaded")[0]
         assert equal(before, (param, optimizer.state_dict()))
     else:
         step(4)
