@@ -52,8 +52,8 @@ GROUP_KEYS = (
 )
 KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
 # Bookkeeping of groups, ours and torch's; it changes no arithmetic. `gamma_of_average` is the gamma of the steps behind
-# exp_avg, where no last gradient is kept.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average")
+# exp_avg, where no last gradient is kept; `left_out` says which matrices are not orthogonalized, and why.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out")
 # What other libraries call our settings: carried as a label they would be ignored silently.
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "step_size"), "lr"),

@@ -295,7 +295,8 @@ class Mars(torch.optim.Optimizer):
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        own = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
+        kept = ("max_grad_norm", "take_grad", "left_out")  # of the loop and the model that there are now
+        own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
         def check(_: Any, given: dict[str, Any]) -> None:
@@ -706,7 +707,8 @@ def create(
 
     With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
     `param_groups.from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
-    they also decide what is one (out, in) matrix, and that embeddings and heads take AdamW; of plain parameters nothing
+    they also decide what is one (out, in) matrix. These rules orthogonalize weights that activations are multiplied
+    with; everything else takes AdamW, heads too, and `print(optimizer)` says why. Of plain parameters nothing
     is known but their shapes.
 
     Args:
@@ -714,7 +716,7 @@ def create(
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `layouts.of_model`. Needs a model.
-        orthogonalize_embeddings: for the same: True takes embeddings and heads for matrices too. Needs a model.
+        orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
@@ -785,11 +787,18 @@ def _check_gradient(param: Tensor) -> None:
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
     states.check(param, state)
-    if states.lacks_last_grad(group, state):
+    if not states.lacks_last_grad(group, state):
+        return
+    shape = tuple(param.shape)
+    if "gamma_of_average" in group:
         raise RuntimeError(
-            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient. Either "
-            "clip_threshold or second_moment has been changed, which this rule cannot take without a last gradient: "
-            "change it back. Or the state was loaded by something that knows Adam's states only: convert DeepSpeed's "
-            "universal checkpoints with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import "
-            "deepspeed before Mars is made"
+            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
+            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
+            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
+            "gradient"
         )
+    raise RuntimeError(
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
+        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+    )
