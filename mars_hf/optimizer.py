@@ -212,6 +212,8 @@ class Mars(torch.optim.Optimizer):
         hyperparameters.check(defaults)
         defaults = hyperparameters.plain(defaults)
         defaults["layout"] = layouts.to_plain(layout)
+        if isinstance(params, (set, frozenset)):
+            raise TypeError("params is a set, whose order changes from run to run; use a list")
         if not isinstance(params, Tensor):  # torch's own error for that is good
             params = list(params)
             if not params:
