@@ -8,16 +8,16 @@ from torch import Tensor
 _EPS = 1e-6
 
 
-def global_scale(total: Tensor, max_grad_norm: float) -> Tensor:
+def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
     """What clipping by the global norm multiplies every gradient by.
 
     Args:
-        total: 0-d, squared norm of all gradients together.
+        norm: 0-d, of all gradients together.
         max_grad_norm: largest global norm.
 
     Source: torch.nn.utils.clip_grad_norm_.
     """
-    return (max_grad_norm / (total.sqrt() + _EPS)).clamp_max(1.0)
+    return (max_grad_norm / (norm + _EPS)).clamp_max(1.0)
 
 
 def corrected_square(sums: Tensor, k: float, scale: Tensor) -> Tensor:
@@ -28,26 +28,6 @@ def corrected_square(sums: Tensor, k: float, scale: Tensor) -> Tensor:
     gg, gl, ll = sums[:3]
     square = ((1 + k) * scale) ** 2 * gg - 2 * (1 + k) * k * scale * gl + k**2 * ll
     return square.clamp_min(0.0)  # rounding; NaN stays NaN
-
-
-def is_certain(norms: Tensor, last_norms: Tensor, k: float, clip_threshold: float) -> Tensor:
-    """Where ||g + k (g - last)|| cannot be above `clip_threshold`, by the triangle inequality.
-
-    ||last|| is known from the step before, so that ||c|| needs no pass over the last gradient. The margin is for the
-    rounding of a last gradient kept in bfloat16. False for a norm that is NaN.
-
-    Args:
-        norms: of g, one a tensor.
-        last_norms: of last, one a tensor.
-        k: of the correction.
-        clip_threshold: largest norm.
-    """
-    return (1 + k) * norms + k * last_norms <= certain_below(clip_threshold)
-
-
-def certain_below(clip_threshold: float) -> float:
-    """What the left side of that inequality may be at most (kernels decide for themselves)."""
-    return 0.99 * clip_threshold
 
 
 def factors(square: Tensor, clip_threshold: float) -> Tensor:

@@ -35,9 +35,8 @@ class Engine:
 
     name: str
     foreach: bool = False  # what is left to rules.py works on whole lists
-    # bfloat16 parameters, in `update` itself: at random with `stochastic=True`, Kahan's way with `compensations`.
+    # bfloat16 parameters, in `update` itself: at random with `seeds`, Kahan's way with `compensations`.
     rounds: bool = False
-    skips: bool = False  # tensors that `measured` leaves out, in `sums`
     clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
 
     @property
@@ -72,38 +71,33 @@ class KernelEngine(Engine):
     def sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`; settings may have `measured`."""
+        """As `rules.sums`."""
         return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
 
-    def update(
-        self,
-        *lists: list[Tensor],
-        steps: Sequence[Tensor],
-        lr: float | Tensor,
-        stochastic: bool = False,
-        **settings: Any,
-    ) -> None:
-        """As `rules.update`; `stochastic` rounding takes the step count as its seed, alike on all ranks.
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`; settings may have what `rounds` and `clips` name.
 
         Kernels write past autograd, which is told here: a graph that has saved a parameter must not run backward then.
         """
         device = lists[0][0].device
-        counts = _on(device, steps)
-        if stochastic:
-            settings["seed"] = counts[0].to(torch.int64)
-        self.module.update(*lists, steps=counts, lr=_on(device, [lr], torch.float64)[0], **settings)
+        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr], torch.float64)[0], **settings)
         torch.autograd.graph.increment_version(lists[0])
 
 
 @dataclass(frozen=True)
 class AdamWEngine(Engine):
-    """torch's fused AdamW, for parameters that take plain AdamW."""
+    """torch's fused AdamW, for plain AdamW on CPUs, where our step counts are."""
+
+    @property
+    def is_flat(self) -> bool:
+        """It works through memory in its order."""
+        return True
 
     def sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
         """As `rules.sums`, without last gradients: all at once, since vectors are many and small."""
-        square = torch.stack(torch._foreach_norm(gradients)).square()
+        square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square()
         if settings["scale"] is not None:
             square = square * settings["scale"].to(square).square()
         zeros = torch.zeros_like(square)
@@ -145,17 +139,17 @@ def choose(
         dtypes: of all tensors.
         numel: elements of all parameters of the step.
         plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
-        dense: whether they fill their memory without gaps, as kernels need.
+        dense: whether their memory looks as kernels need it: without gaps, in one order, aligned, shared with nothing.
 
     Raises:
         RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
     """
     wanted = group["fused"]
-    if wanted is not False and group["foreach"] is None:
-        kernels = _kernels(device, dtypes, numel, always=wanted is True) if dense else None
+    if dense and (wanted or (wanted is None and group["foreach"] is None)):
+        kernels = _kernels(device, dtypes, numel, always=wanted is True)
         if kernels is not None:
             return kernels
-        if plain_adamw and device.type in ("cpu", "cuda") and len(set(dtypes)) == 1 and not group["capturable"]:
+        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not group["capturable"]:
             return AdamWEngine("adamw")
     names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
     if wanted and dense:
@@ -164,9 +158,10 @@ def choose(
             "a C++ compiler; use fused=None"
         )
     if group["capturable"] and device.type != "cpu":
+        reason = f"which do not run on {device} for {names}" if dense else "which take dense tensors only"
         raise RuntimeError(
-            f"capturable=True needs the Triton kernels, which do not run on {device} for {names} (pip install triton; "
-            "leave foreach and fused at None)"
+            f"capturable=True needs the Triton kernels, {reason} (pip install triton; leave foreach and fused at None; "
+            "parameters, gradients and states must be contiguous)"
         )
     return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
 
@@ -179,12 +174,12 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
         from mars_hf.kernels import compiled
 
-        engine = KernelEngine("compiled", module=compiled, rounds=True, skips=True, clips=True)
+        engine = KernelEngine("compiled", module=compiled, rounds=True, clips=True)
         return engine if compiled.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
         from mars_hf.kernels import triton
 
-        engine = KernelEngine("triton", foreach=True, module=triton, rounds=True, skips=True)
+        engine = KernelEngine("triton", foreach=True, module=triton, rounds=True)
         return engine if triton.supports(device, dtypes) else None
     return None
 
@@ -199,4 +194,5 @@ def _on(device: torch.device, numbers: Sequence[float | Tensor], dtype: torch.dt
     values = [float(number) for number in numbers]
     if len(set(values)) == 1:
         return torch.full((len(values),), values[0], dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

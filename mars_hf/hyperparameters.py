@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -50,8 +51,18 @@ GROUP_KEYS = (
     "capturable",
 )
 KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
-# Bookkeeping that torch, schedulers and trainers put into groups; it changes no arithmetic.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr")
+# Bookkeeping of groups, ours and torch's; it changes no arithmetic. `gamma_of_average` is the gamma of the steps behind
+# exp_avg, where no last gradient is kept.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average")
+# What other libraries call our settings: carried as a label they would be ignored silently.
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "step_size"), "lr"),
+    **dict.fromkeys(("wd", "adam_weight_decay"), "weight_decay"),
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum", "b1", "b2"), "betas"),
+    **dict.fromkeys(("epsilon", "adam_epsilon"), "eps"),
+    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
+    "use_muon": "mars_type",
+}
 
 
 class UnknownHyperparameterError(TypeError, ValueError):
@@ -68,9 +79,36 @@ def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str) ->
         )
 
 
+def reject_misspelled(names: Iterable[str], where: str) -> None:
+    """Raise UnknownHyperparameterError for names that are nearly those of settings; others are somebody's labels.
+
+    Schedulers and wrappers put keys of their own into groups (`lr_scale`, `rho`, `max_lr`), which torch carries along.
+    """
+    settings = (*GROUP_KEYS, *KEYS_1D, "role")
+    for name in names:
+        if name in settings or name in LABEL_KEYS:
+            continue
+        plain = str(name).lower().replace("-", "_")
+        close = difflib.get_close_matches(plain, settings, n=1, cutoff=0.8)
+        meant = _OTHER_NAMES.get(plain) or (close[0] if close else None)
+        if meant is not None:
+            raise UnknownHyperparameterError(
+                f"{where}: unknown {name!r}; did you mean {meant!r}? Settings are {', '.join(settings)}"
+            )
+
+
 def _number(name: str, value: Any, accepted: str, ok: Callable[[float], bool]) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"{name}={tuple(value.shape)}-shaped tensor: a number or a tensor of one element is needed")
+    if isinstance(value, torch.Tensor):
+        if name not in ("lr", "lr_1d"):
+            raise ValueError(
+                f"{name}={value!r} is a tensor; accepted: {accepted}, as a number (lr alone may be a tensor)"
+            )
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name}={tuple(value.shape)}-shaped tensor: a number or a tensor of one element is needed"
+            )
+    if isinstance(value, (str, bytes, bool)):
+        raise ValueError(f"{name}={value!r} is not a number; accepted: {accepted}")
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -209,6 +247,21 @@ _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "capturable": _flag,
     "role": _one_of(ROLES),
 }
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked settings in types that any checkpoint can hold: NumPy's numbers become Python's, pairs tuples."""
+    return {name: _plain(name, value) for name, value in settings.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name in ("betas", "betas_1d"):
+        return tuple(_plain("beta", beta) for beta in value)
+    if type(value) in (int, float, bool, str, type(None)) or isinstance(value, torch.Tensor):
+        return value
+    if name == "beta" or _CHECKS.get(name) in (_non_negative, _optional_non_negative, _threshold):
+        return float(value)
+    return value
 
 
 def check(settings: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mars_hf.rules import sum_dtype
 from mars_hf.sharding import Group, all_reduce
 
 HERE = object()  # a group of this rank alone; None is the default process group
@@ -48,7 +49,9 @@ class StepMetrics:
             has_last: whether there are last gradients to compare with.
             group: process group that the other pieces are on; left out: there are none.
         """
-        parts = torch.tensor(shares, dtype=sums.dtype, pin_memory=sums.is_cuda).to(sums.device, non_blocking=True)
+        parts = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
+            sums.device, non_blocking=True
+        )
         clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
         gg, gl, ll, cc = sums.sum(dim=1).unbind()
         compared = parts.sum() * has_last
@@ -56,7 +59,7 @@ class StepMetrics:
 
     def add_update(self, update: Tensor, group: Group = HERE) -> None:
         """Add x_{t+1} - x_t of a piece."""
-        square = torch.sum(update * update)
+        square = torch.linalg.vector_norm(update, dtype=sum_dtype(update.device)).square()
         self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
 
     def read(self) -> dict[str, float]:
@@ -69,9 +72,9 @@ class StepMetrics:
           These two are left out where no last gradient is kept (see `Mars`, state).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
-        total = torch.zeros(9, dtype=torch.float64)
+        total = torch.zeros(9, dtype=torch.float64, device="cpu")
         for group, device in self._sharded.items():
-            sums = self._sums.pop((group, device), torch.zeros(9, device=device))
+            sums = self._sums.pop((group, device), _zeros(device))
             total += all_reduce(sums, group).cpu().double()
         for sums in self._sums.values():
             total += sums.cpu().double()
@@ -90,5 +93,10 @@ class StepMetrics:
     def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
         device = values[0].device
         if (group, device) not in self._sums:
-            self._sums[group, device] = torch.zeros(9, device=device)
-        self._sums[group, device][first : first + len(values)] += torch.stack([value.float() for value in values])
+            self._sums[group, device] = _zeros(device)
+        sums = self._sums[group, device]
+        sums[first : first + len(values)] += torch.stack([value.to(sums.dtype) for value in values])
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(9, dtype=sum_dtype(device), device=device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_hf import clipping, sharding
+from mars_hf import clipping, rules, sharding
 from mars_hf.batches import Batch
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.sharding import Placement
@@ -39,13 +39,11 @@ class Norms:
         self._whole: sharding.WholeSums | None = None
 
     def _take(self, batch: Batch) -> Tensor:
-        """Sums over the pieces of a batch, without its last gradients where these may not be needed."""
+        """Sums over the pieces of a batch; without its last gradients where these come later, or not at all."""
         folded = self._max_grad_norm is not None
-        unclipped = folded and batch.group["clip_threshold"] is None
-        without = self._metrics is None and (unclipped or batch.last_norms is not None)
-        last_grads = [] if without else batch.last_grads
+        later = folded and (batch.clips or (batch.group["clip_threshold"] is None and self._metrics is None))
         rows = {"products": folded or self._metrics is not None, "corrected": not folded}
-        return batch.engine.sums(batch.gradients, last_grads, **rows, **batch.correction)
+        return batch.engine.sums(batch.gradients, [] if later else batch.last_grads, **rows, **batch.correction)
 
     def reduce(
         self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
@@ -60,16 +58,15 @@ class Norms:
             device: of the parameters.
             verify: as `sharding.WholeSums.reduce`.
         """
-        sharded = [(batch, sums) for batch, sums in self._sums if batch.is_sharded]
-        dtype = max((sums.dtype for _, sums in sharded), key=lambda dtype: dtype.itemsize, default=torch.float32)
         rows = self._rows.stop - self._rows.start
-        self._whole = sharding.WholeSums(slots, rows, device, dtype)
+        self._whole = sharding.WholeSums(slots, rows, device, rules.sum_dtype(device))
         for placement in placements:
             self._whole.join(placement)
             if self._metrics is not None:
                 self._metrics.join(placement.group, device)
-        for batch, sums in sharded:
-            self._whole.add(batch.process_group, batch.slots, sums[self._rows])
+        for batch, sums in self._sums:
+            if batch.is_sharded:
+                self._whole.add(batch.process_group, batch.slots, sums[self._rows])
         self._whole.reduce(verify=verify)
 
     def apply(self) -> Tensor | None:
@@ -80,33 +77,40 @@ class Norms:
         """
         norm = scale = None
         if self._max_grad_norm is not None:
-            total = self._total()
-            norm, scale = total.sqrt(), clipping.global_scale(total, self._max_grad_norm)
+            norm = self._total().sqrt()
+            scale = clipping.global_scale(norm, self._max_grad_norm)
         for batch, sums in self._sums:
             own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
-            if batch.mars:
+            if batch.mars and not batch.clips:
                 self._clip(batch, sums, own_scale)
-            if batch.last_norms is not None:
-                batch.last_norms = _norms(sums, own_scale)
             if own_scale is not None:
                 batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
+            if batch.clips and self._metrics is not None:
+                self._clip_as_the_update_does(batch)
         return norm
 
     def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
-        if batch.last_norms is not None and self._metrics is None:
-            batch.factors = _factors_where_needed(batch, _norms(sums, scale), scale)
-            return
         whole = sums[self._rows]
         if batch.is_sharded and self._whole is not None:
             whole = self._whole.of(batch.process_group, batch.slots).to(sums)
         square = whole[0] if scale is None else clipping.corrected_square(whole, batch.k, scale)
+        if self._metrics is not None and scale is not None:
+            corrected = clipping.corrected_square(sums, batch.k, scale)
+            sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+        self._finish(batch, sums, square)
+
+    def _clip_as_the_update_does(self, batch: Batch) -> None:
+        """Take the factors here, for the metrics, from the very sums that the update would take: the same bits."""
+        assert self._metrics is not None
+        sums = batch.engine.sums(batch.gradients, batch.last_grads, products=True, corrected=True, **batch.correction)
+        batch.clips = False
+        self._finish(batch, sums, sums[CC])
+
+    def _finish(self, batch: Batch, sums: Tensor, square: Tensor) -> None:
         threshold = batch.group["clip_threshold"]
         if threshold is not None:
             batch.factors = clipping.factors(square, threshold)
         if self._metrics is not None:
-            if scale is not None:
-                corrected = clipping.corrected_square(sums, batch.k, scale)
-                sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
             group = batch.process_group if batch.is_sharded else HERE
             has_last = bool(batch.last_grads)
             self._metrics.add(sums, square, batch.shares, threshold, has_last=has_last, group=group)
@@ -116,20 +120,6 @@ class Norms:
         here = [sums[GG].sum() for batch, sums in self._sums if not batch.is_sharded]
         if self._whole is not None:
             here.append(self._whole.total(GG))
-        return torch.stack([value.to(here[0].device, torch.float64) for value in here]).sum().float()
-
-
-def _norms(sums: Tensor, scale: Tensor | None) -> Tensor:
-    norms = sums[GG].sqrt()
-    return norms if scale is None else norms * scale
-
-
-def _factors_where_needed(batch: Batch, norms: Tensor, scale: Tensor | None) -> Tensor:
-    """Factors of a batch whose last gradients have not been read: they are for those that may need clipping."""
-    assert batch.last_norms is not None
-    threshold = batch.group["clip_threshold"]
-    certain = clipping.is_certain(norms, batch.last_norms, batch.k, threshold)
-    rows = {"products": scale is not None, "corrected": scale is None}
-    found = batch.engine.sums(batch.gradients, batch.last_grads, measured=~certain, **rows, **batch.correction)
-    square = found[CC] if scale is None else clipping.corrected_square(found, batch.k, scale)
-    return clipping.factors(square, threshold)  # 1 where nothing has been summed
+        if not here:
+            return torch.zeros((), dtype=torch.float64, device="cpu")
+        return torch.stack([value.to(here[0].device) for value in here]).sum()

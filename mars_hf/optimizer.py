@@ -10,15 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, layouts, param_groups, sharding, states, universal
-from mars_hf.batches import Batch, gather
-from mars_hf.last_norms import LastNorms
+from mars_hf import hyperparameters, layouts, looks, param_groups, sharding, states, universal
+from mars_hf.batches import Batch, Entry, Order, Recipe, entries_of, make, sort
 from mars_hf.layouts import MatrixLayout
-from mars_hf.matrices import Matrices
+from mars_hf.matrices import Matrices, Team
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.norms import Norms
 from mars_hf.param_groups import takes_mars
-from mars_hf.plan import Plan
 
 
 class Mars(torch.optim.Optimizer):
@@ -138,8 +136,9 @@ class Mars(torch.optim.Optimizer):
     _metrics: StepMetrics | None = None
     _layout: sharding.Layout | None = None
     _grad_norm: Tensor | None = None
-    _plan: Plan | None = None
-    _last_norms: LastNorms | None = None
+    _order: Order | None = None
+    _stale_gradients_given = False
+    _is_made = False
     _matrices: Matrices | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
@@ -210,6 +209,7 @@ class Mars(torch.optim.Optimizer):
             "capturable": capturable,
         }
         hyperparameters.check(defaults)
+        defaults = hyperparameters.plain(defaults)
         defaults["layout"] = layouts.to_plain(layout)
         if not isinstance(params, Tensor):  # torch's own error for that is good
             params = list(params)
@@ -219,13 +219,16 @@ class Mars(torch.optim.Optimizer):
                     "such as model.parameters() of a model that has some"
                 )
         super().__init__(params, defaults)
+        self._is_made = True
         universal.extend_deepspeed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role: one or two groups are appended.
 
         Args:
-            param_group: as in the constructor; what it does not state it takes from the constructor.
+            param_group: as in the constructor. What it does not state it takes from the constructor, but
+                `max_grad_norm` and `take_grad` from the groups there are, if these agree. Names are made up for
+                parameters without, where those there are have names, and dropped in the opposite case.
 
         Raises:
             As the constructor; the optimizer is left as it was.
@@ -234,7 +237,9 @@ class Mars(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         before = len(self.param_groups)
         try:
-            for part in param_groups.split_by_role(param_group, self.defaults):
+            for part in param_groups.split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
+                if before:
+                    self._match_names(part)
                 super().add_param_group(part)
                 for key in hyperparameters.KEYS_1D:
                     self.param_groups[-1].pop(key)
@@ -247,9 +252,29 @@ class Mars(torch.optim.Optimizer):
             for group in self.param_groups[before:]:
                 self._layout.extend(group)
 
+    def _of_the_loop(self) -> dict[str, Any]:
+        """Settings that whoever runs the loop may have changed in all groups."""
+        found = {}
+        for key in ("max_grad_norm", "take_grad") if self._is_made else ():
+            values = [group[key] for group in self.param_groups]
+            if values and values.count(values[0]) == len(values):
+                found[key] = values[0]
+        return found
+
+    def _match_names(self, part: dict[str, Any]) -> None:
+        """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
+        entries = part["params"]
+        named = "param_names" in self.param_groups[0]
+        if not named:
+            part["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        elif entries and not isinstance(entries[0], tuple):
+            first = sum(len(group["params"]) for group in self.param_groups)
+            part["params"] = [(f"added_{first + index}", entry) for index, entry in enumerate(entries)]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled optimizer; settings that are younger than the pickle take their defaults."""
         super().__setstate__(state)
+        self._is_made = True
         for group in self.param_groups:
             for key in hyperparameters.GROUP_KEYS:
                 group.setdefault(key, DEFAULTS[key])
@@ -263,12 +288,38 @@ class Mars(torch.optim.Optimizer):
 
         torch alone would cast them to the parameters' dtype, and share memory with `state_dict`. Settings are those
         saved, but for `max_grad_norm` and `take_grad`, which belong to the loop that runs now (MarsTrainer sets them).
+        Hooks act as on any torch optimizer: what a pre-hook returns is loaded, what a post-hook writes stays.
 
         Raises:
-            ValueError: the state belongs to another optimizer, or to groups with another role, rule or form.
+            ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
+                parameters of another shape; nothing has been changed then.
         """
-        saved_groups = state_dict["param_groups"]
-        for index, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=False)):
+        own = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
+        found: dict[str, Any] = {}
+
+        def check(_: Any, given: dict[str, Any]) -> None:
+            self._check_loaded(given)
+            found.update(given)
+
+        def keep(_: Any) -> None:
+            for group, settings in zip(self.param_groups, own, strict=True):
+                group.update(settings)
+            self._copy_states(found)
+
+        # The last one before torch loads, and the first one after it.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(keep, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError unless a state can be that of this optimizer."""
+        for index, (saved, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
             if "role" not in saved:
                 raise ValueError(
                     f"param group {index} of this state has no 'role', so it was not saved by Mars (its keys: "
@@ -286,22 +337,28 @@ class Mars(torch.optim.Optimizer):
                     f"param group {index} was saved with layout={saved.get('layout')!r} and is {own['layout']!r} here; "
                     "build the optimizer with the split_fused it was saved with"
                 )
-        owned = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, owned, strict=True):
-            group.update(own)
-        saved_ids = [id_ for group in saved_groups for id_ in group["params"]]
-        params = [(param, group) for group in self.param_groups for param in group["params"]]
-        for id_, (param, group) in zip(saved_ids, params, strict=True):
+        for id_, param, _ in self._pairs(state_dict):
+            states.check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+
+    def _copy_states(self, state_dict: dict[str, Any]) -> None:
+        for id_, param, group in self._pairs(state_dict):
             for key, value in state_dict["state"].get(id_, {}).items():
+                if key == "step" and not isinstance(value, Tensor):
+                    value = torch.full((), float(value), dtype=torch.float32, device="cpu")
                 if isinstance(value, Tensor):
                     device = value.device if key == "step" and not group["capturable"] else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
 
+    def _pairs(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+        """Saved ids, and the parameters and groups they belong to."""
+        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        return [(id_, *pair) for id_, pair in zip(ids, params, strict=False)]  # torch complains of other lengths
+
     @torch._disable_dynamo  # sorting does not trace; torch.compiler.disable would import dynamo with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient; without any, nothing happens.
 
         Args:
             closure: recomputes the gradients and returns the loss; None if `backward` has been called.
@@ -310,30 +367,45 @@ class Mars(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient MARS cannot use; raised before anything is changed.
+            RuntimeError: a gradient or state MARS cannot use; raised before anything is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        entries = entries_of(self.param_groups, self.state)
         placements: dict[Tensor, sharding.Placement] = {}
-        batches = None if self._plan is None else self._plan.batches(self.param_groups, self.state)
-        if batches is None:
+        recipes = None
+        if self._order is not None and self._order.fits(self.param_groups, entries):
+            recipes = self._order.recipes
+        else:
             placements = self._locate()
-            batches = self._gather(placements)
+            if not entries and not placements:
+                return loss
+        with _full_precision(entries):
+            if recipes is None:
+                recipes = self._sort(entries, placements)
+            self._check_averages(entries, recipes)
+            batches = [make(recipe, self.param_groups, entries, placements) for recipe in recipes]
+            self._update_all([batch for batch in batches if batch.params], entries, placements)
+        return loss
+
+    def _update_all(
+        self, batches: list[Batch], entries: Sequence[Entry], placements: dict[Tensor, sharding.Placement]
+    ) -> None:
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
-        moved = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if moved:
-            torch._foreach_add_([self.state[param]["step"] for param in moved], 1)
+        if entries:
+            torch._foreach_add_([entry.state["step"] for entry in entries], 1)
         assert self._matrices is not None
         for batch in self._matrices.in_order(batches):
             self._update(batch)
             self._keep_gradients(batch)
-        for param in self._exact_params():
-            self.state[param].pop("last_grad", None)  # used up
-        return loss
+        for param in self._exact_params():  # stale gradients are used up
+            for key in ("last_grad", "last_grad_scale"):
+                self.state.get(param, {}).pop(key, None)
+        self._stale_gradients_given = False
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -360,7 +432,8 @@ class Mars(torch.optim.Optimizer):
         One tensor for the life of the optimizer: every such step writes into it.
         """
         if self._grad_norm is None:
-            device = sharding.local(self.param_groups[0]["params"][0]).device
+            params = [param for group in self.param_groups for param in group["params"]]
+            device = sharding.local(params[0]).device if params else torch.device("cpu")
             self._grad_norm = torch.full((), float("nan"), device=device)
         return self._grad_norm
 
@@ -401,7 +474,8 @@ class Mars(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
-                self.state[param].pop("previous_grad", None)
+                self._stale_gradients_given = True
+                self.state.get(param, {}).pop("previous_grad", None)
                 if param.grad is not None:
                     _check_gradient(param)
                     dtype = states.last_grad_dtype(param, group, self.state[param])
@@ -416,10 +490,11 @@ class Mars(torch.optim.Optimizer):
 
         Source: the official implementation's method of this name.
         """
-        exact = [self.state[param] for param in self._exact_params()]
+        exact = [self.state[param] for param in self._exact_params() if param in self.state]
         if any("previous_grad" in state for state in exact):
             for state in exact:
                 state.pop("last_grad", None)
+                state.pop("last_grad_scale", None)
                 if "previous_grad" in state:
                     state["last_grad"] = state.pop("previous_grad")
 
@@ -451,22 +526,23 @@ class Mars(torch.optim.Optimizer):
 
     def _require_stale_gradients(self) -> None:
         """Raise RuntimeError in an exact step, other than the first one, for which nobody has supplied any."""
-        states = [self.state[param] for param in self._exact_params() if param.grad is not None]
-        if any("step" in state for state in states) and not any("last_grad" in state for state in states):
+        states = [self.state[param] for param in self._exact_params() if param.grad is not None and param in self.state]
+        given = self._stale_gradients_given or any("last_grad" in state for state in states)
+        if any("step" in state for state in states) and not given:
             raise RuntimeError(
                 "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
                 "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
             )
 
     def _keep_params(self) -> None:
-        """Keep x_t, unless the loop takes its stale gradients ahead of time, before the parameters move."""
+        """Keep x_t of what moves, unless the loop takes its stale gradients ahead of time, before it does."""
         if any("previous_grad" in state for state in self.state.values()):
             return
         for group in self.param_groups:
             for param in group["params"]:
-                if "previous_param" in self.state[param]:
+                if "previous_param" in self.state.get(param, ()):
                     self.state[param]["previous_param"].copy_(param)
-                else:
+                elif param.grad is not None:
                     self.state[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
 
     @torch.no_grad()
@@ -474,7 +550,7 @@ class Mars(torch.optim.Optimizer):
         """x_t and x_{t-1} change places, where there are both."""
         for group in self.param_groups:
             for param in group["params"]:
-                if "previous_param" in self.state[param]:
+                if "previous_param" in self.state.get(param, ()):
                     here, kept = sharding.local(param), sharding.local(self.state[param]["previous_param"])
                     current = here.clone()
                     here.copy_(kept)
@@ -497,32 +573,51 @@ class Mars(torch.optim.Optimizer):
                 slot += 1
         return found
 
-    def _gather(self, placements: dict[Tensor, sharding.Placement]) -> list[Batch]:
-        """Check gradients and states, and sort them into batches."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                _check_gradient(param)
-                _check_state(param, self.state.get(param, {}), group)
+    def _sort(self, entries: list[Entry], placements: dict[Tensor, sharding.Placement]) -> list[Recipe]:
+        """Check gradients and states, and decide what is updated together; kept for the next step where that can be."""
+        for entry in entries:
+            _check_gradient(entry.param)
+            _check_state(entry.param, entry.state, self.param_groups[entry.group])
         if self.is_exact:
             self._require_stale_gradients()
+        for entry in entries:
+            self.state[entry.param] = entry.state
         assert self._matrices is not None
         chunks = self._matrices.sort(self.param_groups, placements)
-        batches = gather(self.param_groups, self.state, placements, chunks)
-        plannable = not placements and Plan.covers(batches)
-        self._plan = Plan(batches, self.param_groups, self.state) if plannable else None
-        return batches
+        recipes = sort(self.param_groups, entries, placements, chunks)
+        alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
+        self._order = None
+        if alone and Order.covers(entries):
+            self._order = Order(recipes, self.param_groups, entries)
+        return recipes
+
+    def _check_averages(self, entries: Sequence[Entry], recipes: Sequence[Recipe]) -> None:
+        """Raise RuntimeError if gamma has changed where the first moment follows from it without a last gradient."""
+        averaging = [
+            (self.param_groups[recipe.group], recipe)
+            for recipe in recipes
+            if takes_mars(self.param_groups[recipe.group]) and "last_grad" not in recipe.keys
+        ]
+        for group, recipe in averaging:
+            gamma, before = float(group["gamma"]), group.get("gamma_of_average")
+            if before is not None and gamma != before:
+                if any(float(entries[place].state["step"]) > 0 for place in recipe.places):
+                    raise RuntimeError(
+                        f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
+                        "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
+                        "clips nothing and keeps the last gradient"
+                    )
+        for group, _ in averaging:
+            group["gamma_of_average"] = float(group["gamma"])
 
     def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
         max_grad_norm = self.max_grad_norm
         asked = [batch for batch in batches if self._wants_norms(batch.group)]
-        if self._last_norms is None:
-            self._last_norms = LastNorms()
         for batch in asked:
-            batch.last_norms = self._last_norms.of(batch, self.state)
+            clips = batch.mars and batch.group["clip_threshold"] is not None
+            batch.clips = clips and batch.engine.clips and not batch.is_sharded
         if max_grad_norm is None and self._metrics is None:  # nobody else needs the norms of whole tensors
-            for batch in asked:
-                batch.clips = batch.engine.clips and not batch.is_sharded
             asked = [batch for batch in asked if not batch.clips]
         norms = Norms(asked, max_grad_norm=max_grad_norm, metrics=self._metrics)
         groups = [group for group in self.param_groups if self._wants_norms(group)]
@@ -565,15 +660,23 @@ class Mars(torch.optim.Optimizer):
         """After an update: gradients that may be moved become last gradients, with the scale they still need."""
         scale = None if batch.scale is None else batch.scale.float()
         kept = batch.moves_gradients or batch.last_scales is not None
-        for owner in batch.owners if kept and batch.last_grads and batch.group["is_approx"] else ():
-            state = self.state[owner]
+        for owner, state in zip(batch.owners, batch.owned, strict=True) if kept and batch.last_grads else ():
             state.pop("last_grad_scale", None)
             if batch.moves_gradients:
                 state["last_grad"], owner.grad = owner.grad, None
                 if scale is not None:
                     state["last_grad_scale"] = scale
-        if self._last_norms is not None:
-            self._last_norms.keep(batch, self.state)
+
+
+@contextlib.contextmanager
+def _full_precision(entries: Sequence[Entry]) -> Iterator[None]:
+    """Turn autocast off: the arithmetic of a step is not the model's."""
+    kinds = {"cpu", *(entry.param.device.type for entry in entries)} - {"meta"}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 # Every hyperparameter of Mars and its default, as its constructor has them.
@@ -660,14 +763,31 @@ def _check_gradient(param: Tensor) -> None:
             f"gradient of dtype {grad.dtype} for a parameter of shape {shape}: MARS takes real floating point "
             "gradients only (float16, bfloat16, float32, float64)"
         )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise RuntimeError(
+            f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {shape} on "
+            f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
+        )
+    for what, tensor in (("parameter", param), ("gradient", grad)):
+        here = sharding.local(tensor)
+        if looks.is_plain(here) and not looks.has_memory(here):
+            raise RuntimeError(f"the memory of a {what} of shape {shape} has been freed; restore it before step()")
+    if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
+        raise RuntimeError(
+            f"a parameter of shape {shape} is expanded (strides {param.stride()}): its elements share memory and "
+            "cannot be updated; use its .clone()"
+        )
     sharding.check_gradient_placement(param, grad)
 
 
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Raise RuntimeError for a state that has been loaded without its last gradient."""
+    """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
+    states.check(param, state)
     if states.lacks_last_grad(group, state):
         raise RuntimeError(
-            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient: it was "
-            "loaded by something that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
-            "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient. Either "
+            "clip_threshold or second_moment has been changed, which this rule cannot take without a last gradient: "
+            "change it back. Or the state was loaded by something that knows Adam's states only: convert DeepSpeed's "
+            "universal checkpoints with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import "
+            "deepspeed before Mars is made"
         )

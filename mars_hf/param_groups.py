@@ -64,19 +64,16 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
 
     Args:
         group: a dict with `params` (a tensor, an iterable of tensors, or of (name, tensor) pairs) and any
-            hyperparameter of `Mars`.
+            hyperparameter of `Mars`; other keys are carried along.
         defaults: every hyperparameter of `Mars`.
 
     Raises:
-        ValueError: an unknown key, a value out of range, a vector in a group whose role is `matrix`, a layout that
-            does not fit, `capturable` with a rule that orthogonalizes.
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group whose role is
+            `matrix`, a layout that does not fit, `capturable` with a rule that orthogonalizes.
     """
-    hyperparameters.reject_unknown(
-        group,
-        (*hyperparameters.LABEL_KEYS, *hyperparameters.GROUP_KEYS, *hyperparameters.KEYS_1D),
-        "parameter group",
-    )
+    hyperparameters.reject_misspelled(group, "parameter group")
     hyperparameters.check(group)
+    group = {**group, **hyperparameters.plain({key: value for key, value in group.items() if key != "params"})}
     settings = {**defaults, **group}
     hyperparameters.ns_coefficients(settings)
     params = group["params"]

@@ -6,6 +6,26 @@ import torch
 from torch import Tensor
 
 
+def seed(slot: int, step: int, start: int) -> int:
+    """Return the seed of one tensor's noise in one step: the same whatever else is updated with it.
+
+    Args:
+        slot: of the parameter; alike on all ranks, so that replicas round alike.
+        step: its number of steps.
+        start: first element or index that this rank holds of it.
+
+    Returns:
+        63 bits.
+    """
+    mixed = slot
+    for number in (step, start):  # a round of splitmix64 each
+        mixed = (mixed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
 def stochastic(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 to bfloat16, to either neighbour with the probability that makes the average right.
 

@@ -40,7 +40,8 @@ def sums(
             in the same order, temporaries for all tensors at once); False takes one tensor after the other.
 
     Returns:
-        float32 (float64 if any tensor is), 4 rows, one column a tensor: <g, g>, <g, last>, <last, last>, <c, c>.
+        float64 (`sum_dtype`), 4 rows, one column a tensor: <g, g>, <g, last>, <last, last>, <c, c>. No square of a
+        float32 overflows there.
     """
     columns = []
     for part in _parts(len(gradients), foreach):
@@ -50,7 +51,7 @@ def sums(
         gg = _squares(g) if products and (last or cc is None) else cc
         rows = [gg, None, None, cc]
         if products and last:
-            rows[1] = torch.stack([torch.sum(a * b) for a, b in zip(g, last, strict=True)])
+            rows[1] = torch.stack([_product(a, b) for a, b in zip(g, last, strict=True)])
             rows[2] = _squares(last)
         zeros = torch.zeros_like(next(row for row in rows if row is not None))
         columns.append(torch.stack([zeros if row is None else row for row in rows]))
@@ -127,13 +128,7 @@ def update(
         e = _in(exp_avgs[part], dtype)
         torch._foreach_lerp_(e, c, 1 - beta1)
         m = list(torch._foreach_lerp(e, c, blend)) if blend else e
-        if rule == "momentum":
-            torch._foreach_copy_(params[part], m)
-        elif rule == "lion":
-            apply(params[part], torch._foreach_sign(m), lr=lr, weight_decay=weight_decay, foreach=True)
-        else:
-            x = _in(params[part], dtype)
-            torch._foreach_mul_(x, 1 - lr * weight_decay)
+        if rule == "adamw":
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
             s = g if second_moment == "gradient" else c
             torch._foreach_mul_(v, beta2)
@@ -143,13 +138,21 @@ def update(
             denominators = torch._foreach_sqrt(peak or v)
             torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in steps[part]])
             torch._foreach_add_(denominators, eps)
-            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
             _put(v, exp_avg_sqs[part])
             _put(peak, max_exp_avg_sqs[part])
-            _put(x, params[part])
-        _put(e, exp_avgs[part])
         if keep_last and last_grads:
             torch._foreach_copy_(last_grads[part], g)
+        # Parameters come last: a gradient may be the parameter itself.
+        if rule == "momentum":
+            torch._foreach_copy_(params[part], m)
+        elif rule == "lion":
+            apply(params[part], [_sign(moment) for moment in m], lr=lr, weight_decay=weight_decay, foreach=True)
+        else:
+            x = _in(params[part], dtype)
+            torch._foreach_mul_(x, 1 - lr * weight_decay)
+            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
+            _put(x, params[part])
+        _put(e, exp_avgs[part])
 
 
 def apply(
@@ -172,19 +175,30 @@ def apply(
         _put(x, params[part])
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums on a device: float64, or float32 on Apple's GPUs, which have no other."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _squares(tensors: list[Tensor]) -> Tensor:
     """Squared norm of each tensor."""
-    if tensors[0].device.type == "cpu":
+    device = tensors[0].device
+    if device.type == "cpu":
         return torch.stack([_square(tensor) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(tensors)).square()
+    return torch.stack(torch._foreach_norm(tensors, 2, sum_dtype(device))).square()
 
 
 def _square(tensor: Tensor) -> Tensor:
-    # PyTorch's norms on CPU add up a whole tensor in few float32 numbers: off by 4e-5 for 768 x 3072. Row by row, and
-    # its sums, are exact to 1e-7.
-    if tensor.ndim < 2:
-        return torch.sum(tensor * tensor)
-    return torch.linalg.vector_norm(tensor, dim=-1).square().sum()
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sum(a.to(sum_dtype(a.device)) * b)
+
+
+def _sign(tensor: Tensor) -> Tensor:
+    """torch.sign, except that NaN stays NaN."""
+    return torch.where(tensor.isnan(), tensor, tensor.sign())
 
 
 def _parts(count: int, foreach: bool) -> list[slice]:

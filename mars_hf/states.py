@@ -12,6 +12,15 @@ from mars_hf import hyperparameters
 from mars_hf.param_groups import rule_of, takes_mars
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+# Tensors of a state that look like the parameter.
+BUFFERS = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation"),
+    *("previous_grad", "previous_param"),
+)
+
+
+class UnfitStateError(ValueError, RuntimeError):
+    """A state that does not fit its parameter: a ValueError where it is loaded, a RuntimeError in a step."""
 
 
 def dtype_of(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.dtype:
@@ -53,22 +62,68 @@ def lacks_last_grad(group: dict[str, Any], state: Container[str]) -> bool:
     return expected and "exp_avg" in state and "last_grad" not in state
 
 
-def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Add the buffers that the rule needs and the state does not have yet: zeros."""
-    if "step" not in state:
-        device = param.device if group["capturable"] else "cpu"
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+def needed(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the buffers that a step of this rule reads and writes; all have the parameter's shape."""
     dtype = dtype_of(param, group, state)
-    needed = {"exp_avg": dtype}
+    keys = {"exp_avg": dtype}
     if has_squares(group):
-        needed["exp_avg_sq"] = dtype
+        keys["exp_avg_sq"] = dtype
         if group["amsgrad"]:
-            needed["max_exp_avg_sq"] = dtype
+            keys["max_exp_avg_sq"] = dtype
     if takes_mars(group) and not is_recursive(group, state):
-        needed["last_grad"] = last_grad_dtype(param, group, state)
+        keys["last_grad"] = last_grad_dtype(param, group, state)
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
-        needed["compensation"] = param.dtype
-    for key, of in needed.items():
+        keys["compensation"] = param.dtype
+    return {key: state[key].dtype if key in state else of for key, of in keys.items()}
+
+
+def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Add what `needed` names and the state does not have yet: zeros. Returns what is needed."""
+    step = state.get("step", 0)
+    if not isinstance(step, Tensor):  # a number: somebody else's checkpoint
+        device = param.device if group["capturable"] else "cpu"
+        state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
+    keys = needed(param, group, state)
+    for key, of in keys.items():
         if key not in state:
             state[key] = torch.zeros_like(param, dtype=of, memory_format=torch.preserve_format)
-    return state
+    return keys
+
+
+def check(
+    param: Tensor, state: dict[str, Any], what: str = "the state of a parameter", *, anywhere: bool = False
+) -> None:
+    """Raise UnfitStateError unless every tensor of a state fits its parameter.
+
+    Args:
+        param: the parameter.
+        state: its state.
+        what: how the message calls the state.
+        anywhere: whether tensors may be on another device than the parameter: of states to be loaded.
+    """
+    for key, value in state.items():
+        if key in ("step", "last_grad_scale"):
+            number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            if not number:
+                raise UnfitStateError(
+                    f"{what} of shape {tuple(param.shape)} has {key}={_look(value)}; a number is needed"
+                )
+        elif key in BUFFERS:
+            fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+            if not (fits and (anywhere or value.device == param.device)):
+                raise UnfitStateError(
+                    f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_look(value)}; a floating "
+                    "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
+                    "size cannot be resumed: start with a fresh optimizer"
+                )
+            if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+                raise UnfitStateError(
+                    f"{key} of a parameter of shape {tuple(param.shape)} is expanded (strides {value.stride()}): its "
+                    "elements share memory and cannot be updated; replace it with its .clone()"
+                )
+
+
+def _look(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)

@@ -68,13 +68,3 @@ def trainer(args: TrainingArguments, model: Any = None, **settings: Any) -> Trai
     if model is None and "model_init" not in settings:
         model = gpt2()
     return Trainer(model=model, args=args, train_dataset=Blocks(), data_collator=default_data_collator, **settings)
-
-
-class Listener:
-    """In the place of the compiled library: it, and of how many tensors its updates have taken <c, c>."""
-
-    def __init__(self, library):
-        self.library, self.mars_sums, self.measured = library, library.mars_sums, []
-
-    def mars_update(self, *args):
-        self.measured.append(self.library.mars_update(*args))

@@ -30,7 +30,7 @@ def test_sums(dtype, scales, foreach):
     last_scales = torch.tensor([0.5, 2.0, 1.0, 3.0]) if scales else None
     found = rules.sums(g, last, scale=scale, last_scales=last_scales, k=K, foreach=foreach)
     assert found.shape == (4, len(SHAPES))
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert found.dtype == torch.float64
     for column, a, b, own in zip(found.T, g, last, last_scales if scales else [1.0] * 4, strict=True):
         a, b = a.double() * (scale.double() if scales else 1.0), b.double() * own
         c = a + K * (a - b)
@@ -43,10 +43,40 @@ def test_sums(dtype, scales, foreach):
 def test_sums_without_a_last_gradient(foreach):
     g = tensors(1)
     found = rules.sums(g, [], foreach=foreach)
-    expected = torch.stack([t.double().square().sum() for t in g]).float()
+    expected = torch.stack([t.double().square().sum() for t in g])
     torch.testing.assert_close(found[0], expected)
     assert torch.equal(found[3], found[0])
     assert not found[1:3].any()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_squares_beyond_float32(foreach):
+    g, last = torch.tensor([1e19, 3e20, 0.0]), torch.tensor([2e19, 1e20, 1e30])
+    found = rules.sums([g], [last], k=0.4, foreach=foreach)[:, 0]
+    g, last = g.double(), last.double()
+    c = g + 0.4 * (g - last)
+    expected = torch.stack([(g * g).sum(), (g * last).sum(), (last * last).sum(), (c * c).sum()])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_lion_shows_a_nan_in_the_parameter(foreach):
+    params, gradients = [torch.ones(4)], [torch.tensor([1.0, torch.nan, 0.0, torch.inf])]
+    settings = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 0.0, "weight_decay": 0.0}
+    rules.update(params, gradients, [torch.zeros(4)], [], [], [], rule="lion", steps=[1.0], **settings, foreach=foreach)
+    torch.testing.assert_close(params[0], torch.tensor([0.5, torch.nan, 1.0, 0.5]), equal_nan=True)
+
+
+def test_a_gradient_may_be_the_parameter_itself():
+    settings = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "k": K}
+    results = []
+    for aliased in (False, True):
+        x = torch.tensor([1.0, -2.0])
+        states = [torch.zeros(2) for _ in range(3)]
+        g = x if aliased else x.clone()
+        rules.update([x], [g], [states[0]], [states[1]], [], [states[2]], rule="adamw", steps=[1.0], **settings)
+        results.append([x, *states])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(768, 3072), (768 * 3072,)])

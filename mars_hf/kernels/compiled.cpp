@@ -1,11 +1,11 @@
 // The rules on CPUs: what mars_hf/kernels/compiled.py calls. Plain C++17 and OpenMP, without PyTorch's headers.
 //
-// Tensors of a call are described by a table of int64 words, LISTS rows of addresses, LISTS rows of types and a row of
-// sizes, one column a tensor; and by a row of numbers for each, see Numbers. All sizes and offsets
-// are 64 bits wide.
+// Tensors of a call are described by a table of int64 words: LISTS rows of addresses, LISTS rows of types, a row of sizes
+// and a row of seeds, one column a tensor; and by a row of numbers for each, see Numbers. All sizes and offsets are 64
+// bits wide.
 //
-// Work is divided into rows of ROW elements, and every sum is kept row by row and added up in one order: results do not
-// depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
+// Work is divided into rows of ROW elements. Every sum is taken in double, in which no square of a float overflows, kept
+// row by row and added up in one order: results do not depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
 // tensor of another type than that of the arithmetic is converted there, so that one code serves all types.
 
 #include <omp.h>
@@ -34,8 +34,6 @@ enum Sum { GG, GL, LL, CC, SUMS };
 struct Numbers {
     double scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
     double threshold;  // of the norm of c
-    double certain;    // what (1 + k) ||g|| + k ||last|| must not exceed to show that c is not to be clipped
-    double last_norm;  // of the last gradient; NaN: unknown. Becomes that of g
 };
 
 struct Tensors {
@@ -45,6 +43,7 @@ struct Tensors {
     void* data(List list, int64_t i) const { return reinterpret_cast<void*>(words[list * count + i]); }
     Type type(List list, int64_t i) const { return static_cast<Type>(words[(LISTS + list) * count + i]); }
     int64_t size(int64_t i) const { return words[2 * LISTS * count + i]; }
+    uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[(2 * LISTS + 1) * count + i]); }
     int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
     bool has(List list) const { return count && type(list, 0) != ABSENT; }
 };
@@ -144,11 +143,11 @@ uint64_t mixed(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// The same noise for the same seed, tensor and element, whatever the number of threads.
+// The same noise for the same seed and element, whatever the number of threads.
 template <class T>
-void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values, uint64_t seed) {
+void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values) {
     auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
-    auto start = static_cast<uint32_t>(mixed(mixed(mixed(seed) + i) + at));
+    auto start = static_cast<uint32_t>(mixed(mixed(tensors.seed(i)) + at));
 #pragma omp simd
     for (int64_t j = 0; j < n; j++) {
         uint32_t noise = start + static_cast<uint32_t>(j) * 0x9e3779b9u;
@@ -215,11 +214,12 @@ double total(const double* sums, int64_t count, int64_t stride = 1) {
 
 // --- sums -----------------------------------------------------------------------------------------------------------
 
-// In four parts: as many additions are under way at once, and memory is read at four places.
-template <class T, class Term>
+// Sum of term(0) to term(n - 1). In four parts: as many additions are under way at once, and memory is read at four
+// places.
+template <class Term>
 double sum(int64_t n, Term term) {
     int64_t part = n / 4;
-    T a = 0, b = 0, c = 0, d = 0;
+    double a = 0, b = 0, c = 0, d = 0;
 #pragma omp simd reduction(+ : a, b, c, d)
     for (int64_t i = 0; i < part; i++) {
         a += term(i);
@@ -228,14 +228,16 @@ double sum(int64_t n, Term term) {
         d += term(i + 3 * part);
     }
     for (int64_t i = 4 * part; i < n; i++) a += term(i);
-    return static_cast<double>(a) + b + c + d;
+    return a + b + c + d;
 }
+
+double product(double x, double y) { return x * y; }
 
 template <class T>
 double sum_of_squares(const Tensors& tensors, int64_t i, int64_t at, int64_t n) {
     T buffer[ROW];
     const T* g = open(tensors, GRADIENT, i, at, n, buffer);
-    return sum<T>(n, [=](int64_t j) { return g[j] * g[j]; });
+    return sum(n, [=](int64_t j) { return product(g[j], g[j]); });
 }
 
 // What is asked for of <g, g>, <g, last>, <last, last>, before scaling, and <c, c>.
@@ -246,15 +248,15 @@ void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at,
     const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
     const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
     if (products) {
-        sums[GG] = sum<T>(n, [=](int64_t j) { return g[j] * g[j]; });
-        sums[GL] = sum<T>(n, [=](int64_t j) { return g[j] * last[j]; });
-        sums[LL] = sum<T>(n, [=](int64_t j) { return last[j] * last[j]; });
+        sums[GG] = sum(n, [=](int64_t j) { return product(g[j], g[j]); });
+        sums[GL] = sum(n, [=](int64_t j) { return product(g[j], last[j]); });
+        sums[LL] = sum(n, [=](int64_t j) { return product(last[j], last[j]); });
     }
     if (corrected) {
         T scale = own.scale, last_scale = own.last_scale, k = own.k;
-        sums[CC] = sum<T>(n, [=](int64_t j) {
+        sums[CC] = sum(n, [=](int64_t j) {
             T scaled = g[j] * scale, c = (scaled - last[j] * last_scale) * k + scaled;
-            return c * c;
+            return product(c, c);
         });
     }
 }
@@ -295,8 +297,7 @@ void sums(const Tensors& tensors, const Numbers* numbers, bool products, bool co
 struct How {
     Rule rule;
     Last last;
-    bool amsgrad, square_gradient, clips, knows_norms, stochastic, compensated;
-    uint64_t seed;
+    bool amsgrad, square_gradient, clips, stochastic, compensated;
 };
 
 template <class T>
@@ -326,7 +327,7 @@ void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gra
             x[i] = m;
         } else if constexpr (RULE == LION) {
             T sign = static_cast<T>(m > 0) - static_cast<T>(m < 0);
-            x[i] = x[i] * s.decay - s.rate * sign;
+            x[i] = x[i] * s.decay - s.rate * (m == m ? sign : m);  // NaN stays NaN
         } else {
             T squared = s.square_gradient ? g : c;
             T second = v[i] * s.beta2 + s.take_square * squared * squared;
@@ -375,77 +376,45 @@ void update_row(const Tensors& tensors, const Numbers& own, const How& how, int6
             if (list == PARAM && how.compensated)
                 close_compensated(tensors, i, at, n, values[PARAM]);
             else if (list == PARAM && how.stochastic && tensors.type(PARAM, i) == BFLOAT16)
-                close_at_random(tensors, i, at, n, values[PARAM], how.seed);
+                close_at_random(tensors, i, at, n, values[PARAM]);
             else if (changed[list])
                 close(tensors, List(list), i, at, n, values[list]);
         }
     }
 }
 
-// Whether the norm of g shows that c is not to be clipped; that of NaN shows nothing.
-bool is_certain(const Numbers& own, double norm) {
-    return (1 + own.k) * norm + own.k * own.last_norm <= own.certain;
-}
-
-template <class T>
 double factor(double square, double threshold) {
-    T ratio = std::sqrt(static_cast<T>(square)) / static_cast<T>(threshold);
-    return 1 / (ratio < 1 ? T(1) : ratio);  // NaN stays NaN
+    double ratio = std::sqrt(square) / threshold;
+    return 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
 }
 
-// By all threads of a team together: the factors of c of tensors `first` to `last`, whose rows begin at `sums`. Returns
-// of how many <c, c> had to be taken.
+// By all threads of a team together: the factors of c of tensors `first` to `last`, whose rows begin at `sums`.
 template <class T>
-int64_t take_factors(const Tensors& tensors, Numbers* numbers, const How& how, int64_t first, int64_t last, double* sums) {
-    if (how.knows_norms) {
-        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-            sums[row] = sum_of_squares<T>(tensors, i, at, n);
-        });
-#pragma omp barrier
-#pragma omp single
-        for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++)) {
-            double norm = std::abs(numbers[i].scale) * std::sqrt(total(sums + row, tensors.rows(i)));
-            numbers[i].factor = is_certain(numbers[i], norm) ? 1 : NAN;
-            numbers[i].last_norm = norm;
-        }
-    }
-    int64_t measured = 0;  // the same in all threads
-    for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++)) {
-        if (how.knows_norms && numbers[i].factor == 1) continue;
-        measured++;
-        share(tensors, i, i + 1, [&](int64_t, int64_t at, int64_t n, int64_t own_row) {
-            double found[SUMS];
+void take_factors(const Tensors& tensors, Numbers* numbers, int64_t first, int64_t last, double* sums) {
+    bool has_last = tensors.has(LAST_GRAD);
+    share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+        double found[SUMS];
+        if (has_last)
             all_sums<T>(tensors, numbers[i], i, at, n, false, true, found);
-            sums[row + own_row] = found[CC];
-        });
-    }
-    if (measured) {
+        else
+            found[CC] = sum_of_squares<T>(tensors, i, at, n) * numbers[i].scale * numbers[i].scale;
+        sums[row] = found[CC];
+    });
 #pragma omp barrier
 #pragma omp single
-        for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++))
-            if (!how.knows_norms || numbers[i].factor != 1)
-                numbers[i].factor = factor<T>(total(sums + row, tensors.rows(i)), numbers[i].threshold);
-    }
-    return measured;
+    for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++))
+        numbers[i].factor = factor(total(sums + row, tensors.rows(i)), numbers[i].threshold);
 }
 
-// Returns of how many tensors <c, c> had to be taken.
 template <class T>
-int64_t update(const Tensors& tensors, Numbers* numbers, const How& how, double* sums, int64_t threads) {
-    int64_t measured = 0;
+void update(const Tensors& tensors, Numbers* numbers, const How& how, double* sums, int64_t threads) {
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    {
-        int64_t found = 0;
-        in_waves(tensors, [&](int64_t first, int64_t last) {
-            if (how.clips) found += take_factors<T>(tensors, numbers, how, first, last, sums);
-            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
-                update_row<T>(tensors, numbers[i], how, i, at, n);
-            });
+    in_waves(tensors, [&](int64_t first, int64_t last) {
+        if (how.clips) take_factors<T>(tensors, numbers, first, last, sums);
+        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
+            update_row<T>(tensors, numbers[i], how, i, at, n);
         });
-#pragma omp master
-        measured = found;
-    }
-    return measured;
+    });
 }
 
 }  // namespace
@@ -457,10 +426,10 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const double* num
     call({count, words}, reinterpret_cast<const Numbers*>(numbers), products, corrected, rows, out, threads);
 }
 
-// `rows`: one double a row, if it clips. Returns of how many tensors <c, c> had to be taken.
-extern "C" int64_t mars_update(int64_t count, const int64_t* words, double* numbers, int64_t in_double, int64_t rule,
-                            int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t knows_norms,
-                            int64_t stochastic, uint64_t seed, double* rows, int64_t threads) {
+// `rows`: one double a row, if it clips.
+extern "C" void mars_update(int64_t count, const int64_t* words, double* numbers, int64_t in_double, int64_t rule,
+                            int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t stochastic,
+                            double* rows, int64_t threads) {
     Tensors tensors{count, words};
     How how{};
     how.rule = static_cast<Rule>(rule);
@@ -468,10 +437,8 @@ extern "C" int64_t mars_update(int64_t count, const int64_t* words, double* numb
     how.amsgrad = tensors.has(MAX_EXP_AVG_SQ);
     how.square_gradient = square_gradient;
     how.clips = clips;
-    how.knows_norms = knows_norms;
     how.stochastic = stochastic;
     how.compensated = tensors.has(COMPENSATION);
-    how.seed = seed;
     auto call = in_double ? update<double> : update<float>;
-    return call(tensors, reinterpret_cast<Numbers*>(numbers), how, rows, threads);
+    call(tensors, reinterpret_cast<Numbers*>(numbers), how, rows, threads);
 }

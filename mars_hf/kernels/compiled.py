@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf import clipping
 from mars_hf.kernels import compiler
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ RULES = ("adamw", "lion", "momentum")
 ROW = 4096
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
-_COLUMNS = 15  # of Numbers in the source
+_COLUMNS = 13  # of Numbers in the source
 
 
 def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
@@ -56,37 +55,21 @@ def sums(
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
-    measured: Tensor | None = None,
 ) -> Tensor:
-    """As `rules.sums`, for dense tensors, whose elements are taken in the order of memory.
+    """Take the sums of `rules.sums` of dense tensors, whose elements are taken in the order of memory.
 
-    Some hundred elements are summed in the dtype of the arithmetic, and those sums in float64. What is not asked for is
-    not computed. Without last gradients, <g, g> is all there is.
-
-    Args:
-        measured: bool, one for each tensor: False for those that nobody asks for. They are not read, and their sums are
-            0. None for all.
+    Products and sums are in float64. What is not asked for is not computed. Without last gradients, <g, g> is all there
+    is.
     """
-    dtype = _arithmetic_dtype([*gradients, *last_grads])
-    if measured is not None:
-        some = [i for i, asked in enumerate(measured.tolist()) if asked]
-        if not some:
-            return torch.zeros(4, len(gradients), dtype=dtype)
-        lists = [[tensors[i] for i in some] if tensors else [] for tensors in (gradients, last_grads)]
-        own_scales = None if last_scales is None else last_scales[some]
-        here = sums(*lists, scale=scale, last_scales=own_scales, k=k, products=products, corrected=corrected)
-        every = torch.zeros(4, len(gradients), dtype=dtype)
-        every[:, some] = here.to(dtype)
-        return every
-    found = torch.zeros(4, len(gradients), dtype=torch.float64)
-    rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64)
+    found = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
+    rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64, device="cpu")
     numbers = _numbers(len(gradients), scale, last_scales, k)
     table = _table([[], gradients, [], [], [], last_grads, []])
     _loaded().mars_sums(
-        len(gradients), _address(table), _address(numbers), dtype == torch.float64, products, corrected,
+        len(gradients), _address(table), _address(numbers), _is_double([*gradients, *last_grads]), products, corrected,
         rows.data_ptr(), found.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return found.to(dtype)
+    return found
 
 
 def update(
@@ -112,24 +95,22 @@ def update(
     second_moment: str = "corrected",
     keep_last: bool = True,
     clip_threshold: float | None = None,
-    last_norms: Tensor | None = None,
-    seed: Tensor | None = None,
+    seeds: Sequence[int] = (),
     compensations: Sequence[Tensor] = (),
 ) -> None:
-    """As `rules.update`, for dense tensors, whose elements are taken in the order of memory; steps and lr are tensors.
+    """Do the update of `rules.update` on dense tensors, whose elements are taken in the order of memory.
 
     Args:
-        clip_threshold: take the factors here, from <c, c> of the tensors themselves: norms and updates of some tensors
-            come right after each other, while their gradients are in the cache. None takes `factors`.
-        last_norms: with `clip_threshold`, norms of the last gradients (NaN: unknown), replaced by those of g.
-            Where they show that nothing is to be clipped, <g, g> is all that is summed. None takes <c, c> always.
-        seed: 0-d int64, new at each step: bfloat16 parameters are rounded to one of their two neighbours at random,
-            right on average. None rounds to nearest.
+        steps: as `rules.update`, in one tensor.
+        lr: 0-d.
+        clip_threshold: take the factors here, from <c, c> of the tensors themselves: norm and update of a tensor come
+            right after each other, while its gradients are in the cache. None takes `factors`.
+        seeds: one for each tensor, new at each step: bfloat16 parameters are rounded to one of their two neighbours at
+            random, right on average. Empty rounds to nearest.
         compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
             step, and kept anew after it (Kahan). Empty for none.
     """
     lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
-    dtype = _arithmetic_dtype([tensor for entries in lists for tensor in entries])
     rate, clips = float(lr), clip_threshold is not None
     counts = steps.tolist()
     roots = {t: (1 - beta2**t) ** -0.5 for t in set(counts)}
@@ -137,38 +118,39 @@ def update(
     numbers = _numbers(
         *(len(params), scale, last_scales, k, factors),
         *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
-        *([rates[t] for t in counts], [roots[t] for t in counts], eps),
-        *(clip_threshold, None if clip_threshold is None else clipping.certain_below(clip_threshold), last_norms),
+        *([rates[t] for t in counts], [roots[t] for t in counts], eps, clip_threshold),
     )
-    rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64)
-    table = _table(lists)
+    rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64, device="cpu")
+    table = _table(lists, seeds)
     _loaded().mars_update(
-        len(params), _address(table), _address(numbers), dtype == torch.float64, RULES.index(rule),
-        second_moment == "gradient", keep_last, clips, last_norms is not None, seed is not None,
-        0 if seed is None else int(seed), rows.data_ptr(), torch.get_num_threads(),
+        len(params), _address(table), _address(numbers), _is_double([tensor for list_ in lists for tensor in list_]),
+        RULES.index(rule), second_moment == "gradient", keep_last, clips, bool(seeds), rows.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
-    if last_norms is not None:
-        last_norms.copy_(torch.tensor(numbers[_COLUMNS - 1 :: _COLUMNS].tolist(), dtype=torch.float64))
 
 
-def _arithmetic_dtype(tensors: list[Tensor]) -> torch.dtype:
-    return torch.float64 if torch.float64 in {tensor.dtype for tensor in tensors} else torch.float32
+def _is_double(tensors: list[Tensor]) -> bool:
+    return torch.float64 in {tensor.dtype for tensor in tensors}
 
 
 def _rows(tensors: Sequence[Tensor]) -> int:
     return sum(-(-tensor.numel() // ROW) for tensor in tensors)
 
 
-def _table(lists: Sequence[Sequence[Tensor]]) -> array[int]:
-    """The words that describe tensors to the kernels."""
-    sizes = [tensor.numel() for tensor in lists[1]]
+def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
+    """The words that describe tensors to the kernels; RuntimeError unless all lists have the sizes of the first."""
+    sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     absent = [0] * len(sizes)
     words = array("q")
     for entries in lists:
-        words.extend([tensor.data_ptr() for tensor in entries] or absent)
+        found = list(map(Tensor.numel, entries))
+        if found and found != sizes:
+            raise RuntimeError(f"tensors of {found} elements in one call with tensors of {sizes}")
+        words.extend(list(map(Tensor.data_ptr, entries)) or absent)
     for entries in lists:
         words.extend([_CODES[tensor.dtype] for tensor in entries] or absent)
     words.extend(sizes)
+    words.extend(seeds or absent)
     return words
 
 
@@ -204,6 +186,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
     library.mars_sums.argtypes = [word, *[address] * 2, *[word] * 3, *[address] * 2, word]
-    library.mars_update.argtypes = [word, *[address] * 2, *[word] * 7, ctypes.c_uint64, address, word]
-    library.mars_update.restype = word
+    library.mars_sums.restype = None
+    library.mars_update.argtypes = [word, *[address] * 2, *[word] * 6, address, word]
+    library.mars_update.restype = None
     return library

@@ -43,8 +43,6 @@ import torch
 from torch import Tensor
 
 CHUNK = 8192  # elements of one program
-# The same where most tensors are skipped: a program that does nothing takes a microsecond or two as well.
-CHUNK_OF_FEW = 65536
 BLOCK = 1024  # elements a program has in flight
 REST = 512  # the same, where accesses are masked
 TOTALS = 1024  # partial sums added up at once, without spilling registers: GPT-2's embedding has 4712
@@ -81,9 +79,8 @@ def sums(
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
-    measured: Tensor | None = None,
 ) -> Tensor:
-    """As `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
+    """Take the sums of `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
     Args:
         gradients: dense, taken in the order of memory, on one device; any float dtypes.
@@ -93,14 +90,12 @@ def sums(
         k: of the correction, c = g + k (g - last).
         products: whether the first three rows are asked for. They cost nothing here, where memory is what counts.
         corrected: the same for the fourth row.
-        measured: bool, one for each tensor, on the device: False for those that nobody asks for. They are not read, and
-            their sums are 0. None for all.
 
     Returns:
-        Shape (4, number of tensors), float32, or float64 if any tensor is. The same bits for the same input.
+        Shape (4, number of tensors), float64. The same bits for the same input.
     """
     operator = _sums_operator if torch.compiler.is_compiling() else _sums
-    return operator(gradients, last_grads, scale, last_scales, k, measured)
+    return operator(gradients, last_grads, scale, last_scales, k)
 
 
 def _sums(
@@ -109,27 +104,25 @@ def _sums(
     scale: Tensor | None,
     last_scales: Tensor | None,
     k: float,
-    measured: Tensor | None,
 ) -> Tensor:
-    chunk = CHUNK if measured is None else CHUNK_OF_FEW
-    dtype = _compute_dtype(gradients, last_grads)
-    out = torch.empty((4, len(gradients)), dtype=dtype, device=gradients[0].device if gradients else None)
+    compute = _compute_dtype(gradients, last_grads)
+    out = torch.empty((4, len(gradients)), dtype=torch.float64, device=gradients[0].device if gradients else "cpu")
     device = _device_code()
     for places in _by_dtypes(gradients, last_grads):
         lists = [_pick(list_, places) for list_ in (gradients, last_grads)]
         last = _triton_type(lists[1])
         with torch.cuda.device_of(out):
-            table = _table(lists, places, (k,), chunk)
+            table = _table(lists, places, (k,))
             partials = out.new_empty((4 if lists[1] else 1, table.chunks))
             if table.chunks:
                 device.partial_sums[(table.chunks,)](
-                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, measured,
-                    partials, GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_triton_type([out]),
-                    CHUNK=chunk, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, partials,
+                    GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_in_triton(compute),
+                    CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
                 )  # fmt: skip
             device.total_sums[(len(places),)](
                 table.words, len(places), table.chunks, partials, out, len(gradients),
-                LAST=last, CHUNK=chunk, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
+                LAST=last, CHUNK=CHUNK, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
             )  # fmt: skip
     return out
 
@@ -156,10 +149,10 @@ def update(
     weight_decay: float,
     second_moment: str = "corrected",
     keep_last: bool = True,
-    seed: Tensor | None = None,
+    seeds: Sequence[int] = (),
     compensations: Sequence[Tensor] = (),
 ) -> None:
-    """As `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
+    """Do the update of `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
     All tensors are dense, taken in the order of memory, and on one device; the states of a call share one dtype.
     Arithmetic is in float32, in float64 if any tensor is float64, and every result is rounded once, when it is stored.
@@ -185,14 +178,14 @@ def update(
         weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
         second_moment: "corrected" averages c * c, "gradient" g * g.
         keep_last: False reads `last_grads` and does not write them.
-        seed: 0-d int64, on the device, new at each step: bfloat16 parameters are rounded to one of their two
-            neighbours at random, right on average, so that steps too small to be seen add up. None rounds to nearest.
+        seeds: one for each tensor, new at each step: bfloat16 parameters are rounded to one of their two neighbours at
+            random, right on average, so that steps too small to be seen add up. Empty rounds to nearest.
         compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
             step, and kept anew after it (Kahan). Empty for none.
     """
     (_update_operator if torch.compiler.is_compiling() else _update)(
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, last_scales,
-        factors, k, blend, beta1, beta2, eps, weight_decay, second_moment, keep_last, seed, list(compensations),
+        factors, k, blend, beta1, beta2, eps, weight_decay, second_moment, keep_last, list(seeds), list(compensations),
     )  # fmt: skip
 
 
@@ -217,23 +210,24 @@ def _update(
     weight_decay: float,
     second_moment: str,
     keep_last: bool,
-    seed: Tensor | None,
+    seeds: list[int],
     compensations: list[Tensor],
 ) -> None:
     numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
     everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, compensations]
     compute = _compute_dtype(*everything)
     device = _device_code()
+    keys = _keys(seeds, params[0].device) if seeds else None
     for places in _by_dtypes(params, gradients, last_grads):
         lists = [_pick(list_, places) for list_ in everything]
         with torch.cuda.device_of(lists[0][0]):
-            table = _table(lists, places, numbers, CHUNK)
+            table = _table(lists, places, numbers)
             if not table.chunks:
                 continue
             device.update[(table.chunks,)](
-                table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, seed,
+                table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, keys,
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
-                LAST=_triton_type(lists[1]), COMPUTE=getattr(device.tl, str(compute).removeprefix("torch.")),
+                LAST=_triton_type(lists[1]), COMPUTE=_in_triton(compute),
                 RULE=rule, AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
                 KEEP_LAST=keep_last and bool(last_grads), COMPENSATED=bool(compensations),
                 CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
@@ -244,8 +238,7 @@ _sums_operator = torch.library.custom_op(
     "mars_hf::triton_sums",
     _sums,
     mutates_args=(),
-    schema="(Tensor[] gradients, Tensor[] last_grads, Tensor? scale, Tensor? last_scales, float k, Tensor? measured)"
-    " -> Tensor",
+    schema="(Tensor[] gradients, Tensor[] last_grads, Tensor? scale, Tensor? last_scales, float k) -> Tensor",
 )
 _update_operator = torch.library.custom_op(
     "mars_hf::triton_update",
@@ -254,7 +247,7 @@ _update_operator = torch.library.custom_op(
     schema="(Tensor(a!)[] params, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] last_grads, str rule, Tensor steps, Tensor lr, Tensor? scale,"
     " Tensor? last_scales, Tensor? factors, float k, float blend, float beta1, float beta2, float eps,"
-    " float weight_decay, str second_moment, bool keep_last, Tensor? seed, Tensor(f!)[] compensations) -> ()",
+    " float weight_decay, str second_moment, bool keep_last, int[] seeds, Tensor(f!)[] compensations) -> ()",
 )
 
 
@@ -265,9 +258,8 @@ def _(
     scale: Tensor | None,
     last_scales: Tensor | None,
     k: float,
-    measured: Tensor | None,
 ) -> Tensor:
-    return gradients[0].new_empty((4, len(gradients)), dtype=_compute_dtype(gradients, last_grads))
+    return gradients[0].new_empty((4, len(gradients)), dtype=torch.float64)
 
 
 class _Table(NamedTuple):
@@ -275,22 +267,30 @@ class _Table(NamedTuple):
     chunks: int
 
 
-def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...], chunk: int) -> _Table:
-    """The table of `triton_device` for `lists`, in the order of its rows of addresses."""
+def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...]) -> _Table:
+    """The table of `triton_device` for `lists`, in the order of its rows of addresses.
+
+    Raises:
+        RuntimeError: a list has other sizes than the parameters, or the gradients where there are no parameters.
+    """
     device = lists[0][0].device
-    sizes = tuple([tensor.numel() for tensor in lists[0]])
+    sizes = tuple([tensor.numel() for tensor in (lists[2] if len(lists) > 2 else lists[0])])
+    for list_ in lists:
+        if list_ and tuple([tensor.numel() for tensor in list_]) != sizes:
+            found = [tensor.numel() for tensor in list_]
+            raise RuntimeError(f"tensors of {found} elements in one call with tensors of {list(sizes)}")
     addresses = tuple(tuple([tensor.data_ptr() for tensor in list_]) for list_ in lists)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        words, chunks = _words(sizes, tuple(places), addresses, numbers, chunk)
+        words, chunks = _words(sizes, tuple(places), addresses, numbers)
         return _Table(_write(words, device), chunks)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(device, stream, sizes, tuple(places), addresses, numbers, chunk)
+    return _kept(device, stream, sizes, tuple(places), addresses, numbers)
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
 def _kept(device: torch.device, stream: int, *content: Any) -> _Table:
     words, chunks = _words(*content)
-    host = torch.tensor(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return _Table(host.to(device, non_blocking=True), chunks)
 
 
@@ -306,10 +306,9 @@ def _words(
     places: tuple[int, ...],
     addresses: tuple[tuple[int, ...], ...],
     numbers: tuple[float, ...],
-    chunk: int,
 ) -> tuple[list[int], int]:
     """Contents of a table (see `triton_device`), and the number of chunks."""
-    ends = list(accumulate(-(-size // chunk) for size in sizes))
+    ends = list(accumulate(-(-size // CHUNK) for size in sizes))
     header = struct.unpack("<8q", struct.pack("<8d", *numbers, *[0.0] * (8 - len(numbers))))
     given = [row for row in addresses if row]
     aligned = [all(address % 16 == 0 for address in of_tensor) for of_tensor in zip(*given, strict=True)]
@@ -328,6 +327,11 @@ def _by_dtypes(*lists: list[Tensor]) -> Iterable[list[int]]:
     return groups.values()
 
 
+def _keys(seeds: list[int], device: torch.device) -> Tensor:
+    host = torch.tensor(seeds, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
 def _pick(tensors: list[Tensor], places: list[int]) -> list[Tensor]:
     return [tensors[place] for place in places] if tensors else []
 
@@ -343,7 +347,11 @@ def _vector(lists: Iterable[list[Tensor]]) -> int:
 
 
 def _triton_type(tensors: list[Tensor]) -> Any:
-    return getattr(_device_code().tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
+    return _in_triton(tensors[0].dtype) if tensors else None
+
+
+def _in_triton(dtype: torch.dtype) -> Any:
+    return getattr(_device_code().tl, str(dtype).removeprefix("torch."))
 
 
 def _log(beta: float) -> float:

@@ -159,14 +159,18 @@ def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.co
     return g, previous, c
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales", "measured"])
+@triton.jit
+def _product(x, y):
+    return x.to(tl.float64) * y.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales"])
 def partial_sums(
     table,
     count,
     chunks,
     scale,
     last_scales,
-    measured,
     partials,
     GRADIENT: tl.constexpr,
     LAST: tl.constexpr,
@@ -178,13 +182,11 @@ def partial_sums(
 ):
     """Sums over one chunk of g*g, g*last, last*last and c*c, into `partials` (rows of one number a chunk).
 
-    Without last gradients there is one row: c is g, and the others are 0. So are all sums of a tensor that is not
-    `measured`, of which nothing is read.
+    Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE, products in float64,
+    in which no square of a float32 overflows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, chunk, CHUNK)
-    if measured is not None:
-        length = length * tl.load(measured + _word(table, count, PLACES_ROW, tensor)).to(tl.int32)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = None
     if LAST is not None:
@@ -195,29 +197,29 @@ def partial_sums(
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
-    gg = tl.zeros((BLOCK,), COMPUTE)
-    gl = tl.zeros((BLOCK,), COMPUTE)
-    ll = tl.zeros((BLOCK,), COMPUTE)
-    cc = tl.zeros((BLOCK,), COMPUTE)
+    gg = tl.zeros((BLOCK,), tl.float64)
+    gl = tl.zeros((BLOCK,), tl.float64)
+    ll = tl.zeros((BLOCK,), tl.float64)
+    cc = tl.zeros((BLOCK,), tl.float64)
     for block in range(0, whole):
         inside = block * BLOCK + offsets
         g, previous, c = _correct(gradient, last, inside, None, own_scale, last_scale, k, COMPUTE, VECTOR)
-        gg += g * g
-        gl += g * previous
-        ll += previous * previous
-        cc += c * c
+        gg += _product(g, g)
+        gl += _product(g, previous)
+        ll += _product(previous, previous)
+        cc += _product(c, c)
     rest = tl.arange(0, REST)
-    rest_gg = tl.zeros((REST,), COMPUTE)
-    rest_gl = tl.zeros((REST,), COMPUTE)
-    rest_ll = tl.zeros((REST,), COMPUTE)
-    rest_cc = tl.zeros((REST,), COMPUTE)
+    rest_gg = tl.zeros((REST,), tl.float64)
+    rest_gl = tl.zeros((REST,), tl.float64)
+    rest_ll = tl.zeros((REST,), tl.float64)
+    rest_cc = tl.zeros((REST,), tl.float64)
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
         g, previous, c = _correct(gradient, last, inside, inside < length, own_scale, last_scale, k, COMPUTE, VECTOR)
-        rest_gg += g * g
-        rest_gl += g * previous
-        rest_ll += previous * previous
-        rest_cc += c * c
+        rest_gg += _product(g, g)
+        rest_gl += _product(g, previous)
+        rest_ll += _product(previous, previous)
+        rest_cc += _product(c, c)
     row = chunks.to(tl.int64)
     tl.store(partials + chunk, tl.sum(gg) + tl.sum(rest_gg))
     if last is not None:
@@ -297,12 +299,12 @@ def _update_block(
     # Both ends of torch.lerp, exact at weight 0 and at weight 1.
     difference = c - e
     e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-    m = e + blend * (c - e)
+    m = tl.where(blend == 0, e, e + blend * (c - e))  # infinity less infinity is NaN
     if RULE == "momentum":
         p = m
     elif RULE == "lion":
-        # As torch.sign: 0 for 0 and for NaN.
-        sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, 0.0)).to(COMPUTE)
+        # torch.sign, except that NaN stays NaN.
+        sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
         p = p - step_size * sign
     else:
         s = c if CORRECTED else g
@@ -326,7 +328,7 @@ def _update_block(
         _store(last, offsets, g, mask, VECTOR)
 
 
-@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seed"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seeds"])
 def update(
     table,
     count,
@@ -335,7 +337,7 @@ def update(
     scale,
     last_scales,
     factors,
-    seed,
+    seeds,
     PARAM: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATE: tl.constexpr,
@@ -393,8 +395,9 @@ def update(
     last_scale = _multiplier(last_scales, place, COMPUTE)
     factor = _multiplier(factors, place, COMPUTE)
     key = None
-    if seed is not None and PARAM == tl.bfloat16:
-        key = tl.randint(tl.load(seed), chunk.to(tl.uint32)).to(tl.uint32, bitcast=True)
+    if seeds is not None and PARAM == tl.bfloat16:
+        # By the chunk's place in its tensor: which others are in the launch makes no difference.
+        key = tl.randint(tl.load(seeds + place), (start // CHUNK).to(tl.uint32)).to(tl.uint32, bitcast=True)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)

@@ -26,13 +26,12 @@ POINTERS = {
     "columns": "i32",
     "steps": "*fp32",
     "lr": "*fp32",
-    "scale": "*fp32",
+    "scale": "*fp64",
     "last_scales": "*fp32",
-    "factors": "*fp32",
-    "measured": "*i1",
-    "seed": "*i64",
-    "partials": "*fp32",
-    "sums": "*fp32",
+    "factors": "*fp64",
+    "seeds": "*i64",
+    "partials": "*fp64",
+    "sums": "*fp64",
 }
 
 
