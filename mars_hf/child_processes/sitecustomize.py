@@ -16,25 +16,26 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(_FOLDER)
 
 
-def _hooks() -> Any:
-    """Load import_hooks.py alone: importing it from mars_hf would import torch."""
-    spec = importlib.util.spec_from_file_location("_mars_hf_import_hooks", os.path.join(_PACKAGE, "import_hooks.py"))
+def _load(name: str, file: str, **settings: Any) -> Any:
+    """Import a module from a file."""
+    spec = importlib.util.spec_from_file_location(name, file, **settings)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
 def _call(module: str, function: str) -> None:
     """Call a function of mars_hf, or say that this process does not know MARS."""
     try:
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != "mars_hf":
-                raise
-            sys.path.append(os.path.dirname(_PACKAGE))  # the parent process had it from its working directory
-            found = importlib.import_module(module)
+        if "mars_hf" not in sys.modules:  # the one of the parent process, wherever it had it from
+            file = os.path.join(_PACKAGE, "__init__.py")
+            _load("mars_hf", file, submodule_search_locations=[_PACKAGE])
+        found = importlib.import_module(module)
     except ImportError as error:  # another Python, without torch
         print(f"mars_hf: --optim mars_* is unknown in this process: {error}", file=sys.stderr)
     else:
@@ -51,7 +52,8 @@ def _run_hidden() -> None:
         spec.loader.exec_module(module)
 
 
-_after_import = _hooks().after_import
+# Alone: importing it from mars_hf would import torch.
+_after_import = _load("_mars_hf_import_hooks", os.path.join(_PACKAGE, "import_hooks.py")).after_import
 # Three steps, because transformers.trainer imports the other two while it is being imported itself.
 _after_import("transformers.training_args", lambda: _call("mars_hf.registry", "add_names"))
 _after_import("transformers.trainer_optimizer", lambda: _call("mars_hf.registry", "add_handlers"))
