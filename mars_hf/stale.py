@@ -31,8 +31,8 @@ class StalePass:
     the same dropout masks. Of a stale pass nothing else stays: it works on copies of the batches, and buffers of the
     model and attributes of the Trainer (counters, metrics) are put back.
 
-    Both passes must be given the same batch. What `compute_loss` is called with is compared, so that a Trainer that
-    generates or draws its inputs inside the step is found out before that step is taken.
+    Both passes must be given the same batch. A Trainer that calls the model's `generate` inside the step is stopped.
+    What `compute_loss` is called with is compared, so that other inputs are found out before that step is taken.
     """
 
     def __init__(self, trainer: Trainer, max_grad_norm: Callable[[], float]) -> None:
@@ -130,22 +130,17 @@ class StalePass:
     @contextlib.contextmanager
     def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
         """Call `see` with the inputs of every call of `compute_loss`, whichever class defines it."""
-        attributes = vars(self._trainer)
-        own = attributes.get("compute_loss")
         compute_loss = self._trainer.compute_loss
 
         def watched(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             see(inputs)
             return compute_loss(model, inputs, *args, **kwargs)
 
-        attributes["compute_loss"] = watched
-        try:
+        with _attribute(self._trainer, "compute_loss", watched):
             yield
-        finally:
-            if own is None:
-                del attributes["compute_loss"]
-            else:
-                attributes["compute_loss"] = own
+
+    def _refuse_generation(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("generates text inside the step")
 
     def _backward(self, inputs: Any, *, last: bool) -> RandomState:
         """Add the gradient of a micro-batch; the random state it started with."""
@@ -153,7 +148,12 @@ class StalePass:
         start = RandomState.capture(trainer.args.device)
         seen: list[Any] = []
         trainer.accelerator.gradient_state._set_sync_gradients(last)
-        with self._synchronization(last), self._watching(lambda inputs: seen.append(copied(inputs))):
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        with (
+            self._synchronization(last),
+            self._watching(lambda inputs: seen.append(copied(inputs))),
+            _attribute(model, "generate", self._refuse_generation),
+        ):
             trainer.training_step(trainer.model_wrapped, copied(inputs), self._num_items)
         if not seen:
             self._refuse("has a training_step that does not call compute_loss, so that its inputs are not known")
@@ -198,6 +198,19 @@ class StalePass:
         if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model_wrapped):
             return trainer._defer_fsdp_gradient_reduction()
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
+
+
+@contextlib.contextmanager
+def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own, ahead of what its class has."""
+    attributes = vars(holder)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
 
 
 class StalePassCallback(TrainerCallback):

@@ -54,8 +54,13 @@ class MarsTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See the class."""
-        given = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
-        del given["self"]
+        signature = inspect.signature(super().__init__)  # Trainer's, or that of a class between, such as trl's
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        if "optimizers" not in signature.parameters:  # a class between that passes on what it does not know
+            given = next(
+                (value for value in given.values() if isinstance(value, dict) and "optimizers" in value), given
+            )
         kept: tuple[Any, Any] = given.pop("optimizers", None) or (None, None)
         self._kept_optimizer, self._kept_scheduler = kept
         if self._kept_optimizer is not None:
@@ -71,7 +76,7 @@ class MarsTrainer(Trainer):
         self._is_training = False
         self._adopted: _Adopted | None = None
         self._stale_pass = StalePass(self, self._clips_at)
-        super().__init__(**given)
+        super().__init__(*bound.args, **bound.kwargs)
         self.add_callback(StalePassCallback(self._stale_pass))
 
     @property

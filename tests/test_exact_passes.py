@@ -199,6 +199,22 @@ def test_a_trainer_that_generates_in_the_step_is_stopped(tmp_path):
     assert run._step == 2 * MICRO  # the stale pass is not counted
 
 
+class Sampling(mars_hf.MarsTrainer):
+    """Trains on what the model says: the two passes may sample the same, but need not."""
+
+    def _prepare_inputs(self, inputs):
+        ids = self.accelerator.unwrap_model(self.model).generate(inputs["input_ids"][:, :4], max_new_tokens=4)
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_a_trainer_that_samples_from_the_model_is_stopped(tmp_path):
+    run = exact_run(tmp_path, Sampling)
+    with pytest.raises(RuntimeError, match=r"Sampling generates text inside the step.*is_approx=True"):
+        run.train()
+    assert run.state.global_step == 1
+    assert "generate" not in vars(run.model)
+
+
 class Augmenting(mars_hf.MarsTrainer):
     """Draws its inputs from the generators that the passes share: the same in both."""
 
