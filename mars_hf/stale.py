@@ -90,8 +90,8 @@ class StalePass:
         self.forget()
         if not mars.has_previous_params:
             return
-        held = vars(self._trainer).values()
-        models = [self._trainer.model_wrapped, *(value for value in held if isinstance(value, nn.Module))]
+        held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
+        models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics
         with (
             mars.previous_params(),
             buffers_kept(*models),
@@ -148,11 +148,10 @@ class StalePass:
         start = RandomState.capture(trainer.args.device)
         seen: list[Any] = []
         trainer.accelerator.gradient_state._set_sync_gradients(last)
-        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         with (
             self._synchronization(last),
             self._watching(lambda inputs: seen.append(copied(inputs))),
-            _attribute(model, "generate", self._refuse_generation),
+            _attribute(trainer.model, "generate", self._refuse_generation),
         ):
             trainer.training_step(trainer.model_wrapped, copied(inputs), self._num_items)
         if not seen:
