@@ -149,7 +149,8 @@ def choose(
         kernels = _kernels(device, dtypes, numel, always=wanted is True)
         if kernels is not None:
             return kernels
-        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not group["capturable"]:
+        rounds = group["rounding"] != "nearest" and torch.bfloat16 in dtypes
+        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not (rounds or group["capturable"]):
             return AdamWEngine("adamw")
     names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
     if wanted and dense:

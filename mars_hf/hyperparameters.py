@@ -52,8 +52,8 @@ GROUP_KEYS = (
 )
 KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
 # Bookkeeping of groups, ours and torch's; it changes no arithmetic. `gamma_of_average` is the gamma of the steps behind
-# exp_avg, where no last gradient is kept.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average")
+# exp_avg, where no last gradient is kept; `left_out` says which matrices are not orthogonalized, and why.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out")
 # What other libraries call our settings: carried as a label they would be ignored silently.
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "step_size"), "lr"),
@@ -61,7 +61,6 @@ _OTHER_NAMES = {
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum", "b1", "b2"), "betas"),
     **dict.fromkeys(("epsilon", "adam_epsilon"), "eps"),
     **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
-    "use_muon": "mars_type",
 }
 
 

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-# Modules whose parameters turn hidden states into scores, by the last part of their name.
-_HEAD = re.compile(
-    r"(?:\w*_)?classifier|(?:lm|qa|v|value|reward|classification|multiple_choice)_head|head|embed_out|score|qa_outputs"
-    r"|seq_relationship"
-)
-# Plain parameters of modules other than projections, by the module's name and theirs: tables of positions and class
-# tokens, and the state matrices of state-space models, which act elementwise.
-_TABLE = re.compile(r"embed[^.]*\..*|.*\.[^.]*(?:embed|token|position|A_log)[^.]*")
+from mars_hf import heads, known_models
 
 
 @dataclass(frozen=True)
@@ -41,11 +29,13 @@ class MatrixLayout:
             each is query, key and value of the first head, then of the second, and so on.
         batched: the first dimension counts matrices (experts). Otherwise all dimensions but the output are one: a
             convolution (out, in, height, width) is a matrix (out, in * height * width).
+        stacked: the first dimension holds this many matrices one below another, (experts * out, in).
     """
 
     transposed: bool = False
     parts: tuple[int, ...] | None = None
     batched: bool = False
+    stacked: int = 1
 
 
 def shape_of(param: Tensor) -> torch.Size:
@@ -56,7 +46,12 @@ def shape_of(param: Tensor) -> torch.Size:
 def to_plain(layout: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What a parameter group keeps of a layout: a dict of its fields, which any checkpoint can hold."""
     found = from_plain(layout)
-    return None if found is None else asdict(found)
+    if found is None:
+        return None
+    fields = asdict(found)
+    if found.stacked == 1:
+        del fields["stacked"]  # as in checkpoints that are older than this field
+    return fields
 
 
 def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout | None:
@@ -64,13 +59,17 @@ def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout |
 
     Raises:
         TypeError: an unknown field, or a value of another kind.
-        ValueError: parts that are no sizes.
+        ValueError: parts that are no sizes, or `stacked` that is no number of matrices.
     """
     if value is None:
         return None
     layout = value if isinstance(value, MatrixLayout) else MatrixLayout(**value)
     if not isinstance(layout.transposed, bool) or not isinstance(layout.batched, bool):
         raise TypeError("transposed and batched are True or False")
+    if isinstance(layout.stacked, bool) or not isinstance(layout.stacked, int) or layout.stacked < 1:
+        raise ValueError(f"stacked={layout.stacked!r}: an integer > 0 is needed")
+    if layout.batched and layout.stacked > 1:
+        raise ValueError(f"batched=True and stacked={layout.stacked!r} are two ways to hold several matrices; give one")
     if layout.parts is None:
         return layout
     parts = tuple(layout.parts)
@@ -88,9 +87,19 @@ def check(shape: Sequence[int], layout: MatrixLayout) -> None:
     """Raise ValueError unless a parameter of this shape can have this layout."""
     if len(shape) < 2 + layout.batched:
         raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: too few dimensions")
+    if shape[0] % layout.stacked:
+        raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: {shape[0]} is no multiple of `stacked`")
+    shape, layout = _unstacked(shape, layout)
     out = shape[layout.batched + layout.transposed]
     if layout.parts is not None and out % sum(layout.parts):
         raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: the parts do not fit its {out} outputs")
+
+
+def _unstacked(shape: Sequence[int], layout: MatrixLayout) -> tuple[Sequence[int], MatrixLayout]:
+    """The same matrices with a dimension of their own to count them."""
+    if layout.stacked == 1:
+        return shape, layout
+    return (layout.stacked, shape[0] // layout.stacked, *shape[1:]), replace(layout, batched=True, stacked=1)
 
 
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
@@ -100,6 +109,9 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
         One view a part, with the elements of `split`'s matrices in the same order, but dimensions not merged:
         (experts, out, in), (out, in, height, width), and (repeats, size, in) for fused projections.
     """
+    shape, layout = _unstacked(tensor.shape, layout)
+    if len(shape) > tensor.ndim:
+        tensor = tensor.unflatten(0, shape[:2])
     out = int(layout.batched)
     if layout.transposed:
         tensor = tensor.transpose(out, out + 1)
@@ -111,6 +123,7 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
 
 def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int, ...]]:
     """Shapes of the matrices in a parameter of this shape: (out, in), or (experts, out, in) if batched."""
+    shape, layout = _unstacked(shape, layout)
     batch, rest = list(shape[: int(layout.batched)]), list(shape[int(layout.batched) :])
     if layout.transposed:
         rest[0], rest[1] = rest[1], rest[0]
@@ -159,19 +172,18 @@ def of_model(
         raise ValueError(f"split_fused={split_fused!r}: 'auto', 'none' or a mapping of name patterns to sizes")
     patterns = {} if isinstance(split_fused, str) else split_fused
     modules = dict(model.named_modules())
+    places = known_models.owners(model)
     layouts: dict[str, MatrixLayout] = {}
     used: set[str] = set()
     for name, param in model.named_parameters():
         shape = shape_of(param)
         if len(shape) < 2:
             continue
-        owner, parametrized, _ = name.partition(".parametrizations.")
-        path, _, leaf = name.rpartition(".") if not parametrized else (owner, "", "weight")
-        module = modules[path]
-        layout = _whole(module, shape)
+        path, _, leaf, found = _reading(places[id(param)], shape)
+        layout = of_shape(shape) if isinstance(found, str) else MatrixLayout(**found)
         parts: Sequence[int] | None = None
         if split_fused == "auto":
-            parts = _fused_parts(modules, path, leaf, matrix_shapes(shape, layout)[0])
+            parts = known_models.fused_parts(modules, path, leaf, matrix_shapes(shape, layout)[0])
         matched = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
         used.update(matched)
         if matched:
@@ -183,143 +195,73 @@ def of_model(
     return layouts
 
 
-def takes_adamw(model: nn.Module, *, orthogonalize_embeddings: bool = False, adamw: Sequence[str] = ()) -> set[str]:
-    """Names of the parameters with two or more dimensions that are not to be orthogonalized.
+def left_out(
+    model: nn.Module,
+    *,
+    orthogonalize_embeddings: bool = False,
+    adamw: Sequence[str] = (),
+    projections: Iterable[str] = (),
+) -> dict[str, str]:
+    """Find the parameters with two or more dimensions that must not be orthogonalized, and say why.
 
-    These are embeddings (also tables held as plain parameters: positions, class tokens), what the model calls its
-    output embeddings, everything tied to those, and heads: modules named `classifier`, `score`, `qa_outputs`,
-    `lm_head` and the like, with all that is in them.
+    Weights that activations are multiplied with are orthogonalized: those of linear layers, convolutions without
+    groups, attention, recurrent layers and experts, by the modules that have them (`known_models.reading`). All else is
+    left out: embeddings, tables of positions and tokens, scales, single rows and columns, and parameters of modules
+    that nothing is known of. Heads, which turn hidden states into scores, and whatever is tied to a head or an
+    embedding are left out as well.
 
     Args:
         model: any module.
-        orthogonalize_embeddings: leave none of these out.
+        orthogonalize_embeddings: treat embeddings and heads like other weights.
         adamw: shell patterns of further names; each must match a parameter.
+        projections: shell patterns of names to take for weights where nothing is known of their module.
+
+    Returns:
+        Names, as `model.named_parameters()` gives them, to reasons.
 
     Raises:
         ValueError: a pattern matches nothing.
     """
-    left_out = set() if orthogonalize_embeddings else _embeddings_and_heads(model)
-    names = [(name, id(param)) for name, param in model.named_parameters() if len(shape_of(param)) >= 2]
-    used = {pattern for pattern in adamw for name, _ in names if fnmatch.fnmatchcase(name, pattern)}
-    _reject_unused("adamw", adamw, used, [name for name, _ in names])
-    return {
-        name
-        for name, param_id in names
-        if param_id in left_out or any(fnmatch.fnmatchcase(name, pattern) for pattern in adamw)
-    }
-
-
-def _embeddings_and_heads(model: nn.Module) -> set[int]:
-    found: set[int] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _EMBEDDINGS) or _HEAD.fullmatch(path.rpartition(".")[2]):
-            found.update(map(id, module.parameters()))
-        if callable(get := getattr(module, "get_output_embeddings", None)) and (output := get()) is not None:
-            found.update(map(id, output.parameters()))
-    projections = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS)
-    for path, module in model.named_modules():
-        if isinstance(module, projections) or _is_conv1d(module):
+    outside = {} if orthogonalize_embeddings else heads.embeddings_and_heads(model)
+    outside.update(known_models.adapters_of_experts(model))
+    places = known_models.owners(model)
+    reasons: dict[str, str] = {}
+    names: list[str] = []
+    used: set[str] = set()
+    for name, param in model.named_parameters():
+        shape = shape_of(param)
+        if len(shape) < 2:
             continue
-        for leaf, param in module.named_parameters(recurse=False):
-            if _TABLE.fullmatch(f"{path.rpartition('.')[2]}.{leaf}"):
-                found.add(id(param))
-    return found
+        names.append(name)
+        matched = {pattern for pattern in adamw if fnmatch.fnmatchcase(name, pattern)}
+        used |= matched
+        _, module, _, found = _reading(places[id(param)], shape)
+        stated = any(fnmatch.fnmatchcase(name, pattern) for pattern in projections)
+        if (orthogonalize_embeddings and found == "embedding") or (stated and found == known_models.unknown(module)):
+            found = asdict(of_shape(shape))
+        if matched:
+            reasons[name] = "named in adamw"
+        elif id(param) in outside:
+            reasons[name] = outside[id(param)]
+        elif isinstance(found, str):
+            reasons[name] = found
+        elif any(min(matrix[-2:]) <= 1 for matrix in matrix_shapes(shape, MatrixLayout(**found))):
+            reasons[name] = "a single row or column"
+    _reject_unused("adamw", adamw, used, names)
+    return reasons
 
 
-def _whole(module: nn.Module, shape: Sequence[int]) -> MatrixLayout:
-    """The layout of a module's weight, not split."""
-    if _is_conv1d(module) or isinstance(module, _TRANSPOSED_CONVOLUTIONS):
-        return MatrixLayout(transposed=True)
-    if len(shape) != 3 or isinstance(module, (*_CONVOLUTIONS, nn.Bilinear)):
-        return MatrixLayout()
-    transposed = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
-    return MatrixLayout(transposed=bool(transposed), batched=True)
+def takes_adamw(model: nn.Module, *, orthogonalize_embeddings: bool = False, adamw: Sequence[str] = ()) -> set[str]:
+    """Names of the parameters with two or more dimensions that must not be orthogonalized, see `left_out`."""
+    return set(left_out(model, orthogonalize_embeddings=orthogonalize_embeddings, adamw=adamw))
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
-def _thirds(attention: Any, out: int) -> tuple[int, ...]:
-    return (out // 3,) * 3
-
-
-def _thirds_of_each_head(attention: Any, out: int) -> tuple[int, ...]:
-    heads = getattr(attention, "num_attention_heads", None) or getattr(attention, "num_heads", None)
-    return (out // (3 * (heads or attention.config.num_attention_heads)),) * 3
-
-
-def _query_and_rest(query: int, out: int) -> tuple[int, ...]:
-    return (query, (out - query) // 2, (out - query) // 2)
-
-
-def _gpt2(attention: Any, out: int) -> tuple[int, ...]:
-    return (out // 2,) * 2 if attention.is_cross_attention else _thirds(attention, out)
-
-
-def _gpt_bigcode(attention: Any, out: int) -> tuple[int, ...] | None:
-    if attention.is_cross_attention:
-        return None
-    if attention.multi_query:
-        return _query_and_rest(attention.embed_dim, out)
-    return _thirds_of_each_head(attention, out)
-
-
-def _falcon(attention: Any, out: int) -> tuple[int, ...]:
-    if attention.new_decoder_architecture:
-        size = attention.head_dim
-        return (attention.num_heads // attention.num_kv_heads * size, size, size)
-    if attention.multi_query:
-        return _query_and_rest(attention.hidden_size, out)
-    return _thirds_of_each_head(attention, out)
-
-
-# Names of a fused projection and of the class it is in, to sizes along its output dimension. The same name means other
-# orders in other models, so the class decides.
-_FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
-    ("c_attn", "GPT2Attention"): _gpt2,
-    ("c_attn", "DecisionTransformerGPT2Attention"): _gpt2,
-    ("c_attn", "ImageGPTAttention"): _gpt2,
-    ("c_attn", "GPTBigCodeAttention"): _gpt_bigcode,
-    ("query_key_value", "GPTNeoXAttention"): _thirds_of_each_head,
-    ("query_key_value", "GPTNeoXJapaneseAttention"): _thirds_of_each_head,
-    ("query_key_value", "BloomAttention"): _thirds_of_each_head,
-    ("query_key_value", "PersimmonAttention"): _thirds_of_each_head,
-    ("query_key_value", "FalconAttention"): _falcon,
-    ("qkv_proj", "Phi3Attention"): lambda a, out: _query_and_rest(a.config.num_attention_heads * a.head_dim, out),
-    ("qkv_proj", "Phi4MultimodalAttention"): lambda a, out: _query_and_rest(
-        a.config.num_attention_heads * a.head_dim, out
-    ),
-    ("qkv_proj", "MiniMaxLightningAttention"): _thirds_of_each_head,
-    ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one a logical TPU core
-    ("Wqkv", "MptAttention"): _thirds,
-    ("Wqkv", "ModernBertAttention"): _thirds,
-    ("Wqkv", "DbrxAttention"): lambda a, out: _query_and_rest(a.hidden_size, out),
-    ("att_proj", "BarkSelfAttention"): _thirds,
-    ("in_proj", "DisentangledSelfAttention"): _thirds_of_each_head,
-    ("Wi", "ModernBertMLP"): lambda mlp, out: (out // 2,) * 2,
-    ("Wi", "ModernBertDecoderMLP"): lambda mlp, out: (out // 2,) * 2,
-}
-
-
-def _fused_parts(
-    modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Sequence[int]
-) -> tuple[int, ...] | None:
-    """Sizes of the projections known to be fused in a weight of shape `matrix`; None if it is one."""
-    module = modules[path]
-    out, cols = matrix[-2:]
-    if leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention):
-        return _thirds(module, out)
-    parent_path, _, projection = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
-    parent = modules[parent_path]
-    if projection == "gate_up_proj":
-        return (out // 2,) * 2 if getattr(parent, "is_concatenated", True) else (1, 1)
-    if projection == "qkv" and out == 3 * cols:
-        return _thirds(parent, out)
-    for base in type(parent).__mro__:
-        if (projection, base.__name__) in _FUSED:
-            return _FUSED[projection, base.__name__](parent, out)
-    return None
+def _reading(
+    places: Sequence[tuple[str, nn.Module, str]], shape: Sequence[int]
+) -> tuple[str, nn.Module, str, known_models.Fields | str]:
+    """The place where activations are multiplied with a parameter, and how; else its first place and what it is."""
+    readings = [(*place, known_models.reading(place[1], place[2], shape)) for place in places]
+    return next((found for found in readings if not isinstance(found[-1], str)), readings[0])
 
 
 def _check_parts(name: str, parts: Sequence[int], out: int) -> None:

@@ -50,7 +50,8 @@ class Mars(torch.optim.Optimizer):
 
     Every group is split by role at construction: first its matrices, then its vectors, each in the order given. The
     role and all hyperparameters are written into the groups and read from there at every step; `lr`, `betas` and
-    `weight_decay` of a vector group hold the `*_1d` values, so that any scheduler keeps the ratio of the two rates.
+    `weight_decay` of a vector group hold the `*_1d` values, so that schedulers keep the ratio of the two rates.
+    OneCycleLR and CyclicLR write a single rate into every group: give them a list, one rate a group.
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and own hyperparameters. What a group states
@@ -211,6 +212,8 @@ class Mars(torch.optim.Optimizer):
         hyperparameters.check(defaults)
         defaults = hyperparameters.plain(defaults)
         defaults["layout"] = layouts.to_plain(layout)
+        if isinstance(params, (set, frozenset)):
+            raise TypeError("params is a set, whose order changes from run to run; use a list")
         if not isinstance(params, Tensor):  # torch's own error for that is good
             params = list(params)
             if not params:
@@ -238,7 +241,7 @@ class Mars(torch.optim.Optimizer):
         before = len(self.param_groups)
         try:
             for part in param_groups.split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
-                if before:
+                if self._is_made and before:
                     self._match_names(part)
                 super().add_param_group(part)
                 for key in hyperparameters.KEYS_1D:
@@ -294,7 +297,8 @@ class Mars(torch.optim.Optimizer):
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        own = [{key: group[key] for key in ("max_grad_norm", "take_grad")} for group in self.param_groups]
+        kept = ("max_grad_norm", "take_grad", "left_out")  # of the loop and the model that there are now
+        own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
         def check(_: Any, given: dict[str, Any]) -> None:
@@ -343,8 +347,8 @@ class Mars(torch.optim.Optimizer):
     def _copy_states(self, state_dict: dict[str, Any]) -> None:
         for id_, param, group in self._pairs(state_dict):
             for key, value in state_dict["state"].get(id_, {}).items():
-                if key == "step" and not isinstance(value, Tensor):
-                    value = torch.full((), float(value), dtype=torch.float32, device="cpu")
+                if key == "step":
+                    value = states.step_of(value)
                 if isinstance(value, Tensor):
                     device = value.device if key == "step" and not group["capturable"] else param.device
                     self.state[param][key] = value.detach().to(device, copy=True)
@@ -580,11 +584,12 @@ class Mars(torch.optim.Optimizer):
             _check_state(entry.param, entry.state, self.param_groups[entry.group])
         if self.is_exact:
             self._require_stale_gradients()
-        for entry in entries:
-            self.state[entry.param] = entry.state
+        param_groups.warn_of_one_rate(self.param_groups, self.defaults)
         assert self._matrices is not None
         chunks = self._matrices.sort(self.param_groups, placements)
         recipes = sort(self.param_groups, entries, placements, chunks)
+        for entry in entries:
+            self.state[entry.param] = entry.state
         alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
         self._order = None
         if alone and Order.covers(entries):
@@ -704,7 +709,8 @@ def create(
 
     With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
     `param_groups.from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
-    they also decide what is one (out, in) matrix, and that embeddings and heads take AdamW; of plain parameters nothing
+    they also decide what is one (out, in) matrix. These rules orthogonalize weights that activations are multiplied
+    with; everything else takes AdamW, heads too, and `print(optimizer)` says why. Of plain parameters nothing
     is known but their shapes.
 
     Args:
@@ -712,7 +718,7 @@ def create(
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `layouts.of_model`. Needs a model.
-        orthogonalize_embeddings: for the same: True takes embeddings and heads for matrices too. Needs a model.
+        orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
@@ -783,11 +789,18 @@ def _check_gradient(param: Tensor) -> None:
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
     states.check(param, state)
-    if states.lacks_last_grad(group, state):
+    if not states.lacks_last_grad(group, state):
+        return
+    shape = tuple(param.shape)
+    if "gamma_of_average" in group:
         raise RuntimeError(
-            f"the state of a parameter of shape {tuple(param.shape)} has a first moment and no last gradient. Either "
-            "clip_threshold or second_moment has been changed, which this rule cannot take without a last gradient: "
-            "change it back. Or the state was loaded by something that knows Adam's states only: convert DeepSpeed's "
-            "universal checkpoints with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import "
-            "deepspeed before Mars is made"
+            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
+            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
+            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
+            "gradient"
         )
+    raise RuntimeError(
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
+        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,6 +144,18 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     }
 
 
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Warn if a cyclic schedule has given matrices and vectors one rate, where their rates have another ratio."""
+    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    lr_1d = _vector_settings({}, defaults)["lr"]
+    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+        warnings.warn(
+            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
+            stacklevel=4,
+        )
+
+
 def from_model(
     model: nn.Module,
     *,
@@ -161,15 +175,17 @@ def from_model(
       whatever its shape. They state no decay and so take `weight_decay_1d`.
     - Matrices: all others, embeddings included. Decayed as `transformers.Trainer` would; those whose name matches a
       pattern of `no_decay` have `weight_decay` 0 as well.
-    - With mars-shampoo and mars-m, embeddings, heads and what `adamw` names take AdamW with the settings of vectors
-      (see `layouts.takes_adamw`), and the other matrices have a group for each `layout` (see `layouts.of_model`).
+    - With mars-shampoo and mars-m, a matrix is orthogonalized only if activations are multiplied with it (see
+      `layouts.left_out`), in a group for each `layout` (see `layouts.of_model`). Embeddings, heads, tables, scales and
+      what `adamw` names take AdamW with the settings of vectors. `left_out` of their group has names and reasons.
 
     Args:
         model: any module; PEFT wrappers need nothing special, their frozen weights are left out like any other.
         matrix_ndim: `">=2"` or `"==2"`, see `Mars`.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`); each must match at least one matrix.
         mars_type: as `Mars`. The arguments below are for mars-shampoo and mars-m.
-        split_fused: which fused projections are orthogonalized part by part, see `layouts.of_model`.
+        split_fused: which fused projections are orthogonalized part by part, see `layouts.of_model`. A pattern also
+            vouches for parameters of modules that nothing is known of.
         orthogonalize_embeddings: embeddings and heads are orthogonalized like other matrices.
         adamw: shell patterns of names of further parameters that take AdamW; each must match one.
 
@@ -198,7 +214,12 @@ def from_model(
             if matched or _NO_DECAY_NAME.search(name):
                 own["weight_decay"] = 0.0
         place = _ORDER.index((own["role"], "weight_decay" not in own))
-        groups.setdefault((place, repr(own)), {"params": [], **own})["params"].append((name, param))
+        group = groups.setdefault((place, repr(own)), {"params": [], **own})
+        group["params"].append((name, param))
+        if own["role"] != "matrix" and name in stated:
+            is_vector = own["role"] == "vector"
+            reason = _reason_of_vector(param, matrix_ndim, id(param) in norms) if is_vector else left_out[name]
+            group.setdefault("left_out", {})[name] = reason
     if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained"
@@ -213,13 +234,21 @@ def from_model(
     return found
 
 
+def _reason_of_vector(param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
+    """Why a parameter of two or more dimensions is a vector."""
+    if role_of(param, matrix_ndim) == "vector":
+        return f"matrix_ndim={matrix_ndim!r}"
+    return "normalization" if is_norm else "bias"
+
+
 def _orthogonal(
     model: nn.Module, mars_type: str, split_fused: Any, **rest: Any
-) -> tuple[set[str], dict[str, dict[str, Any]]]:
-    """For rules that orthogonalize: names of the matrices that take AdamW, and what the groups of the others state."""
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """For rules that orthogonalize: why matrices take AdamW, by name, and what the groups of the others state."""
     if mars_type in hyperparameters.ORTHOGONAL_TYPES:
         found = layouts.of_model(model, split_fused=split_fused)
-        left_out = layouts.takes_adamw(model, **rest)
+        stated = split_fused if isinstance(split_fused, Mapping) else ()
+        left_out = layouts.left_out(model, projections=stated, **rest)
         return left_out, {name: {"layout": layouts.to_plain(layout)} for name, layout in found.items()}
     options = {"split_fused": split_fused if split_fused != "auto" else None, **rest}
     given = [f"{name}={value!r}" for name, value in options.items() if value]
@@ -228,12 +257,13 @@ def _orthogonal(
             f"{', '.join(given)} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
             f"{', '.join(map(repr, hyperparameters.ORTHOGONAL_TYPES))}"
         )
-    return set(), {}
+    return {}, {}
 
 
 def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
-    """A table of parameter groups: role, rule, tensors, elements, learning rate, betas, decay."""
+    """A table of parameter groups, and below it what is not orthogonalized: names by reason, digits as `*`."""
     rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
+    left_out: dict[str, list[str]] = {}
     for group in param_groups:
         rows.append(
             (
@@ -246,5 +276,13 @@ def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
                 f"{group['weight_decay']:g}",
             )
         )
+        for name, reason in (group.get("left_out") or {}).items():
+            left_out.setdefault(reason, []).append(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if left_out:
+        lines.append("not orthogonalized:")
+    for reason, names in left_out.items():
+        counts = [f"{name} ({count})" if count > 1 else name for name, count in Counter(names).items()]
+        lines.append(f"  {reason}: {', '.join(counts)}")
+    return "\n".join(lines)

@@ -77,12 +77,17 @@ def needed(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[
     return {key: state[key].dtype if key in state else of for key, of in keys.items()}
 
 
+def step_of(value: Any) -> Tensor:
+    """Return a number of steps as the state has it, 0-d float32: itself if it is that."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0:
+        return value
+    return torch.full((), float(value), dtype=torch.float32, device="cpu")
+
+
 def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
     """Add what `needed` names and the state does not have yet: zeros. Returns what is needed."""
-    step = state.get("step", 0)
-    if not isinstance(step, Tensor):  # a number: somebody else's checkpoint
-        device = param.device if group["capturable"] else "cpu"
-        state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
+    step = step_of(state.get("step", 0))
+    state["step"] = step.to(param.device) if group["capturable"] else step
     keys = needed(param, group, state)
     for key, of in keys.items():
         if key not in state:

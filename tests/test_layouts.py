@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mars_hf import layouts
+from mars_hf import Mars, known_models, layouts
 from mars_hf.layouts import MatrixLayout
 from mars_hf.orthogonalize import muon_scale, newton_schulz, orthogonalize, shampoo_scale
 
@@ -57,6 +57,9 @@ LAYOUTS = [
     ((6, 4, 3), MatrixLayout(parts=(3, 3)), [(3, 12), (3, 12)]),
     ((3, 6, 4), MatrixLayout(batched=True), [(3, 6, 4)]),
     ((3, 4, 6), MatrixLayout(batched=True, transposed=True, parts=(1, 1)), [(3, 3, 4), (3, 3, 4)]),
+    ((6, 4), MatrixLayout(stacked=3), [(3, 2, 4)]),
+    ((6, 4), MatrixLayout(stacked=2, transposed=True), [(2, 4, 3)]),
+    ((12, 4), MatrixLayout(stacked=2, parts=(2, 1)), [(2, 4, 4), (2, 2, 4)]),
     ((0, 4), MatrixLayout(), [(0, 4)]),
     ((6, 0), MatrixLayout(parts=(3, 3)), [(3, 0), (3, 0)]),
     ((1, 1), MatrixLayout(transposed=True), [(1, 1)]),
@@ -106,6 +109,36 @@ def test_interleaved_parts_are_taken_head_by_head():
     query, key = layouts.split(weight, MatrixLayout(parts=(2, 1)))
     assert query[:, 0].tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
     assert key[:, 0].tolist() == [2, 5, 8, 11]
+
+
+def test_stacked_matrices_are_below_one_another():
+    weight = torch.arange(6.0)[:, None].expand(6, 2)
+    (experts,) = layouts.split(weight, MatrixLayout(stacked=3))
+    assert experts[:, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_layouts_as_plain_values():
+    assert layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
+    for layout in (MatrixLayout(stacked=3, transposed=True), MatrixLayout(parts=(2, 1)), MatrixLayout(), None):
+        assert layouts.from_plain(layouts.to_plain(layout)) == layout
+
+
+@pytest.mark.parametrize("stacked", [0, -1, True, 2.0, "2"])
+def test_numbers_of_stacked_matrices_are_checked(stacked):
+    with pytest.raises(ValueError, match=r"stacked=.*: an integer > 0 is needed"):
+        layouts.from_plain({"stacked": stacked})
+
+
+def test_stacked_layouts_that_do_not_fit():
+    with pytest.raises(ValueError, match="batched=True and stacked=2"):
+        layouts.from_plain({"stacked": 2, "batched": True})
+    with pytest.raises(ValueError, match=r"shape \(6, 4\): 6 is no multiple of `stacked`"):
+        layouts.check((6, 4), MatrixLayout(stacked=4))
+    with pytest.raises(ValueError, match="too few dimensions"):
+        layouts.check((6,), MatrixLayout(stacked=2))
+    layouts.check((6, 4), MatrixLayout(stacked=2, parts=(3,)))
+    with pytest.raises(ValueError, match="the parts do not fit its 3 outputs"):
+        layouts.check((6, 4), MatrixLayout(stacked=2, parts=(2,)))
 
 
 # Updates through layouts
@@ -173,6 +206,22 @@ def test_experts_are_matrices_of_their_own():
     for expert in range(4):
         alone = newton_schulz(gradient[expert], dtype=torch.float32) * (16 / 6) ** 0.5
         torch.testing.assert_close(found[expert], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_matrices_step_as_batched_ones(mars_type, transposed):
+    start, shape = torch.randn(3, 4, 6), (12, 6)
+    stacked, batched = nn.Parameter(start.reshape(shape).clone()), nn.Parameter(start.clone())
+    stack = Mars([stacked], mars_type=mars_type, layout=MatrixLayout(stacked=3, transposed=transposed))
+    batch = Mars([batched], mars_type=mars_type, layout=MatrixLayout(batched=True, transposed=transposed))
+    for _ in range(3):
+        batched.grad = torch.randn(3, 4, 6)
+        stacked.grad = batched.grad.reshape(shape).clone()
+        stack.step()
+        batch.step()
+    torch.testing.assert_close(stacked.detach(), batched.detach().reshape(shape), rtol=0, atol=0)
+    assert (batched - start).abs().min() > 0
 
 
 # Models
@@ -390,7 +439,7 @@ def test_every_known_class_is_in_a_family_above():
     seen = set()
     for name, config, settings in FAMILIES.values():
         seen.update(type(module).__name__ for module in of(name, config, settings).modules())
-    assert {owner for _, owner in layouts._FUSED} - seen == untested
+    assert {owner for _, owner in known_models._FUSED} - seen == untested
 
 
 def test_shapes_of_parameters_that_zero_init_has_emptied():

@@ -276,6 +276,99 @@ def test_peft_models():
     assert changed == set(trainable)
 
 
+class Odd(nn.Module):
+    """A projection, and what is none, with a reason for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.grouped = nn.ModuleList([nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, groups=4)])
+        self.norm = nn.LayerNorm((3, 4))
+        self.latents = nn.Parameter(torch.ones(3, 4))
+        self.r_w_bias = nn.Parameter(torch.ones(2, 4))
+        self.gate = nn.Linear(4, 1)
+        self.score = nn.Linear(4, 3)
+
+
+REASONS = {
+    "table.weight": "embedding",
+    "grouped.0.weight": "depthwise or grouped convolution",
+    "grouped.1.weight": "depthwise or grouped convolution",
+    "norm.weight": "normalization",
+    "norm.bias": "normalization",
+    "latents": "Odd is not known to multiply activations with it",
+    "r_w_bias": "bias",
+    "gate.weight": "a single row or column",
+    "score.weight": "head",
+}
+
+
+def left_out(optimizer) -> dict[str, str]:
+    return {name: why for group in optimizer.param_groups for name, why in group.get("left_out", {}).items()}
+
+
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+def test_groups_say_what_is_not_orthogonalized_and_why(mars_type):
+    optimizer = mars_hf.create(Odd(), mars_type=mars_type)
+    assert left_out(optimizer) == REASONS
+    assert names(optimizer, "matrix") == ["layers.0.weight", "layers.1.weight"]
+    for group in optimizer.param_groups:
+        assert set(group.get("left_out", {})) <= set(group["param_names"])
+        assert group.get("left_out") != {}
+    named = mars_hf.create(Odd(), mars_type=mars_type, adamw="layers.1.*")
+    assert left_out(named) == {**REASONS, "layers.1.weight": "named in adamw"}
+    two = mars_hf.create(Odd(), mars_type=mars_type, matrix_ndim="==2")
+    assert left_out(two)["grouped.0.weight"] == "matrix_ndim='==2'"
+    vouched = mars_hf.create(Odd(), mars_type=mars_type, split_fused={"latents": (1, 2)})
+    assert "latents" in names(vouched, "matrix") and "latents" not in left_out(vouched)
+    for mars_type_without in ("mars-adamw", "mars-lion"):
+        assert left_out(mars_hf.create(Odd(), mars_type=mars_type_without)) == {}
+
+
+def test_frozen_parameters_are_not_said_to_be_left_out():
+    model = Odd()
+    model.table.requires_grad_(False)
+    assert "table.weight" not in left_out(mars_hf.create(model, mars_type="mars-m"))
+
+
+def test_reasons_are_printed_in_order_with_numbers_of_layers_as_stars():
+    text = str(mars_hf.create(Odd(), mars_type="mars-m"))
+    below = text[text.index("not orthogonalized:") :].splitlines()
+    assert below == [
+        "not orthogonalized:",
+        "  Odd is not known to multiply activations with it: latents",
+        "  embedding: table.weight",
+        "  depthwise or grouped convolution: grouped.*.weight (2)",
+        "  a single row or column: gate.weight",
+        "  head: score.weight",
+        "  bias: r_w_bias",
+        "  normalization: norm.weight, norm.bias",
+    ]
+    assert "not orthogonalized" not in str(mars_hf.create(Odd()))
+    assert "not orthogonalized" not in str(mars_hf.create(nn.Linear(4, 4), mars_type="mars-m"))
+
+
+def test_reasons_survive_a_checkpoint(tmp_path):
+    optimizer = mars_hf.create(Odd(), mars_type="mars-m")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    fresh = mars_hf.create(Odd(), mars_type="mars-m")
+    fresh.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert str(fresh) == str(optimizer)
+
+
+def test_what_is_left_out_takes_adamw():
+    model = Odd()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=0.1, lr_1d=0.01)
+    for name, param in model.named_parameters():
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name)))
+    optimizer.step()
+    for name in REASONS:  # the first step of AdamW is lr in each element
+        change = model.get_parameter(name).detach() - before[name]
+        torch.testing.assert_close(change.abs(), torch.full_like(change, 0.01), rtol=1e-4, atol=0)
+
+
 def test_summary_and_repr_show_the_split():
     text = repr(mars_hf.create(tiny_gpt2(), lr=6e-3, weight_decay=0.1))
     lines = text.splitlines()

@@ -130,6 +130,13 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "mars-m, take_grad": lambda: {"mars_type": "mars-m", "take_grad": True, "max_grad_norm": 1.0},
 }
 
+# Each configuration with two of the implementations in turn, for checks that are about neither.
+PAIRS = [
+    pytest.param(configuration, name, marks=needs_compiler if name == "fused" else ())
+    for index, configuration in enumerate(CONFIGURATIONS)
+    for name in (list(IMPLEMENTATIONS)[index % 4], list(IMPLEMENTATIONS)[(index + 1 + index // 4 % 3) % 4])
+]
+
 
 def settings_of(configuration: str, implementation: str = "auto") -> dict[str, Any]:
     """Keywords of Mars, made anew."""
@@ -250,6 +257,7 @@ __all__ = [
     "EVERY_IMPLEMENTATION",
     "IMPLEMENTATIONS",
     "MARS",
+    "PAIRS",
     "OptimizerErrorEnum",
     "equal",
     "needs_compiler",

@@ -1,0 +1,289 @@
+"""What modules of PyTorch, transformers and PEFT do with their weights.
+
+A rule that orthogonalizes wants weights that activations are multiplied with. Types decide, then the tables below, then
+the code of a module. What none of them knows is left to AdamW.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+# Names of a module's weight, also under the old weight_norm, spectral_norm and pruning.
+_WEIGHTS = ("weight", "weight_v", "weight_orig")
+_RECURRENT_WEIGHT = re.compile(r"weight_(?:ih|hh|hr)(?:_l\d+)?(?:_reverse)?")
+_ATTENTION_WEIGHT = re.compile(r"(?:in|q|k|v)_proj_weight")
+# Reparametrizations of torch, and which of their tensors is the weight they normalize.
+_NORMALIZED = {"_WeightNorm": "original1", "_SpectralNorm": "original"}
+
+_LINEAR = re.compile(r"(?:(?:\w+\.)*(?:F|functional)\.)?linear")
+
+Fields = Mapping[str, Any]
+
+
+def _square(module: Any, shape: Sequence[int]) -> Fields | str:
+    """Read (in, heads, size) as it is if in == heads * size: then its transpose is orthogonalized and scaled alike."""
+    return {} if shape[0] == shape[1] * shape[2] else "(in, heads, size) that is not square"
+
+
+def _transposed(module: Any, shape: Sequence[int]) -> Fields:
+    return {"transposed": True}
+
+
+def _batched(module: Any, shape: Sequence[int]) -> Fields:
+    return {"batched": True}
+
+
+def _batched_transposed(module: Any, shape: Sequence[int]) -> Fields:
+    return {"batched": True, "transposed": True}
+
+
+# Classes and their parameters that multiply activations, where neither a type nor the code below says so.
+_MULTIPLIED: dict[tuple[str, str], Callable[[Any, Sequence[int]], Fields | str]] = {
+    **{("XLNetRelativeAttention", leaf): _square for leaf in "qkvor"},
+    ("FunnelRelMultiheadAttention", "r_kernel"): _square,
+    ("Gemma3MultiModalProjector", "mm_input_projection_weight"): _transposed,
+    ("T5Gemma2MultiModalProjector", "mm_input_projection_weight"): _transposed,
+    ("XCLIPModel", "prompts_visual_projection"): _transposed,
+    ("MoshiFlexibleLinear", "weight"): _batched,  # a projection for each codebook
+    # A dense projection for each block of channels.
+    ("ZambaMambaMixer", "x_proj_weight"): _batched,
+    ("ZambaMambaMixer", "dt_proj_weight"): _batched,
+    ("RecurrentGemmaRglru", "input_gate_weight"): _batched_transposed,
+    ("RecurrentGemmaRglru", "recurrent_gate_weight"): _batched_transposed,
+    ("DeepseekV4GroupedLinear", "weight"): lambda linear, shape: {"stacked": linear.n_groups},
+    # Experts below one another in two dimensions.
+    ("DbrxExpertGLU", "w1"): lambda experts, shape: {"stacked": experts.moe_num_experts},
+    ("DbrxExpertGLU", "v1"): lambda experts, shape: {"stacked": experts.moe_num_experts},
+    ("DbrxExpertGLU", "w2"): lambda experts, shape: {"stacked": experts.moe_num_experts, "transposed": True},
+}
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """Names of a module's class and of those it derives from; FSDP2 and parametrizations derive new ones."""
+    return [base.__name__ for base in type(module).__mro__]
+
+
+def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Map the id of each parameter to its places: path of a module that has it, this module, its name there.
+
+    A tensor that a parametrization is made of is at the place of the tensor that it makes.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in modules.items():
+        for leaf, param in module._parameters.items():
+            if param is None:
+                continue
+            place = (path, module, leaf)
+            outer, parametrized, tensor = path.rpartition(".parametrizations.")
+            if not parametrized and path.startswith("parametrizations."):
+                outer, parametrized, tensor = "", path, path.removeprefix("parametrizations.")
+            if parametrized and "." not in tensor and _normalized(module) == leaf:
+                place = (outer, modules[outer], tensor)
+            found.setdefault(id(param), []).append(place)
+    return found
+
+
+def _normalized(parametrizations: nn.Module) -> str | None:
+    """The name of the weight in a list of parametrizations; None unless torch's normalizations are all in it."""
+    kinds = [type(module).__name__ for module in parametrizations.children()]
+    if len(kinds) != 1 or kinds[0] not in _NORMALIZED:
+        return None
+    return _NORMALIZED[kinds[0]]
+
+
+def reading(module: nn.Module, leaf: str, shape: Sequence[int]) -> Fields | str:
+    """How activations are multiplied with a parameter of two or more dimensions.
+
+    Args:
+        module: has the parameter.
+        leaf: the parameter's name there.
+        shape: of the parameter.
+
+    Returns:
+        The fields of its `MatrixLayout`, or as a str what it is otherwise.
+    """
+    names = class_names(module)
+    for name in names:
+        if (name, leaf) in _MULTIPLIED:
+            return _MULTIPLIED[name, leaf](module, shape)
+    is_weight = leaf in _WEIGHTS
+    if is_weight and is_embedding(module):
+        return "embedding"
+    if is_weight and isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS)):
+        if module.groups > 1:
+            return "depthwise or grouped convolution"
+        return {"transposed": isinstance(module, _TRANSPOSED_CONVOLUTIONS)}
+    if is_weight and "Conv1D" in names:
+        return {"transposed": True}
+    if is_weight and (isinstance(module, (nn.Linear, nn.Bilinear)) or _is_like_linear(module, shape)):
+        return {}
+    if isinstance(module, nn.MultiheadAttention) and _ATTENTION_WEIGHT.fullmatch(leaf):
+        return {}
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and _RECURRENT_WEIGHT.fullmatch(leaf):
+        return {}
+    if len(shape) == 3 and any(name.endswith("Experts") for name in names):
+        transposed = getattr(module, "is_transposed", "Llama4TextExperts" in names)
+        return {"batched": True, "transposed": bool(transposed)}
+    if len(shape) == linear_weights(type(module)).get(leaf):  # type: ignore[arg-type]
+        return {"batched": len(shape) == 3}
+    if isinstance(module, ParametrizationList):
+        return "part of a parametrized weight"
+    return unknown(module)
+
+
+def unknown(module: nn.Module) -> str:
+    """What `reading` says of a parameter that nothing is known of."""
+    return f"{type(module).__name__} is not known to multiply activations with it"
+
+
+def adapters_of_experts(model: nn.Module) -> dict[int, str]:
+    """Map the ids of PEFT's adapters of expert stacks to what they are.
+
+    One tensor holds the adapters of all experts: side by side in lora_A, and interleaved along the inputs in lora_B.
+    """
+    wrappers = [module for module in model.modules() if getattr(module, "num_experts", 1) > 1]
+    wrappers = [wrapper for wrapper in wrappers if "ParamWrapper" in class_names(wrapper)]
+    adapters = [getattr(wrapper, name) for wrapper in wrappers for name in ("lora_A", "lora_B")]
+    return {id(param): "adapters of several experts" for adapter in adapters for param in adapter.parameters()}
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module is a table that rows are looked up in, by its type or, if that multiplies nothing, its name."""
+    if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS)):
+        return False  # such as a PatchEmbedding that derives from a convolution
+    return isinstance(module, _EMBEDDINGS) or any(name.endswith("Embedding") for name in class_names(module))
+
+
+def _is_like_linear(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Whether a module states the sizes that its weight has, as linear layers of other libraries do."""
+    return tuple(shape) == (getattr(module, "out_features", None), getattr(module, "in_features", None))
+
+
+@functools.cache
+def linear_weights(kind: type) -> Mapping[str, int]:
+    """Parameters that the code of a class hands to `torch.nn.functional.linear` as they are, to their dimensions.
+
+    Two for `linear(x, self.weight)`, three for `linear(x, self.weight[expert])`. Without source code there are none.
+    """
+    found: dict[str, int] = {}
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        for function in vars(base).values():
+            if inspect.isfunction(function):
+                found.update(_linear_calls(function))
+    return found
+
+
+def _linear_calls(function: Callable[..., Any]) -> Iterator[tuple[str, int]]:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or "linear" not in code.co_names:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not _LINEAR.fullmatch(ast.unparse(node.func)):
+            continue
+        weights = [*node.args[1:2], *(keyword.value for keyword in node.keywords if keyword.arg == "weight")]
+        for weight in weights:
+            leaf = re.fullmatch(r"self\.(\w+)(\[\w+\])?(?:\.(?:to|float|type|type_as)\([^()]*\))?", ast.unparse(weight))
+            if leaf:
+                yield leaf[1], 3 if leaf[2] else 2
+
+
+def _thirds(attention: Any, out: int) -> tuple[int, ...]:
+    return (out // 3,) * 3
+
+
+def _thirds_of_each_head(attention: Any, out: int) -> tuple[int, ...]:
+    heads = getattr(attention, "num_attention_heads", None) or getattr(attention, "num_heads", None)
+    return (out // (3 * (heads or attention.config.num_attention_heads)),) * 3
+
+
+def _query_and_rest(query: int, out: int) -> tuple[int, ...]:
+    return (query, (out - query) // 2, (out - query) // 2)
+
+
+def _gpt2(attention: Any, out: int) -> tuple[int, ...]:
+    return (out // 2,) * 2 if attention.is_cross_attention else _thirds(attention, out)
+
+
+def _gpt_bigcode(attention: Any, out: int) -> tuple[int, ...] | None:
+    if attention.is_cross_attention:
+        return None
+    if attention.multi_query:
+        return _query_and_rest(attention.embed_dim, out)
+    return _thirds_of_each_head(attention, out)
+
+
+def _falcon(attention: Any, out: int) -> tuple[int, ...]:
+    if attention.new_decoder_architecture:
+        size = attention.head_dim
+        return (attention.num_heads // attention.num_kv_heads * size, size, size)
+    if attention.multi_query:
+        return _query_and_rest(attention.hidden_size, out)
+    return _thirds_of_each_head(attention, out)
+
+
+# Names of a fused projection and of the class it is in, to sizes along its output dimension. The same name means other
+# orders in other models, so the class decides.
+_FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
+    ("c_attn", "GPT2Attention"): _gpt2,
+    ("c_attn", "DecisionTransformerGPT2Attention"): _gpt2,
+    ("c_attn", "ImageGPTAttention"): _gpt2,
+    ("c_attn", "GPTBigCodeAttention"): _gpt_bigcode,
+    ("query_key_value", "GPTNeoXAttention"): _thirds_of_each_head,
+    ("query_key_value", "GPTNeoXJapaneseAttention"): _thirds_of_each_head,
+    ("query_key_value", "BloomAttention"): _thirds_of_each_head,
+    ("query_key_value", "PersimmonAttention"): _thirds_of_each_head,
+    ("query_key_value", "FalconAttention"): _falcon,
+    ("qkv_proj", "Phi3Attention"): lambda a, out: _query_and_rest(a.config.num_attention_heads * a.head_dim, out),
+    ("qkv_proj", "Phi4MultimodalAttention"): lambda a, out: _query_and_rest(
+        a.config.num_attention_heads * a.head_dim, out
+    ),
+    ("qkv_proj", "MiniMaxLightningAttention"): _thirds_of_each_head,
+    ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one a logical TPU core
+    ("Wqkv", "MptAttention"): _thirds,
+    ("Wqkv", "ModernBertAttention"): _thirds,
+    ("Wqkv", "DbrxAttention"): lambda a, out: _query_and_rest(a.hidden_size, out),
+    ("att_proj", "BarkSelfAttention"): _thirds,
+    ("in_proj", "DisentangledSelfAttention"): _thirds_of_each_head,
+    ("Wi", "ModernBertMLP"): lambda mlp, out: (out // 2,) * 2,
+    ("Wi", "ModernBertDecoderMLP"): lambda mlp, out: (out // 2,) * 2,
+}
+
+
+def fused_parts(
+    modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Sizes of the projections known to be fused in a weight of shape `matrix`; None if it is one."""
+    module = modules[path]
+    out, cols = matrix[-2:]
+    if leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention):
+        return _thirds(module, out)
+    parent_path, _, projection = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
+    parent = modules[parent_path]
+    if projection == "gate_up_proj":
+        return (out // 2,) * 2 if getattr(parent, "is_concatenated", True) else (1, 1)
+    if projection == "qkv" and out == 3 * cols:
+        return _thirds(parent, out)
+    for base in type(parent).__mro__:
+        if (projection, base.__name__) in _FUSED:
+            return _FUSED[projection, base.__name__](parent, out)
+    return None
