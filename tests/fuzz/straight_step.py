@@ -259,7 +259,7 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, fol
             c = c * factor
     e = kept.get("exp_avg", zeros)
     average = b1 * e + (1 - b1) * c
-    slack_e = u * (b1 * e.abs() + (1 - b1) * c.abs()) + (1 - b1) * slack_c
+    slack_e = u * (e.abs() + (1 - b1) * c.abs()) + (1 - b1) * slack_c
     found["exp_avg"] = Bound(average, slack_e)
     m, slack_m = average, slack_e
     if recursive:
