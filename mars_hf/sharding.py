@@ -131,8 +131,9 @@ class Layout:
         if placement is not None:
             self._flat[tensor] = placement, self._facts(tensor, placement)
             return placement
-        same_shape = slot < len(self.shapes) and self.shapes[slot] == tensor.shape
-        if not self._origins and (same_shape or _is_of_a_module(tensor)):
+        # An engine that is not known would have flattened matrices too.
+        in_its_place = slot >= len(self.shapes) or self._roles[slot] == "vector"
+        if not self._origins and (in_its_place or _is_of_a_module(tensor)):
             self._replace(slot, tensor)
             return None
         raise RuntimeError(
