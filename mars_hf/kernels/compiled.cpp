@@ -4,8 +4,8 @@
 // and a row of seeds, one column a tensor; and by a row of numbers for each, see Numbers. All sizes and offsets are 64
 // bits wide.
 //
-// Work is divided into rows of ROW elements. Every sum is taken in double, in which no square of a float overflows, kept
-// row by row and added up in one order: results do not depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
+// Work is divided into rows of ROW elements. Every sum is kept row by row, in double, and added up in one order: results do
+// not depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
 // tensor of another type than that of the arithmetic is converted there, so that one code serves all types.
 
 #include <omp.h>
@@ -214,30 +214,40 @@ double total(const double* sums, int64_t count, int64_t stride = 1) {
 
 // --- sums -----------------------------------------------------------------------------------------------------------
 
-// Sum of term(0) to term(n - 1). In four parts: as many additions are under way at once, and memory is read at four
+// Sum of term<T>(0) to term<T>(n - 1). In four parts: as many additions are under way at once, and memory is read at four
 // places.
-template <class Term>
-double sum(int64_t n, Term term) {
+template <class T, class Term>
+double sum_in(int64_t n, Term term) {
     int64_t part = n / 4;
-    double a = 0, b = 0, c = 0, d = 0;
+    T a = 0, b = 0, c = 0, d = 0;
 #pragma omp simd reduction(+ : a, b, c, d)
     for (int64_t i = 0; i < part; i++) {
-        a += term(i);
-        b += term(i + part);
-        c += term(i + 2 * part);
-        d += term(i + 3 * part);
+        a += term(T(0), i);
+        b += term(T(0), i + part);
+        c += term(T(0), i + 2 * part);
+        d += term(T(0), i + 3 * part);
     }
-    for (int64_t i = 4 * part; i < n; i++) a += term(i);
-    return a + b + c + d;
+    for (int64_t i = 4 * part; i < n; i++) a += term(T(0), i);
+    return static_cast<double>(a) + b + c + d;
 }
 
-double product(double x, double y) { return x * y; }
+// The same in the type of the arithmetic, which is twice as fast, and in double where that overflows.
+template <class T, class Term>
+double sum(int64_t n, Term term) {
+    double result = sum_in<T>(n, term);
+    return std::isfinite(result) ? result : sum_in<double>(n, term);
+}
+
+template <class T>
+double sum_of_products(int64_t n, const T* x, const T* y) {
+    return sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(x[j]) * decltype(type)(y[j]); });
+}
 
 template <class T>
 double sum_of_squares(const Tensors& tensors, int64_t i, int64_t at, int64_t n) {
     T buffer[ROW];
     const T* g = open(tensors, GRADIENT, i, at, n, buffer);
-    return sum(n, [=](int64_t j) { return product(g[j], g[j]); });
+    return sum_of_products(n, g, g);
 }
 
 // What is asked for of <g, g>, <g, last>, <last, last>, before scaling, and <c, c>.
@@ -248,15 +258,15 @@ void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at,
     const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
     const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
     if (products) {
-        sums[GG] = sum(n, [=](int64_t j) { return product(g[j], g[j]); });
-        sums[GL] = sum(n, [=](int64_t j) { return product(g[j], last[j]); });
-        sums[LL] = sum(n, [=](int64_t j) { return product(last[j], last[j]); });
+        sums[GG] = sum_of_products(n, g, g);
+        sums[GL] = sum_of_products(n, g, last);
+        sums[LL] = sum_of_products(n, last, last);
     }
     if (corrected) {
         T scale = own.scale, last_scale = own.last_scale, k = own.k;
-        sums[CC] = sum(n, [=](int64_t j) {
+        sums[CC] = sum<T>(n, [=](auto type, int64_t j) {
             T scaled = g[j] * scale, c = (scaled - last[j] * last_scale) * k + scaled;
-            return product(c, c);
+            return decltype(type)(c) * decltype(type)(c);
         });
     }
 }
