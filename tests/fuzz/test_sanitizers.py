@@ -65,8 +65,7 @@ def cache(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "chosen",
     [
-        ["test_layout_fuzz.py", "-k", "compiled and not long"],
-        ["test_layout_fuzz.py", "-k", "million"],
+        ["test_layout_fuzz.py", "-k", "(compiled and not long) or million"],
         ["test_edit_fuzz.py", "-k", "test_1500_edits and (compiled or auto)"],
         ["test_edit_fuzz.py", "-k", "test_edits_of_large_parameters and 0"],
     ],
