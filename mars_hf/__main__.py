@@ -1,5 +1,7 @@
 """`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered.
 
+Processes that the script starts know MARS too, so that launchers such as `trl sft` work.
+
 `python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER`: a DeepSpeed checkpoint for another number of processes.
 """
 
@@ -13,6 +15,7 @@ import sys
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw ...
+  python -m mars_hf run $(which trl) sft --optim mars_adamw ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal"""
 
@@ -45,9 +48,11 @@ def main(argv: list[str] | None = None) -> None:
     if not command.module and not os.path.isfile(command.script):
         parser.error(f"no such script: {command.script!r} (give a path, or -m MODULE)")
 
+    from mars_hf import child_processes
     from mars_hf.registry import register
 
     register()
+    child_processes.inherit(os.environ)
     sys.argv = [command.script, *command.arguments]
     if command.module:
         runpy.run_module(command.script, run_name="__main__", alter_sys=True)

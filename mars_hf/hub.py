@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars_hf import param_groups
-from mars_hf.callbacks import innermost
+from mars_hf import origins, param_groups
+from mars_hf.guard import innermost
 from mars_hf.optimizer import Mars
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ def write_model_card(trainer: Trainer) -> Path:
     training = {
         "steps": trainer.state.global_step,
         "sequences per step": batch,
-        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-        "warmup steps": args.warmup_steps,
-        "max_grad_norm": args.max_grad_norm,
+        **_schedule(trainer),
+        "max_grad_norm": _max_grad_norm(trainer, optimizer),
         "seed": args.seed,
     }
     lines += [f"| {key} | {value} |" for key, value in training.items()]
@@ -61,6 +60,23 @@ def write_model_card(trainer: Trainer) -> Path:
     path = output / "README.md"
     card.save(path)
     return path
+
+
+def _schedule(trainer: Trainer) -> dict[str, Any]:
+    """Return the schedule that ran: a scheduler that was handed over knows nothing of TrainingArguments."""
+    args, scheduler = trainer.args, trainer.lr_scheduler
+    if scheduler is not None and not trainer._created_lr_scheduler:
+        return {"schedule": f"{type(scheduler).__name__} (handed over)"}
+    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    return {"schedule": kind, "warmup steps": args.warmup_steps}
+
+
+def _max_grad_norm(trainer: Trainer, optimizer: Any) -> Any:
+    """Return what gradients were clipped at: MarsTrainer prefers the optimizer's own norm, Trainer clips at both."""
+    own, given = optimizer.max_grad_norm if isinstance(optimizer, Mars) else None, trainer.args.max_grad_norm
+    if own is None:
+        return given
+    return own if hasattr(trainer, "in_stale_pass") or not given else min(own, given)
 
 
 def _describe(optimizer: Any) -> str:
@@ -81,6 +97,6 @@ def _optimizer_table(optimizer: Any, trainer: Trainer) -> list[str]:
     header = ["group", *names]
     rows = [header, ["---"] * len(header)]
     for index, group in enumerate(groups):
-        values = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+        values = {**group, "lr": origins.rate(group)}
         rows.append([str(group.get("role", index)), *(str(values.get(name)) for name in names)])
     return ["| " + " | ".join(row) + " |" for row in rows]

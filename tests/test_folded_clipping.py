@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers import arguments, gpt2, needs_compiler, trainer
 from test_trainer import mars_trainer
 from torch import nn
+from transformers import TrainerCallback
 
 import mars_hf
 from mars_hf import Mars
@@ -130,28 +132,149 @@ def test_mars_trainer_logs_and_clips_as_trainer(tmp_path, max_grad_norm):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
+class Watch(TrainerCallback):
+    """Notes what the optimizer is set to in each step, and can raise."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.norms: list[set] = []
+        self.takes: list[set] = []
+        self.breaks_at = breaks_at
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+        self.norms.append({group["max_grad_norm"] for group in optimizer.optimizer.param_groups})
+        self.takes.append({group["take_grad"] for group in optimizer.optimizer.param_groups})
+        if state.global_step == self.breaks_at:
+            raise InterruptedError
+
+
 def test_mars_trainer_folds(tmp_path):
     model = gpt2()
     mars = mars_hf.create(model)
-    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None))
-    run.train()
-    assert mars.max_grad_norm == run.args.max_grad_norm == 1.0
-    assert "last_grad_scale" in next(iter(mars.state.values()))
+    watch = Watch()
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None), callbacks=[watch]).train()
+    assert watch.norms == [{1.0}] * 4
+    assert watch.takes == [{True}] * 4
+
+
+@pytest.mark.parametrize("breaks_at", [None, 1])
+@pytest.mark.parametrize("own", [None, 0.5])
+def test_mars_trainer_gives_the_optimizer_back_as_it_was(tmp_path, own, breaks_at):
+    """A second run clips at its own norm, and a loop of one's own finds its gradients."""
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=own)
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
+    with contextlib.nullcontext() if breaks_at is None else pytest.raises(InterruptedError):
+        run.train()
+    assert mars.max_grad_norm == own
+    assert not any(group["take_grad"] for group in mars.param_groups)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-3)
+    mars.step()
+    assert all(param.grad is not None for param in model.parameters())
+    second = Watch()
+    norm = 0.25 if own is None else own
+    again = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None), callbacks=[second])
+    again.train()
+    again.train()  # the same Trainer once more
+    assert second.norms == [{norm}] * 8 and second.takes == [{True}] * 8
+
+
+def test_an_exact_optimizer_is_given_back_as_it_was(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model, is_approx=False)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):
+        trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+
+
+class Unfreeze(TrainerCallback):
+    """Trains the second block from the third step on; torch's schedulers need a rate for each new group."""
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
+        if state.global_step == 2:
+            before = len(optimizer.param_groups)
+            optimizer.add_param_group({"params": [p.requires_grad_() for p in model.transformer.h[1].parameters()]})
+            for group in optimizer.param_groups[before:]:
+                lr_scheduler.base_lrs.append(group["lr"])
+                lr_scheduler.lr_lambdas.append(lr_scheduler.lr_lambdas[0])
+
+
+def test_layers_unfrozen_in_mid_training_are_clipped_with_the_others(tmp_path):
+    weights, logs = [], []
+    for make in (trainer, mars_trainer):
+        model = gpt2()
+        model.transformer.h[1].requires_grad_(False)
+        frozen = {name: param.detach().clone() for name, param in model.transformer.h[1].named_parameters()}
+        mars = mars_hf.create([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
+        watch = Watch()
+        args = arguments(tmp_path, max_grad_norm=0.1, max_steps=6)
+        run = make(args, model, optimizers=(mars, None), callbacks=[Unfreeze, watch])
+        run.train()
+        assert watch.norms == [{None if make is trainer else 0.1}] * 6
+        assert watch.takes == [{make is mars_trainer}] * 6
+        assert not any(torch.equal(param, frozen[name]) for name, param in model.transformer.h[1].named_parameters())
+        assert {group["max_grad_norm"] for group in mars.param_groups} == {None}
+        assert {group["take_grad"] for group in mars.param_groups} == {False}
+        weights.append([param.detach() for param in model.parameters()])
+        logs.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+class UnfreezeUnknown(TrainerCallback):
+    """Forgets to tell the optimizer."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.transformer.wte.requires_grad_()
 
 
 def test_parameters_unknown_to_the_optimizer_are_clipped_with_the_others(tmp_path):
-    model = gpt2()
-    mars = mars_hf.create([{"params": list(model.transformer.h.parameters())}])
-    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None))
-    run.train()
-    assert mars.max_grad_norm is None
+    logs = []
+    for make in (trainer, mars_trainer):
+        model = gpt2()
+        model.transformer.wte.requires_grad_(False)
+        mars = mars_hf.create(model, eps=1e-6)
+        watch = Watch()
+        args = arguments(tmp_path, max_grad_norm=0.1)
+        run = make(args, model, optimizers=(mars, None), callbacks=[UnfreezeUnknown, watch])
+        run.train()
+        if make is mars_trainer:
+            assert watch.norms == [{0.1}, {0.1}, {None}, {None}]
+        logs.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
+
+
+@pytest.mark.parametrize("own", [0.05, 50.0])
+@pytest.mark.parametrize("form", ["exact", "scaler"])
+def test_the_optimizers_own_norm_counts_where_the_step_cannot_clip(tmp_path, form, own, monkeypatch):
+    """Before TrainingArguments' default, 1.0, which would clip the gradients of this model, too."""
+    weights = []
+    for by in ("optimizer", "arguments"):
+        torch.manual_seed(0)
+        model = gpt2()
+        for param in model.parameters():
+            param.data.mul_(4)  # so that gradients are longer than 1
+        settings = {"is_approx": form != "exact", "lr": 1e-2, "eps": 1e-6}
+        mars = mars_hf.create(model, **settings, **({"max_grad_norm": own} if by == "optimizer" else {}))
+        args = arguments(tmp_path, **({"max_grad_norm": own} if by == "arguments" else {}))
+        run = mars_trainer(args, model, optimizers=(mars, None))
+        if form == "scaler":
+            monkeypatch.setattr(run.accelerator.state, "_mixed_precision", "fp16")
+            run.accelerator.native_amp = True
+            run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        run.train()
+        assert max(row["grad_norm"] for row in run.state.log_history if "grad_norm" in row) > 1.5
+        assert run.args.max_grad_norm == (1.0 if by == "optimizer" else own)
+        weights.append([param.detach() for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_contradicting_norms_are_refused(tmp_path):
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=0.5)
     mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
-    assert mars.max_grad_norm == 0.5
     with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
         mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
 

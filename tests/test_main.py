@@ -90,3 +90,30 @@ def test_mistakes_are_told_in_one_line():
     )
     assert run("-m", "mars_hf").returncode == 2
     assert "SCRIPT" in run("-m", "mars_hf", "run", "--help").stdout
+
+
+# As `trl sft`: a command that starts its trainer through accelerate.
+STARTER = """
+    import sys
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from transformers import HfArgumentParser, TrainingArguments
+
+    HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[2:], return_remaining_strings=True)
+    launch_command(launch_command_parser().parse_args(["--cpu", "--num_processes", "1", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("folder", ["here", "elsewhere"])
+def test_a_script_that_starts_another_one(script, tmp_path, folder):
+    """The child knows MARS too, also from another folder than the one mars_hf was found in."""
+    (tmp_path / "starter.py").write_text(textwrap.dedent(STARTER))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    cwd = None if folder == "here" else elsewhere
+    finished = run(
+        "-m", "mars_hf", "run", str(tmp_path / "starter.py"), str(script), *script_arguments(tmp_path), cwd=cwd
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
+    assert "MARS trains with mars-adamw" in finished.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, trainer
-from transformers import default_data_collator
+from transformers import Trainer, default_data_collator
 
 import mars_hf
 
@@ -75,3 +75,36 @@ def test_two_sources_of_optimizers_are_refused(tmp_path, other):
     settings = {"model_init": lambda: gpt2(), "optimizer_cls_and_kwargs": mars_hf.factory()}
     with pytest.raises(ValueError, match=other):
         mars_trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None), **{other: settings[other]})
+
+
+class Configured(Trainer):
+    """With an argument of its own, as trl's trainers have."""
+
+    def __init__(self, model, args, own, train_dataset=None, optimizers=(None, None), callbacks=None):
+        self.own = own
+        collate = {"data_collator": default_data_collator}
+        super().__init__(
+            model, args, train_dataset=train_dataset, optimizers=optimizers, callbacks=callbacks, **collate
+        )
+
+
+class PassingOn(Trainer):
+    """With none that it would name."""
+
+    def __init__(self, *args, own, **kwargs):
+        self.own = own
+        super().__init__(*args, data_collator=default_data_collator, **kwargs)
+
+
+@pytest.mark.parametrize("other", [Configured, PassingOn])
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_it_goes_together_with_other_trainers(tmp_path, other, order):
+    bases = (mars_hf.MarsTrainer, other) if order == "first" else (other, mars_hf.MarsTrainer)
+    model = gpt2()
+    optimizer = mars_hf.create(model, is_approx=False)
+    run = type("Both", bases, {})(
+        model, arguments(tmp_path), own=1, train_dataset=Blocks(), optimizers=(optimizer, None)
+    )
+    assert run.optimizer is None and run._kept_optimizer is optimizer and run.own == 1
+    run.train()
+    assert run.optimizer.optimizer is optimizer

@@ -1,0 +1,23 @@
+"""Register MARS in the processes that a script starts, such as the trainer behind `trl sft`.
+
+`sitecustomize.py` in this folder runs at the start of every Python that finds the folder on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+FOLDER = str(Path(__file__).resolve().parent)
+
+
+def inherit(environment: MutableMapping[str, str]) -> None:
+    """Make processes started with this environment know `--optim mars_adamw` and the other names.
+
+    Args:
+        environment: changed in place, such as `os.environ`. PYTHONPATH keeps what it holds.
+    """
+    paths = environment.get("PYTHONPATH", "")
+    if FOLDER not in paths.split(os.pathsep):
+        environment["PYTHONPATH"] = FOLDER + (os.pathsep + paths if paths else "")
