@@ -143,6 +143,7 @@ def make_trainer(contender: str, size: Size, steps: int, output: str) -> tuple[m
         output_dir=output,
         max_steps=steps,
         per_device_train_batch_size=size.batch,
+        learning_rate=1e-3,
         lr_scheduler_type="constant",
         weight_decay=0.1,
         logging_strategy="no",

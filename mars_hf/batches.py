@@ -355,7 +355,7 @@ def sort(
             plain_adamw=not takes_mars(group),
             dense=dense,
         )
-        copied = {place for place in places if engine.is_flat and not _gradient_fits(entries[place])}
+        copied = {place for place in places if not _gradient_fits(entries[place], engine)}
         recipes.append(Recipe(index, engine, moves, chunk, tuple(key for key, _ in needs), places, copied))
     return recipes
 
@@ -441,6 +441,8 @@ def _sharing(entries: Sequence[Entry], needed: Sequence[Iterable[str]]) -> set[i
 
 def _is_dense(entry: Entry, keys: Iterable[str]) -> bool:
     """Whether parameter and states lie in memory as kernels need them; of gradients a copy can be made."""
+    if "compensation" in entry.state and entry.state["compensation"].dtype != torch.bfloat16:
+        return False
     tensors = [sharding.local(tensor) for tensor in (entry.param, *(entry.state[key] for key in keys))]
     return all(map(looks.is_plain, tensors)) and looks.fill_alike(tensors)
 
@@ -450,6 +452,8 @@ def _laid_out_like(param: Tensor, gradient: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=gradient.dtype, memory_format=torch.preserve_format).copy_(gradient)
 
 
-def _gradient_fits(entry: Entry) -> bool:
+def _gradient_fits(entry: Entry, engine: engines.Engine) -> bool:
     param, gradient = sharding.local(entry.param), sharding.local(entry.gradient)
+    if not engine.is_flat:
+        return not gradient.is_neg()  # which PyTorch forgets between float16 and float32
     return looks.is_plain(gradient) and looks.fill_alike([param, gradient])

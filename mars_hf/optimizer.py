@@ -389,7 +389,8 @@ class Mars(torch.optim.Optimizer):
         with _full_precision(entries):
             if recipes is None:
                 recipes = self._sort(entries, placements)
-            self._check_averages(entries, recipes)
+            else:
+                self._check_averages(recipe.group for recipe in recipes if "last_grad" not in recipe.keys)
             batches = [make(recipe, self.param_groups, entries, placements) for recipe in recipes]
             self._update_all([batch for batch in batches if batch.params], entries, placements)
         return loss
@@ -483,8 +484,9 @@ class Mars(torch.optim.Optimizer):
                 if param.grad is not None:
                     _check_gradient(param)
                     dtype = states.last_grad_dtype(param, group, self.state[param])
+                    gradient = sharding.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
                     kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                    sharding.local(kept).copy_(sharding.local(param.grad))
+                    sharding.local(kept).copy_(gradient)
                     if group["maximize"]:
                         sharding.local(kept).neg_()
                     self.state[param]["previous_grad"] = kept
@@ -584,36 +586,37 @@ class Mars(torch.optim.Optimizer):
             _check_state(entry.param, entry.state, self.param_groups[entry.group])
         if self.is_exact:
             self._require_stale_gradients()
+        averaging = {
+            entry.group for entry in entries if states.is_recursive(self.param_groups[entry.group], entry.state)
+        }
+        self._check_averages(averaging)
         param_groups.warn_of_one_rate(self.param_groups, self.defaults)
         assert self._matrices is not None
         chunks = self._matrices.sort(self.param_groups, placements)
         recipes = sort(self.param_groups, entries, placements, chunks)
         for entry in entries:
             self.state[entry.param] = entry.state
+        for index in averaging:
+            self.param_groups[index]["gamma_of_average"] = float(self.param_groups[index]["gamma"])
         alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
         self._order = None
         if alone and Order.covers(entries):
             self._order = Order(recipes, self.param_groups, entries)
         return recipes
 
-    def _check_averages(self, entries: Sequence[Entry], recipes: Sequence[Recipe]) -> None:
-        """Raise RuntimeError if gamma has changed where the first moment follows from it without a last gradient."""
-        averaging = [
-            (self.param_groups[recipe.group], recipe)
-            for recipe in recipes
-            if takes_mars(self.param_groups[recipe.group]) and "last_grad" not in recipe.keys
-        ]
-        for group, recipe in averaging:
-            gamma, before = float(group["gamma"]), group.get("gamma_of_average")
-            if before is not None and gamma != before:
-                if any(float(entries[place].state["step"]) > 0 for place in recipe.places):
-                    raise RuntimeError(
-                        f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
-                        "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
-                        "clips nothing and keeps the last gradient"
-                    )
-        for group, _ in averaging:
-            group["gamma_of_average"] = float(group["gamma"])
+    def _check_averages(self, indices: Iterable[int]) -> None:
+        """Raise RuntimeError if gamma has changed in groups whose first moments follow without a last gradient."""
+        for index in indices:
+            group = self.param_groups[index]
+            gamma, before = group["gamma"], group.get("gamma_of_average")
+            if not takes_mars(group) or before is None or gamma == before:
+                continue
+            if any("exp_avg" in self.state.get(param, ()) for param in group["params"]):
+                raise RuntimeError(
+                    f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
+                    "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
+                    "clips nothing and keeps the last gradient"
+                )
 
     def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
@@ -778,6 +781,8 @@ def _check_gradient(param: Tensor) -> None:
         here = sharding.local(tensor)
         if looks.is_plain(here) and not looks.has_memory(here):
             raise RuntimeError(f"the memory of a {what} of shape {shape} has been freed; restore it before step()")
+    if param.is_neg():
+        raise RuntimeError(f"a parameter of shape {shape} is a negated view; use its .resolve_neg()")
     if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
         raise RuntimeError(
             f"a parameter of shape {shape} is expanded (strides {param.stride()}): its elements share memory and "

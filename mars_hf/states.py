@@ -121,6 +121,11 @@ def check(
                     "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
                     "size cannot be resumed: start with a fresh optimizer"
                 )
+            if value.is_neg():
+                raise UnfitStateError(
+                    f"{key} of a parameter of shape {tuple(param.shape)} is a negated view; replace it with its "
+                    ".resolve_neg()"
+                )
             if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
                 raise UnfitStateError(
                     f"{key} of a parameter of shape {tuple(param.shape)} is expanded (strides {value.stride()}): its "

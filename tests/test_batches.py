@@ -264,6 +264,44 @@ def test_parameters_and_states_with_gaps(settings):
         torch.testing.assert_close(view, param, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stepped", [[0], [0, 1]])
+@pytest.mark.parametrize("mars_type", ["mars-lion", "mars-m"])
+def test_a_changed_gamma_is_refused_for_every_parameter_of_a_group(stepped, mars_type):
+    """Where no last gradient is kept; also for one that has not stepped before, which then has no state."""
+    params = [nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
+    mars = Mars(params, mars_type=mars_type, clip_threshold=None, gamma=0.5)
+    for index in stepped:
+        params[index].grad = torch.ones(3, 2)
+    mars.step()
+    mars.param_groups[0]["gamma"] = 0.0
+    params[2].grad = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match=r"gamma=0.0 after steps with 0.5"):
+        mars.step()
+    assert params[2] not in mars.state
+    mars.param_groups[0]["gamma"] = 0.5
+    mars.step()
+    assert mars.state[params[2]]["step"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_negated_gradient_is_kept_with_its_sign(dtype):
+    param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+    twin = nn.Parameter(param.detach().clone())
+    exact = [Mars([one], is_approx=False, foreach=False) for one in (param, twin)]
+    for number in range(3):
+        for one, mars in zip((param, twin), exact, strict=True):
+            values = gradient(one, number).to(dtype)
+            if one is param:
+                parts = torch.stack([torch.zeros_like(values), -values], -1)
+                values = torch.view_as_complex(parts).conj().imag
+                assert values.is_neg()
+            one.grad = values
+            mars.update_previous_grad()
+            mars.update_last_grad()
+            mars.step()
+    assert torch.equal(param, twin)
+
+
 def test_tensors_that_share_memory_are_updated_one_after_the_other():
     memory = torch.linspace(-1, 1, 24)
     params = [nn.Parameter(memory[:16].view(4, 4)), nn.Parameter(memory[8:24].view(4, 4))]
@@ -278,6 +316,10 @@ REFUSED = {
     "expanded parameter": (lambda p, m: p.__setattr__("data", torch.ones(4, 1).expand(4, 3)), "parameter.*expanded"),
     "expanded state": (lambda p, m: m.state[p].update(exp_avg=torch.zeros(4, 1).expand(4, 3)), "exp_avg.*expanded"),
     "state of another shape": (lambda p, m: m.state[p].update(exp_avg_sq=torch.zeros(3, 4)), r"\(4, 3\).*\(3, 4\)"),
+    "negated state": (
+        lambda p, m: m.state[p].update(exp_avg=torch.zeros(4, 3, dtype=torch.complex64).conj().imag),
+        "exp_avg.*negated",
+    ),
     "no tensor": (lambda p, m: m.state[p].update(exp_avg=1.0), "exp_avg of 1.0"),
     "bad step": (lambda p, m: m.state[p].update(step=torch.ones(2)), r"step=shape \(2,\)"),
     "parameter of another shape": (lambda p, m: p.__setattr__("data", torch.ones(3, 4)), r"gradient of shape \(4, 3\)"),

@@ -154,7 +154,7 @@ def update(
 ) -> None:
     """Do the update of `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
 
-    All tensors are dense, taken in the order of memory, and on one device; the states of a call share one dtype.
+    All tensors are dense, taken in the order of memory, and on one device; any float dtypes.
     Arithmetic is in float32, in float64 if any tensor is float64, and every result is rounded once, when it is stored.
 
     Args:
@@ -218,7 +218,7 @@ def _update(
     compute = _compute_dtype(*everything)
     device = _device_code()
     keys = _keys(seeds, params[0].device) if seeds else None
-    for places in _by_dtypes(params, gradients, last_grads):
+    for places in _by_dtypes(params, gradients, last_grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs):
         lists = [_pick(list_, places) for list_ in everything]
         with torch.cuda.device_of(lists[0][0]):
             table = _table(lists, places, numbers)
@@ -226,7 +226,8 @@ def _update(
                 continue
             device.update[(table.chunks,)](
                 table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, keys,
-                PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), STATE=_triton_type(lists[3]),
+                PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), EXP_AVG=_triton_type(lists[3]),
+                EXP_AVG_SQ=_triton_type(lists[4]), MAX_EXP_AVG_SQ=_triton_type(lists[5]),
                 LAST=_triton_type(lists[1]), COMPUTE=_in_triton(compute),
                 RULE=rule, AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
                 KEEP_LAST=keep_last and bool(last_grads), COMPENSATED=bool(compensations),

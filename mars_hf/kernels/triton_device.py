@@ -340,7 +340,9 @@ def update(
     seeds,
     PARAM: tl.constexpr,
     GRADIENT: tl.constexpr,
-    STATE: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    MAX_EXP_AVG_SQ: tl.constexpr,
     LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
     RULE: tl.constexpr,
@@ -360,14 +362,14 @@ def update(
 
     param = _pointer(table, count, PARAMS_ROW, tensor, start, PARAM)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
-    exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, STATE)
+    exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, EXP_AVG)
     exp_avg_sq = None
     max_exp_avg_sq = None
     last = None
     if RULE == "adamw":
-        exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, STATE)
+        exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
     if AMSGRAD:
-        max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, STATE)
+        max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, MAX_EXP_AVG_SQ)
     if LAST is not None:
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     compensation = None

@@ -505,6 +505,22 @@ def test_stochastic_rounding_is_right_on_average(device):
 
 
 @here
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_states_of_different_dtypes(device, dtypes):
+    """Nothing is written beyond the narrower ones."""
+    lists = problem([1500, 5, 0], device)
+    lists["exp_avgs"] = [tensor.to(dtypes[0]) for tensor in lists["exp_avgs"]]
+    guarded = [
+        torch.full((tensor.numel() + 64,), 7.0, dtype=dtypes[1], device=device) for tensor in lists["exp_avg_sqs"]
+    ]
+    for guard, tensor in zip(guarded, lists["exp_avg_sqs"], strict=True):
+        guard[: tensor.numel()] = tensor
+    lists["exp_avg_sqs"] = [guard[:-64] for guard in guarded]
+    check_update(lists, device)
+    assert all((guard[-64:] == 7).all() for guard in guarded)
+
+
+@here
 def test_noise_does_not_depend_on_what_else_is_in_the_launch(device):
     size = kernels.CHUNK + 100
     alone = problem([size], device, squares=False, last=False, param=torch.bfloat16)
@@ -643,7 +659,8 @@ def test_update_beyond_31_bits(device):
     words[8] = 1 - chunks  # as if the launch began at the last chunk
     triton_device.update[(1,)](
         torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
-        PARAM=tl.float32, GRADIENT=tl.float32, STATE=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
+        PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32,
+        EXP_AVG_SQ=tl.float32, MAX_EXP_AVG_SQ=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
         RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True, COMPENSATED=False,
         CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip

@@ -42,7 +42,8 @@ def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
 
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
-    dtypes = {"PARAM": param, "GRADIENT": gradient, "STATE": state, "LAST": last, "COMPUTE": compute}
+    dtypes = {"PARAM": param, "GRADIENT": gradient, "LAST": last, "COMPUTE": compute}
+    dtypes |= dict.fromkeys(("EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ"), state)
     flags = {
         "RULE": "adamw",
         "AMSGRAD": False,
