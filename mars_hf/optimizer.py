@@ -385,6 +385,7 @@ class Mars(torch.optim.Optimizer):
         else:
             placements = self._locate()
             if not entries and not placements:
+                self._stand_aside()
                 return loss
         with _full_precision(entries):
             if recipes is None:
@@ -394,6 +395,14 @@ class Mars(torch.optim.Optimizer):
             batches = [make(recipe, self.param_groups, entries, placements) for recipe in recipes]
             self._update_all([batch for batch in batches if batch.params], entries, placements)
         return loss
+
+    def _stand_aside(self) -> None:
+        """Answer other ranks, which may want to share the work on matrices in this step, with nothing."""
+        if any(map(param_groups.orthogonalizes, self.param_groups)):
+            assert self._matrices is not None
+            self._matrices.sort(self.param_groups, {})
+            for _ in self._matrices.in_order([]):
+                raise AssertionError("nothing was given to be updated")
 
     def _update_all(
         self, batches: list[Batch], entries: Sequence[Entry], placements: dict[Tensor, sharding.Placement]

@@ -187,6 +187,16 @@ def missing_matrices(run: Run) -> None:
     run.together()
 
 
+def missing_everything(run: Run) -> None:
+    """A step without any gradient does nothing, and still answers the other ranks."""
+    run.together(1)
+    run.backward(run.wrapped)
+    if dist.get_rank() == 1:
+        run.mars.zero_grad()
+    run.step()
+    run.together()
+
+
 def unsynced(run: Run) -> None:
     run.together()
     with run.wrapped.no_sync():
@@ -264,7 +274,17 @@ DDP: dict[str, Callable[[Run], None]] = {
     function.__name__: function
     for function in (
         *(alone_at_first, alone_between, alone_at_last, alone_on_old_gradients, late_join, joining, missing),
-        *(missing_at_first, missing_matrices, unsynced, wrapped_later, wrapped_again, moved, alike, static_graph),
+        *(
+            missing_at_first,
+            missing_matrices,
+            missing_everything,
+            unsynced,
+            wrapped_later,
+            wrapped_again,
+            moved,
+            alike,
+            static_graph,
+        ),
         two_groups,
         *(accumulated, bare),
     )

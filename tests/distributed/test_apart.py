@@ -25,6 +25,7 @@ DDP: dict[str, tuple[list[int], list[int]]] = {
     "missing": ([3, 3, 5, 5, 5], [2, 2, 4, 5, 5]),
     "missing_at_first": ([4, 5, 5], [5, 5, 5]),
     "missing_matrices": ([3, 5, 5, 5], [2, 0, 5, 5]),
+    "missing_everything": ([3, 5, 5, 5], [2, 0, 5, 5]),
     "unsynced": ([3, 3, 5, 5, 5, 5], [2, 2, 5, 5, 5, 5]),
     "wrapped_later": ([5, 5, 5, 5], [5, 5]),
     "wrapped_again": ([3, 3, 5, 5, 5], [2, 2, 5, 5]),
