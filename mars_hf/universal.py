@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mars_hf.layouts import shape_of
 from mars_hf.states import lacks_last_grad
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def to_universal(source: str | Path, target: str | Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    (target.parent / "latest_universal").write_text(target.name)
+    _replace_text(target.parent / "latest_universal", target.name)
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Mars) -> None:
@@ -75,27 +76,27 @@ def load(folder: str | Path, model: nn.Module, optimizer: Mars) -> None:
         optimizer: built as the saved one was; takes its state and the settings of its groups.
 
     Raises:
-        ValueError: this is no universal checkpoint, or one of another model or optimizer. Nothing has been changed.
+        ValueError: this is no universal checkpoint, one of another model or optimizer, or one whose weights or states
+            have another shape than the parameters. Nothing has been changed.
     """
     zero = _universal(folder)
     names = {param: name for name, param in model.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    groups = _saved_groups(zero)
+    _check_groups(groups, optimizer)
+    params = [
+        (param, saved) for own, saved in zip(optimizer.param_groups, groups, strict=True) for param in own["params"]
+    ]
     weights, states = {}, {}
-    for index, param in enumerate(params):
+    for index, (param, group) in enumerate(params):
         if type(param.data) is not Tensor or param not in names:
             raise ValueError(
                 f"parameter {index} of the optimizer ({type(param.data).__name__} of shape {tuple(param.shape)}) is "
                 "not a plain parameter of this model; load before it is sharded or wrapped"
             )
+        _check_parameter(zero / names[param], param, group)
         saved = _read_states(zero / names[param])
         weights[param] = saved.pop(_WEIGHTS)
         states[index] = saved
-        if weights[param].shape != param.shape:
-            raise ValueError(
-                f"{names[param]} has shape {tuple(weights[param].shape)} in {folder} and {tuple(param.shape)} here"
-            )
-    groups = _saved_groups(zero)
-    _check_groups(groups, optimizer)
     count = iter(range(len(params)))
     numbered = [
         {**saved, "params": [next(count) for _ in own["params"]]}
@@ -179,26 +180,44 @@ def _load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str)
         state = engine.optimizer.state[flat] = {}
         for key in _keys(folders[0]):
             if key == "step":
-                state[key] = _read(folders[0] / "step.pt").clone()
+                state[key] = _step(_read(folders[0] / "step.pt"))
             elif key != _WEIGHTS:
                 pieces = [read(str(folder), key, param=param) for folder, param in zip(folders, params, strict=True)]
-                state[key] = torch.zeros_like(flat)
+                state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
                 state[key][: sum(map(len, pieces))] = torch.cat(pieces)
 
 
 def _check(engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]) -> None:
-    """Raise ValueError unless there is every state that the parameters need, and the groups have the same roles."""
+    """Raise ValueError unless the parameters' states are all there, in their shapes, and groups have the same roles."""
     zero = _universal(checkpoint_dir)
     groups = _saved_groups(zero)
     _check_groups(groups, engine.optimizer)
     for params, group in zip(parts, group_of, strict=True):
         for param in params:
-            name = engine.param_names[param]
-            if lacks_last_grad(groups[group], _keys(zero / name)):
-                raise ValueError(
-                    f"{zero / name} holds no last gradient, as if DeepSpeed's own converter had made it; convert the "
-                    "checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
-                )
+            _check_parameter(zero / engine.param_names[param], param, groups[group])
+
+
+def _check_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> None:
+    """Raise ValueError unless a folder has the weights and every state that a parameter needs, in its shape."""
+    keys, shape = _keys(folder), shape_of(param)
+    if _WEIGHTS not in keys:
+        raise ValueError(f"{folder} holds no weights ({_WEIGHTS}.pt): this universal checkpoint is incomplete")
+    if lacks_last_grad(group, keys):
+        raise ValueError(
+            f"{folder} holds no last gradient, as if DeepSpeed's own converter had made it; convert the "
+            "checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+        )
+    for key in keys:
+        value = _value(_read(folder / f"{key}.pt"))
+        found = value.shape if isinstance(value, Tensor) else torch.Size()
+        expected = found if key == "step" and found.numel() == 1 else torch.Size() if key == "step" else shape
+        if found != expected:
+            what = "" if key == _WEIGHTS else f"the state {key!r} of "
+            raise ValueError(
+                f"{what}{folder.name} has shape {tuple(found)} in {folder.parent.parent} and "
+                f"{tuple(expected)} here; load the checkpoint of a model of this shape, or start "
+                "with a fresh optimizer"
+            )
 
 
 def _check_groups(saved: list[dict[str, Any]], optimizer: Mars) -> None:
@@ -235,8 +254,29 @@ def _keys(folder: Path) -> list[str]:
 
 
 def _read_states(folder: Path) -> dict[str, Any]:
-    saved = {key: _read(folder / f"{key}.pt") for key in _keys(folder)}
-    return {key: value["param"] if isinstance(value, dict) else value for key, value in saved.items()}
+    saved = {key: _value(_read(folder / f"{key}.pt")) for key in _keys(folder)}
+    return {key: _step(value) if key == "step" else value for key, value in saved.items()}
+
+
+def _value(saved: Any) -> Any:
+    """A weight or state, out of what a file of `zero` holds."""
+    return saved["param"] if isinstance(saved, dict) else saved
+
+
+def _step(value: Any) -> Tensor:
+    """A step counter of our own; others may keep a number."""
+    return torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
+
+
+def _replace_text(file: Path, text: str) -> None:
+    """Write a file at once: whoever reads it finds the old text or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as written:
+        written.write(text)
+    try:
+        Path(written.name).chmod(0o644)
+        Path(written.name).replace(file)
+    finally:
+        Path(written.name).unlink(missing_ok=True)
 
 
 def _write_parameters(ranks: list[_Rank], shapes: dict[str, torch.Size], folder: Path) -> None:
@@ -252,7 +292,7 @@ def _write_parameters(ranks: list[_Rank], shapes: dict[str, torch.Size], folder:
 
 def _common_state(rank: _Rank) -> dict[str, Any]:
     """What belongs to no parameter; of the states ZeRO-3 asks for one step counter."""
-    step = {0: {"step": next((state["step"] for state in rank.states if "step" in state), None)}}
+    step = {0: {"step": next((_step(state["step"]) for state in rank.states if "step" in state), None)}}
     return {**rank.common, "optimizer_state_dict": {"state": step, "param_groups": rank.common["param_groups"]}}
 
 
@@ -348,7 +388,7 @@ def _whole(ranks: list[_Rank], index: int, name: str, shape: torch.Size) -> Iter
     for key in (_WEIGHTS, *holders[0].states[index]):
         values = [rank.weights[index] if key == _WEIGHTS else rank.states[index][key] for rank in holders]
         if key == "step":
-            yield key, values[0]
+            yield key, _step(values[0])
             continue
         if not all(isinstance(value, Tensor) and value.ndim == 1 for value in values):
             raise ValueError(f"the state {key!r} of {name} is not laid out like its weights, so it cannot be resharded")

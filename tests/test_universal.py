@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,118 @@ def test_what_is_no_whole_checkpoint_is_told_and_leaves_nothing(tmp_path, zero2)
     for other in ("zero_pp_rank_0_mp_rank_01", "expp_rank_0_mp_rank_00"):
         optimizer_file = optimizer_file.rename(zero2 / f"{other}_optim_states.pt")
         refused("expert or tensor parallelism")
+
+
+def reshape(file: Path, shape: tuple[int, ...]) -> None:
+    edit(file, lambda saved: saved.update(param=torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (15,), (4, 5)])
+@pytest.mark.parametrize("key", ["exp_avg", "last_grad", "fp32"])
+def test_states_of_another_shape_are_refused_and_change_nothing(tmp_path, zero2, key, shape):
+    target = tmp_path / "universal"
+    universal.to_universal(zero2, target)
+    reshape(target / "zero" / "weight" / f"{key}.pt", shape)
+    model, mars = trained(lr=0.5)
+    weights = [param.clone() for param in model.parameters()]
+    states = [{name: x.clone() for name, x in mars.state[param].items()} for param in model.parameters()]
+    of = "" if key == "fp32" else f"the state '{key}' of "
+    message = re.escape(f"{of}weight has shape {shape} in {target} and (3, 5) here")
+    with pytest.raises(ValueError, match=message):
+        universal.load(target, model, mars)
+    assert mars.param_groups[0]["lr"] == 0.5
+    for param, weight, state in zip(model.parameters(), weights, states, strict=True):
+        assert torch.equal(param, weight)
+        assert all(torch.equal(mars.state[param][name], x) for name, x in state.items())
+    engine = SimpleNamespace(
+        optimizer=mars,
+        param_names={param: name for name, param in model.named_parameters()},
+        groups=[[getattr(model, name)] for name in SIZES],
+    )
+    with pytest.raises(ValueError, match=message):
+        universal._load_zero12(pytest.fail, engine, "groups", str(target))
+
+
+@pytest.mark.parametrize("lacking", ["last_grad", "fp32"])
+def test_an_incomplete_checkpoint_is_refused_by_one_process(tmp_path, zero2, lacking):
+    target = tmp_path / "universal"
+    universal.to_universal(zero2, target)
+    (target / "zero" / "weight" / f"{lacking}.pt").unlink()
+    model = Net()
+    mars = mars_hf.create(model)
+    with pytest.raises(ValueError, match="no last gradient" if lacking == "last_grad" else r"no weights \(fp32\.pt\)"):
+        universal.load(target, model, mars)
+    assert not mars.state
+
+
+@pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=repr)
+@pytest.mark.parametrize("where", ["zero", "universal"])
+def test_a_step_counter_may_be_a_number(tmp_path, number, where):
+    model, mars = trained()
+    source, target = save_zero(tmp_path / "step2", model, mars), tmp_path / "universal"
+    if where == "zero":
+        for file in source.glob("*_optim_states.pt"):
+            edit(file, lambda saved: count(saved["optimizer_state_dict"]["base_optimizer_state"]["state"], number))
+    universal.to_universal(source, target)
+    if where == "universal":
+        for name in SIZES:
+            torch.save(number, target / "zero" / name / "step.pt")
+    fresh = Net()
+    twin = mars_hf.create(fresh)
+    universal.load(target, fresh, twin)
+    train(model, mars, 1)
+    train(fresh, twin, 1)
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert twin.state[other]["step"].shape == () and twin.state[other]["step"].item() == 3
+
+
+def count(states: dict, number: object) -> None:
+    for state in states.values():
+        state["step"] = number
+
+
+def test_a_partition_that_is_too_short_is_refused(tmp_path, zero2):
+    """Longer ones are padded: DeepSpeed pads states, and not the weights that it saves."""
+    model, _ = trained()
+    files = list(zero2.glob("*_optim_states.pt"))
+    for file in files:
+        edit(file, lengthen)
+    universal.to_universal(zero2, tmp_path / "universal")
+    universal.load(tmp_path / "universal", fresh := Net(), mars_hf.create(fresh))
+    assert torch.equal(fresh.weight, model.weight)
+    for file in files:
+        edit(file, shorten)
+    with pytest.raises(ValueError, match=r"exp_avg of weight has 14 elements on all ranks and should have \(3, 5\)"):
+        universal.to_universal(zero2, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def lengthen(saved: dict) -> None:
+    state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state["exp_avg"] = torch.cat([state["exp_avg"], torch.zeros(2)])
+
+
+def shorten(saved: dict) -> None:
+    state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    state["exp_avg"] = state["exp_avg"][:7]
+
+
+def test_the_name_of_the_latest_is_there_at_once_or_not_at_all(tmp_path, zero2, monkeypatch):
+    (tmp_path / "latest_universal").write_text("older")
+
+    def full(file, target):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="no space left"):
+            universal.to_universal(zero2, tmp_path / "universal")
+    assert (tmp_path / "latest_universal").read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_universal", "step2", "universal"]
+    universal.to_universal(zero2, tmp_path / "newer")
+    assert (tmp_path / "latest_universal").read_text() == "newer"
+    assert (tmp_path / "latest_universal").stat().st_mode & 0o777 == 0o644
 
 
 def test_another_model_or_optimizer_is_refused_and_left_alone(tmp_path, zero2):
