@@ -62,17 +62,13 @@ class Exchange:
             if group is not None:
                 self._wire = wire_device(self._wire, group)
         rank, replica = _rank(self._shards), _rank(self._replicas)
-        settings = _digest([(slot, shape, costs[slot]) for slot, shape in sorted(shapes.items())], dtype)
+        settings = digest([(slot, shape, costs[slot]) for slot, shape in sorted(shapes.items())], dtype)
         held = {slot: region for slot, region in sorted(regions.items()) if region.shape(shapes[slot]).numel()}
         shared = gather_objects((settings, held, replica), self._shards)
         # One answer for all ranks, so that none of them goes on alone.
-        everywhere = gather_objects((_digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
+        everywhere = gather_objects((digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
         if len(set(everywhere)) > 1 or len({(settings, replica) for settings, _, replica in shared}) > 1:
-            raise RuntimeError(
-                f"{len(everywhere) * len(shared)} ranks, {len(shared)} for each copy of the model, disagree on the "
-                "parameters to be updated, on their shapes, or on which pieces are where: build the optimizer from the "
-                "same parameters in the same order on every rank, and give them gradients in the same steps"
-            )
+            raise disagreement(len(everywhere) * len(shared), len(shared))
         self._routes = Routes(
             shapes, costs, [held for _, held, _ in shared], rank=rank, replica=replica, replicas=len(everywhere)
         )
@@ -228,5 +224,34 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
-def _digest(*values: Any) -> str:
+def agree(values: Any, group: Group, device: torch.device, *flags: bool) -> tuple[bool, tuple[bool, ...]]:
+    """Tell the other ranks of a group, in one all-reduce of a few numbers, what this one is about to do.
+
+    Args:
+        values: what they should all be about to do; compared by `repr`.
+        group: the ranks.
+        device: where the work will be done; waits for it, unless it is a CPU.
+        *flags: what each of them may want.
+
+    Returns:
+        Whether all agree, and for each flag whether any rank has raised it; the same on every rank.
+    """
+    number = int(digest(values)[:15], 16)
+    sent = torch.tensor([number, -number, *flags], dtype=torch.int64).to(wire_device(device, group))
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest, *raised = sent.tolist()
+    return largest == -smallest, tuple(map(bool, raised))
+
+
+def disagreement(ranks: int, copy: int) -> RuntimeError:
+    """The error for ranks that would update different parameters; `copy` of them hold one copy of the model."""
+    return RuntimeError(
+        f"{ranks} ranks, {copy} for each copy of the model, disagree on the parameters to be updated, on their shapes, "
+        "or on which pieces are where: build the optimizer from the same parameters in the same order on every rank, "
+        "and give them gradients in the same steps"
+    )
+
+
+def digest(*values: Any) -> str:
+    """A number, in hexadecimal digits, for values of the same `repr`."""
     return hashlib.sha256(repr(values).encode()).hexdigest()

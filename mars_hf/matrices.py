@@ -2,40 +2,76 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from mars_hf import hyperparameters, layouts, sharding
+from mars_hf import hyperparameters, layouts, replicas, sharding
 from mars_hf.batches import Batch
 from mars_hf.directions import Chunks, directions, flops, iteration_dtype, settings_of
-from mars_hf.exchange import Exchange, gather_objects
+from mars_hf.exchange import Exchange, agree, digest, disagreement, gather_objects
 from mars_hf.param_groups import orthogonalizes
 from mars_hf.regions import Region
 from mars_hf.sharding import Group, Placement
 
+logger = logging.getLogger(__name__)
+
+# Exchanges that are kept for steps with the same gradients as an earlier one.
+MAX_EXCHANGES = 16
+
 
 class Team(NamedTuple):
-    """Ranks that share the work on some matrices, and how they send them; see `exchange.Exchange`."""
+    """Ranks that share the work on some matrices, and how they send them; see `exchange.Exchange`.
+
+    `uniform` says that an engine makes all ranks bring the same.
+    """
 
     shards: Group
     replicas: Group
     device: torch.device
     dtype: torch.dtype
+    uniform: bool = False
+
+
+class _Repeated(NamedTuple):
+    """Plain matrices that DistributedDataParallel repeats: one batch, which its ranks share or each works on alone."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Plain(NamedTuple):
+    """A parameter that is neither sharded nor a DTensor."""
+
+    slot: int
+    place: int
+    device: torch.device
+    dtype: torch.dtype
 
 
 class _Member(NamedTuple):
-    """A tensor of the optimizer that a team works on; also where nothing of its parameters is on this rank."""
+    """A tensor with a gradient that a team works on; also where nothing of its parameters is on this rank."""
 
-    team: Team
-    group: dict[str, Any]
-    tensor: Tensor
-    placement: Placement | None
     slot: int
+    place: int  # of its group among the optimizer's
+    shape: torch.Size
+    placement: Placement | None
+    id: int
+
+
+class _Work(NamedTuple):
+    """What a team does in one step."""
+
+    members: list[_Member]
+    groups: Mapping[int, dict[str, Any]]  # by place
+    dtype: torch.dtype
+    exchange: Exchange
+    place_of: Mapping[int, int]  # of the group of each slot, also of those of which nothing is here
 
 
 class Matrices:
@@ -43,129 +79,240 @@ class Matrices:
 
     Matrices that are on this rank alone are orthogonalized in chunks. Where ranks hold pieces of them (FSDP2, ZeRO) or
     repeat them (DDP), each is brought together on one rank, orthogonalized there once, and its direction sent back.
+
+    Under DDP ranks share a step if DistributedDataParallel has averaged gradients since the last one, and if all of
+    them bring gradients for the same matrices, now and in all steps before. Otherwise each rank does all of the work on
+    its own gradients, as with any torch optimizer: after a backward pass of the bare module or under `no_sync`, in
+    `join`, where a rank lacks a gradient, and once ranks have taken different steps. Where ranks hold pieces, none of
+    them can go on alone: all raise RuntimeError.
     """
 
     def __init__(self, layout: sharding.Layout) -> None:
         """With the parameters that the optimizer was built with."""
         self._layout = layout
-        self._members: list[_Member] = []
-        self._replicas: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # From `sort` on, by the id of a tensor. Nothing here keeps one alive.
+        self._plain: dict[int, _Plain] = {}
+        self._teams: dict[int, Team] = {}
+        self._members: dict[Team, list[_Member]] = {}
         self._exchanges: dict[Hashable, tuple[Exchange, dict[int, int]]] = {}
+        self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
+        self._name = secrets.token_hex(8)
+        self._apart: set[Team] = set()  # whose ranks have taken different steps
+        self._groups: Sequence[dict[str, Any]] = ()  # from `sort` to the end of the step
 
     def sort(
         self, param_groups: Iterable[dict[str, Any]], placements: Mapping[Tensor, Placement]
     ) -> dict[Tensor, Hashable]:
-        """Who is orthogonalized together in the coming step, and in those after it until this is called again.
+        """Who is orthogonalized together in the coming step.
+
+        This holds for later steps too, as long as groups, parameters and who has a gradient stay the same. Where there
+        are DTensors or placements every step needs a call.
 
         Args:
             param_groups: of the optimizer.
             placements: of the sharded tensors.
 
         Returns:
-            For every tensor that has a gradient and holds matrices to be orthogonalized its chunk, or the team that
-            works on it.
+            For every tensor that has a gradient and holds matrices to be orthogonalized a key; those with the same key
+            are orthogonalized together.
         """
         chunks = Chunks()
         found: dict[Tensor, Hashable] = {}
-        self._members = []
-        slotted = enumerate((group, param) for group in param_groups for param in group["params"])
-        wanted = [(slot, *pair) for slot, pair in slotted if pair[1].grad is not None and orthogonalizes(pair[0])]
-        self._find_replicas([param for _, _, param in wanted if param not in placements])
-        for slot, group, param in wanted:
-            placement = placements.get(param)
-            shards = None if placement is None or _is_alone(param, placement) else placement.group
-            replicas = self._replicas[param] if placement is None else placement.replicas
-            if shards is None and replicas is None:
-                found[param] = chunks.of(group, param)
+        self._plain, self._teams, self._members = {}, {}, {}
+        self._groups = list(param_groups)
+        slotted = enumerate((place, param) for place, group in enumerate(self._groups) for param in group["params"])
+        wanted = [(slot, *pair) for slot, pair in slotted if orthogonalizes(self._groups[pair[0]])]
+        repeated = replicas.repeated() if any(not sharding.is_dtensor(param) for *_, param in wanted) else {}
+        for slot, place, param in wanted:
+            group = self._groups[place]
+            dtype = iteration_dtype(group, param)
+            key: Hashable = None
+            if param in placements or sharding.is_dtensor(param):
+                key = self._join(slot, place, param, placements.get(param), dtype)
             else:
-                team = Team(shards, replicas, sharding.local(param).device, iteration_dtype(group, param))
-                self._members.append(_Member(team, group, param, placement, slot))
-                found[param] = team
+                self._plain[id(param)] = _Plain(slot, place, param.device, dtype)
+                if id(param) in repeated and not self._apart:
+                    key = _Repeated(param.device, dtype)
+            if param.grad is not None:
+                found[param] = chunks.of(group, param) if key is None else key
         return found
 
     def in_order(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches in the order they are to be updated in, with directions where their rule has any.
 
-        Those of a chunk or team come together: their first moments are taken further and orthogonalized before the
-        first of them, and no directions are kept when the next one is asked for. Collective, where there are teams.
+        Those that are orthogonalized together come together: their first moments are taken further and orthogonalized
+        before the first of them, and no directions are kept when the next one is asked for. Collective, where ranks
+        share work: to be called in every step, also without batches.
+
+        Raises:
+            RuntimeError: on all ranks, before any first moment has changed: they hold pieces of the same matrices, and
+                bring gradients for different ones.
         """
-        # A rank that holds nothing of a team's matrices works for it all the same.
-        parts: dict[Hashable, list[Batch]] = {member.team: [] for member in self._members}
+        try:
+            for work, together in self._divide(list(batches)):
+                if work is not None:
+                    self._share(work, together)
+                elif together[0].chunk is not None:
+                    _orthogonalize(together)
+                for batch in together:
+                    yield batch
+                    batch.directions = []
+        finally:
+            self._groups = ()
+
+    def _join(self, slot: int, place: int, param: Tensor, placement: Placement | None, dtype: torch.dtype) -> Hashable:
+        """The team that works on a DTensor or an engine's tensor; None if there is none."""
+        shards = None if placement is None or _is_alone(param, placement) else placement.group
+        if placement is not None:
+            repeating = placement.replicas
+        else:
+            repeating = sharding.replicas_in_mesh(param)
+        if shards is None and repeating is None:
+            return None
+        team = Team(shards, repeating, sharding.local(param).device, dtype, not sharding.is_dtensor(param))
+        self._teams[id(param)] = team
+        members = self._members.setdefault(team, [])  # also without a gradient here: others may have one
+        if param.grad is not None:
+            members.append(_Member(slot, place, param.shape, placement, id(param)))
+        return team
+
+    def _divide(self, batches: Sequence[Batch]) -> list[tuple[_Work | None, list[Batch]]]:
+        """Which batches are worked on together, and what for: None where no other rank takes part."""
+        averaged = self._averaged()
+        teams = {team: list(members) for team, members in self._members.items()}
+        for key, group in averaged.items():
+            teams.setdefault(Team(None, group, *self._plain[key][2:]), [])
+        shared: dict[Team, list[Batch]] = {team: [] for team in teams}
+        alone: dict[Hashable, list[Batch]] = {}
+        groups = dict(enumerate(self._groups))
+        present = [member.slot for members in teams.values() for member in members]
+        shares_all = True
         for batch in batches:
-            parts.setdefault(id(batch) if batch.chunk is None else batch.chunk, []).append(batch)
-        for part, together in parts.items():
-            if isinstance(part, Team):
-                self._share(part, together)
-            elif together[0].chunk is not None:
-                _orthogonalize(together)
-            for batch in together:
-                yield batch
-                batch.directions = []
+            team = None
+            for tensor in batch.placements if batch.chunk is not None else ():
+                if id(tensor) in self._teams:
+                    team = self._teams[id(tensor)]
+                elif id(tensor) in self._plain:
+                    own = self._plain[id(tensor)]
+                    present.append(own.slot)
+                    shares_all = shares_all and (id(tensor) in averaged or id(tensor) in self._layout.replicas.unclear)
+                    if id(tensor) in averaged:
+                        team = Team(None, averaged[id(tensor)], own.device, own.dtype)
+                        teams[team].append(_Member(own.slot, own.place, tensor.shape, None, id(tensor)))
+                        groups[own.place] = batch.group
+            if team is None:
+                alone.setdefault(id(batch) if batch.chunk is None else batch.chunk, []).append(batch)
+            else:
+                shared[team].append(batch)
+        # For all of them before any work is done, so that nothing has changed where ranks disagree.
+        divided = [(self._work(team, sorted(teams[team]), groups), own) for team, own in shared.items()]
+        if present:
+            # What a rank has done on gradients of its own is its own.
+            self._past = digest(self._past, sorted(present), "" if shares_all else self._name)
+        return [(work, own) for work, own in divided if own or work] + [(None, own) for own in alone.values()]
 
-    def _find_replicas(self, wholes: Sequence[Tensor]) -> None:
-        unknown = [param for param in wholes if param not in self._replicas]
-        for param, replicas in zip(unknown, sharding.replicas_of(unknown), strict=True):
-            self._replicas[param] = replicas
+    def _averaged(self) -> dict[int, Group]:
+        """The process group of each plain parameter on whose ranks this step is shared, by id."""
+        if not self._plain:
+            return {}
+        averaged = self._layout.replicas.averaged()
+        found = {key: averaged[key] for key in self._plain if key in averaged}
+        return found if len(set(found.values())) == 1 else {}
 
-    def _share(self, team: Team, batches: Sequence[Batch]) -> None:
-        """Give the batches of a team their directions."""
-        members = [member for member in self._members if member.team == team]
-        groups = list({id(member.group): member.group for member in members}.values())
-        exchange, group_of = self._exchange(team, groups, members)
-        slots = {member.tensor: member.slot for member in members}
-        buffers = [batch.momenta() for batch in batches]
-        pieces: dict[int, Tensor] = {}
-        for batch, momenta in zip(batches, buffers, strict=True):
-            for (tensor, placement), momentum in zip(batch.placements.items(), momenta, strict=True):
-                own = [slots[tensor]] if placement is None else [piece.slot for piece in placement.pieces]
-                pieces |= zip(own, sharding.cut(momentum, placement), strict=True)
+    def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
+        """What a team does in this step, after asking its ranks; None if each works alone. Collective."""
+        if team in self._apart:
+            return self._work_without_replicas(team, members, groups)
+        places = {member.place for member in members}
+        kinds = [(place, _kind(groups[place])) for place in sorted(places)]
+        common = digest([(member.slot, member.place, member.shape) for member in members], kinds)
+        held = {slot: region for member in members for slot, region in _held(member).items()}
+        key = (team, common, tuple(held.items()))
+        new = key not in self._exchanges
+        if not team.uniform:
+            same, wrong = True, False
+            if team.shards is not None:
+                same, (new,) = agree(common, team.shards, team.device, new)
+                wrong = not same
+            if team.replicas is not None:
+                same, (new, wrong) = agree((common, self._past), team.replicas, team.device, new, wrong)
+            if wrong:
+                raise disagreement(*_sizes(team))
+            if not same:
+                logger.warning(
+                    "The ranks of a DistributedDataParallel model, or of the copies of a sharded one, bring gradients "
+                    "for different matrices to this step, or did in an earlier one. Each orthogonalizes all of its "
+                    "matrices itself from now on: as exact, and slower. To share the work, take the same steps on "
+                    "every rank."
+                )
+                self._apart.add(team)
+                return self._work_without_replicas(team, members, groups)
+        if new:
+            self._exchanges[key] = self._exchange(team, members, groups, held)
+            while len(self._exchanges) > MAX_EXCHANGES:
+                del self._exchanges[next(iter(self._exchanges))]
+        return _Work(members, groups, team.dtype, *self._exchanges[key])
 
-        def work(wholes: dict[int, Tensor]) -> dict[int, Tensor]:
-            settings = {slot: settings_of(groups[group_of[slot]], whole) for slot, whole in wholes.items()}
-            return directions(wholes, settings, out_dtype=team.dtype)
-
-        results = exchange.run(pieces, work)
-        if pieces:
-            torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
-        for batch, momenta in zip(batches, buffers, strict=True):
-            batch.take_directions(momenta)
+    def _work_without_replicas(
+        self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]
+    ) -> _Work | None:
+        return None if team.shards is None else self._work(team._replace(replicas=None), members, groups)
 
     def _exchange(
-        self, team: Team, groups: Sequence[dict[str, Any]], members: Sequence[_Member]
+        self,
+        team: Team,
+        members: Sequence[_Member],
+        groups: Mapping[int, dict[str, Any]],
+        held: Mapping[int, Region],
     ) -> tuple[Exchange, dict[int, int]]:
-        """The exchange of a team, and for every slot the place of its group in `groups`; collective the first time."""
-        places = {id(group): place for place, group in enumerate(groups)}
-        held: dict[int, tuple[int, Region]] = {}
-        for member in members:
-            place = places[id(member.group)]
-            if member.placement is None:
-                held[member.slot] = place, Region.everything(member.tensor.shape)
-            else:
-                held |= {piece.slot: (place, piece.region) for piece in member.placement.pieces}
-        kinds = [(layouts.from_plain(group["layout"]), len(hyperparameters.ns_coefficients(group))) for group in groups]
-        key = (team, tuple(kinds), tuple(held.items()))
-        if key not in self._exchanges:
-            group_of: dict[int, int] = {}
-            for theirs in gather_objects({slot: place for slot, (place, _) in held.items()}, team.shards):
-                group_of |= theirs
-            shapes = {slot: self._layout.shapes[slot] for slot in group_of}
-            costs = {}
-            for slot, shape in shapes.items():
-                layout, steps = kinds[group_of[slot]]
-                costs[slot] = flops(shape, layout or layouts.of_shape(shape), steps)
-            self._exchanges[key] = (
-                Exchange(
-                    shapes,
-                    costs,
-                    {slot: region for slot, (_, region) in held.items()},
-                    shards=team.shards,
-                    replicas=team.replicas,
-                    device=team.device,
-                    dtype=team.dtype,
-                ),
-                group_of,
-            )
-        return self._exchanges[key]
+        """The exchange of a team, and for every slot the place of its group; collective."""
+        place_of: dict[int, int] = {}
+        for theirs in gather_objects({slot: m.place for m in members for slot in _held(m)}, team.shards):
+            place_of |= theirs
+        shapes = {slot: self._layout.shapes[slot] for slot in place_of} if team.uniform else {}
+        shapes |= {member.slot: member.shape for member in members if not team.uniform}
+        costs = {}
+        for slot in place_of:
+            _, layout, steps = _kind(groups[place_of[slot]])
+            costs[slot] = flops(shapes[slot], layouts.from_plain(layout) or layouts.of_shape(shapes[slot]), steps)
+        exchange = Exchange(
+            {slot: shapes[slot] for slot in place_of},
+            costs,
+            held,
+            shards=team.shards,
+            replicas=team.replicas,
+            device=team.device,
+            dtype=team.dtype,
+        )
+        return exchange, place_of
+
+    def _share(self, work: _Work, batches: Sequence[Batch]) -> None:
+        """Give the batches of a team their directions; tensors that other ranks do not repeat may be among them."""
+        members = {member.id: member for member in work.members}
+        buffers = [batch.momenta() for batch in batches]
+        pieces: dict[int, Tensor] = {}
+        others: dict[int, Tensor] = {}
+        settings = {}
+        for batch, momenta in zip(batches, buffers, strict=True):
+            for tensor, momentum in zip(batch.placements, momenta, strict=True):
+                if id(tensor) in members:
+                    member = members[id(tensor)]
+                    pieces |= zip(_held(member), sharding.cut(momentum, member.placement), strict=True)
+                else:
+                    others[id(tensor)], settings[id(tensor)] = momentum, settings_of(batch.group, tensor)
+
+        def orthogonalize(wholes: dict[int, Tensor]) -> dict[int, Tensor]:
+            own = {slot: settings_of(work.groups[work.place_of[slot]], whole) for slot, whole in wholes.items()}
+            return directions(wholes, own, out_dtype=work.dtype)
+
+        results = work.exchange.run(pieces, orthogonalize)
+        if pieces:
+            torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
+        if others:
+            found = directions(others, settings, out_dtype=work.dtype)
+            torch._foreach_copy_(list(others.values()), [found[key] for key in others])
+        for batch, momenta in zip(batches, buffers, strict=True):
+            batch.take_directions(momenta)
 
 
 def _is_alone(param: Tensor, placement: Placement) -> bool:
@@ -173,12 +320,33 @@ def _is_alone(param: Tensor, placement: Placement) -> bool:
     return sharding.is_dtensor(param) and dist.get_world_size(placement.group) == 1
 
 
+def _held(member: _Member) -> dict[int, Region]:
+    """What this rank holds of the parameters in a tensor, by slot."""
+    if member.placement is None:
+        return {member.slot: Region.everything(member.shape)}
+    return {piece.slot: piece.region for piece in member.placement.pieces}
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
+    """The settings of a group that all ranks need to have in common."""
+    return group["mars_type"], group["layout"], len(hyperparameters.ns_coefficients(group))
+
+
+def _sizes(team: Team) -> tuple[int, int]:
+    """The number of ranks, and how many of them hold one copy of the model."""
+    copies, shards = (1 if group is None else dist.get_world_size(group) for group in (team.replicas, team.shards))
+    return copies * shards, shards
+
+
 def _orthogonalize(batches: Sequence[Batch]) -> None:
     """Give the batches of a chunk their directions."""
     owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
     settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
     momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
+    chunk = batches[0].chunk
     wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
-    found = iter(directions(momenta, settings, out_dtype=wide).values())
+    # Rounded as where they travel, so that a step is the same whether it is shared or not.
+    out_dtype = chunk.dtype if isinstance(chunk, _Repeated) else wide
+    found = iter(directions(momenta, settings, out_dtype=out_dtype).values())
     for batch in batches:
         batch.take_directions([next(found) for _ in batch.placements])

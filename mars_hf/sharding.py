@@ -8,7 +8,6 @@ over the ranks.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,9 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf.layouts import shape_of
 from mars_hf.regions import Region
-
-# ProcessGroup, or None for the default one.
-Group = Any
+from mars_hf.replicas import Group, Replicas, all_objects
 
 
 class Piece(NamedTuple):
@@ -50,40 +47,66 @@ class Placement(NamedTuple):
 
 
 class Layout:
-    """Remembers, weakly, the parameters an optimizer was built with, and explains what arrives at `step()`.
+    """Knows the parameters an optimizer was built with, and explains what arrives at `step()`.
 
-    Weakly, because accelerate empties the optimizer's references while it shards a model, so that the unsharded one
-    can be freed. A parameter's slot is its position among them; it is the same on every rank.
+    It keeps their shapes and their `id`, and no reference to them. A strong one would keep the unsharded model alive
+    while accelerate shards it. With a weak one `torch.utils.swap_tensors` refuses a tensor, by which `model.to(dtype)`
+    converts DTensors. Only where DeepSpeed has put flat tensors in their place does it look for the parameters.
+
+    A parameter's slot is its position among all; it is the same on every rank.
     """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]] = ()) -> None:
         """Remember the parameters of these groups."""
-        self._origins: list[weakref.ref[Tensor]] = []
-        self._roles: list[str] = []
         self.shapes: list[torch.Size] = []  # of the whole parameters, by slot
-        self._found: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._verified: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._roles: list[str] = []
+        self._slots: dict[int, int] = {}  # by id
+        # Those that an engine has put into flat tensors, by slot.
+        self._origins: dict[int, weakref.ref[Tensor]] = {}
+        # Of an engine's flat tensor, and what of it and its parameters the placement was found from.
+        self._flat: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # By mesh; what is in them follows from the slot, the placements and the shape of a DTensor.
+        self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sharded_slots: set[int] = set()
+        self._verified: WeakIdKeyDictionary = WeakIdKeyDictionary()  # flat tensors, and meshes with their geometries
+        self.replicas = Replicas()
         for group in groups:
             self.extend(group)
+            if group.get("mars_type") in ("mars-shampoo", "mars-m"):
+                self.replicas.averaged()  # before the optimizer was made
 
     def extend(self, group: Mapping[str, Any]) -> None:
         """Remember the parameters of one more group."""
-        self.shapes += [shape_of(param) for param in group["params"]]
-        self._origins += [weakref.ref(param) for param in group["params"]]
-        self._roles += [group["role"]] * len(group["params"])
-        self._found.clear()
+        for param in group["params"]:
+            self._slots[id(param)] = len(self.shapes)
+            self.shapes.append(shape_of(param))
+            self._roles.append(group["role"])
+        self._origins.clear()
+        self._flat.clear()
         self._verified.clear()
 
     def slots(self, *, vectors: bool) -> list[int]:
-        """Slots of the matrices, and of the vectors if wanted."""
-        return [slot for slot, role in enumerate(self._roles) if vectors or role == "matrix"]
+        """Slots of the matrices, of the vectors if wanted, and of all DTensors found so far; alike on every rank."""
+        return [
+            slot for slot, role in enumerate(self._roles) if vectors or role == "matrix" or slot in self._sharded_slots
+        ] + sorted(slot for slot in self._sharded_slots if slot >= len(self._roles))
+
+    def origin(self, slot: int) -> Tensor | None:
+        """The parameter in a slot that an engine has put into a flat tensor; None if there is none."""
+        return self._origins[slot]() if slot in self._origins else None
 
     def all_seen(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all of these have been asked about before; alike on every rank."""
-        new = [tensor for tensor in tensors if tensor not in self._verified]
-        for tensor in new:
-            self._verified[tensor] = True
-        return not new
+        """Whether all of these, or others laid out like them, have been asked about before; alike on every rank."""
+        seen = True
+        for tensor in tensors:
+            owner: Any = tensor
+            key = None
+            if is_dtensor(tensor):  # by what every rank knows; and no reference to the DTensor, see the class
+                owner, key = owner.device_mesh, (owner.placements, owner.shape)
+            known = self._verified.setdefault(owner, set())
+            seen = seen and key in known
+            known.add(key)
+        return seen
 
     def locate(self, tensor: Tensor, slot: int) -> Placement | None:
         """Where the pieces of an optimizer's tensor belong; None for a whole parameter.
@@ -95,35 +118,106 @@ class Layout:
         Raises:
             RuntimeError: the tensor is a piece of something unknown; the message names what it looks like.
         """
-        if tensor not in self._found:
-            self._found[tensor] = self._locate(tensor, slot)
-        return self._found[tensor]
-
-    def _locate(self, tensor: Tensor, slot: int) -> Placement | None:
         if is_dtensor(tensor):
-            return _in_dtensor(tensor, slot)
+            return self._locate_dtensor(tensor, slot)
         reject_fsdp1(tensor)
-        origins = [(index, origin) for index, ref in enumerate(self._origins) if (origin := ref()) is not None]
-        if any(origin is tensor for _, origin in origins) or tensor.ndim > 1:
+        if tensor.ndim > 1 or self._is_known(tensor):
             return None
-        for explain in (_in_zero3, _in_zero12):
-            placement = explain(tensor, origins)
-            if placement is not None:
+        if tensor in self._flat:
+            placement, facts = self._flat[tensor]
+            if facts == self._facts(tensor, placement):
                 return placement
+        placement = self._explain(tensor)
+        if placement is not None:
+            self._flat[tensor] = placement, self._facts(tensor, placement)
+            return placement
+        same_shape = slot < len(self.shapes) and self.shapes[slot] == tensor.shape
+        if not self._origins and (same_shape or _is_of_a_module(tensor)):
+            self._replace(slot, tensor)
+            return None
         raise RuntimeError(
             f"a flat tensor of shape {tuple(tensor.shape)} that is none of the parameters Mars was built with: the "
             "norm of a corrected gradient cannot be taken over a piece of unknown origin. Supported are DDP, FSDP2 and "
             "DeepSpeed ZeRO-1/2/3, with Mars built from the model's own parameters"
         )
 
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether this is one of the parameters; what took the place of a freed one in memory has another shape."""
+        slot = self._slots.get(id(tensor))
+        return slot is not None and self.shapes[slot] == tensor.shape
+
+    def _replace(self, slot: int, tensor: Tensor) -> None:
+        """Remember a vector that the user has put in the place of another, or added."""
+        self._slots[id(tensor)] = slot
+        if slot < len(self.shapes):
+            self.shapes[slot] = tensor.shape
+
+    def _locate_dtensor(self, tensor: Any, slot: int) -> Placement | None:
+        found = self._meshes.setdefault(tensor.device_mesh, {})
+        key = (slot, tensor.placements, tensor.shape)
+        if key not in found:
+            found[key] = _in_dtensor(tensor, slot)
+        placement = found[key]
+        if placement is not None:
+            self._sharded_slots.add(slot)
+            (region,) = [piece.region for piece in placement.pieces] or [None]
+            here = tensor.to_local().shape
+            if here.numel() if region is None else here != region.shape(tensor.shape):
+                raise RuntimeError(
+                    f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements} has a part of shape "
+                    f"{tuple(here)} on this rank, which is not how torch divides it: MARS supports what fully_shard "
+                    "and distribute_tensor make"
+                )
+        return placement
+
+    def _explain(self, tensor: Tensor) -> Placement | None:
+        """Which parameters an engine has put into a flat tensor; None if no engine says so."""
+        if self._origins:
+            placement = self._explain_with_origins(tensor)
+            if placement is not None:
+                return placement
+        self._find_origins()
+        return self._explain_with_origins(tensor)
+
+    def _explain_with_origins(self, tensor: Tensor) -> Placement | None:
+        origins = [(slot, origin) for slot, ref in self._origins.items() if (origin := ref()) is not None]
+        return _in_zero3(tensor, origins) or _in_zero12(tensor, origins)
+
+    def _find_origins(self) -> None:
+        """Look for the parameters among all objects: some 50 ms. Weak references do no harm to those of an engine."""
+        found = {}
+        for candidate in all_objects():
+            slot = self._slots.get(id(candidate))
+            if slot is not None and issubclass(type(candidate), Tensor) and shape_of(candidate) == self.shapes[slot]:
+                if hasattr(candidate, "_hp_mapping") or hasattr(candidate, "_z3_optimizer"):
+                    found[slot] = weakref.ref(candidate)
+        self._origins = dict(sorted(found.items()))
+
+    def _facts(self, tensor: Tensor, placement: Placement) -> tuple[Any, ...]:
+        """What a placement in an engine's flat tensor was found from; it holds as long as these are the same."""
+        origins = [self.origin(piece.slot) for piece in placement.pieces]
+        return (
+            *(tensor.shape, tensor.storage_offset()),
+            *(None if origin is None else _place_in_engine(origin, tensor) for origin in origins),
+        )
+
 
 class WholeSums:
     """Sums over whole parameters from sums over pieces: one all-reduce a process group, all parameters together."""
 
-    def __init__(self, slots: Sequence[int], rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Start with zeros, `rows` of them for each of the parameters in these slots; the same ones on every rank."""
+    def __init__(self, slots: Sequence[int], rows: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Start with zeros, `rows` of them for each of the parameters in these slots; the same ones on every rank.
+
+        Args:
+            slots: as above.
+            rows: number of sums for each slot.
+            device: of the parameters.
+            dtype: of the sums that come back, None for that of `wide_dtype`. They travel in the latter: a rank without
+                pieces does not know what others have.
+        """
         self._index = {slot: index for index, slot in enumerate(slots)}
-        self._zeros = torch.zeros(rows, len(slots), device=device, dtype=dtype)
+        self._zeros = torch.zeros(rows, len(slots), device=device, dtype=wide_dtype(device))
+        self._dtype = dtype or self._zeros.dtype
         self._sums: dict[Group, Tensor] = {}
         self._counts: dict[Group, dict[int, list[int]]] = {}
 
@@ -152,7 +246,7 @@ class WholeSums:
         for group, total in self._sums.items():
             sent = total
             if verify:
-                # Float32 counts exactly up to 2**24, so shares of the whole are sent, not elements.
+                # Float32, where there is no float64, counts up to 2**24 only: shares of the whole are sent.
                 shares = torch.zeros_like(total[:1])
                 for index, (numel, whole) in self._counts[group].items():
                     shares[0, index] = numel / whole
@@ -164,11 +258,11 @@ class WholeSums:
 
     def of(self, group: Group, slots: Sequence[int]) -> Tensor:
         """The sums over the whole parameters in these slots: one column each."""
-        return self._sums[group][:, self._columns(slots)]
+        return self._sums[group][:, self._columns(slots)].to(self._dtype)
 
     def total(self, row: int) -> Tensor:
         """The sum of a row over all parameters, 0-d."""
-        return torch.stack([sums[row].sum() for sums in self._sums.values()]).sum()
+        return torch.stack([sums[row].sum() for sums in self._sums.values()]).sum().to(self._dtype)
 
     def _columns(self, slots: Sequence[int]) -> Tensor:
         device = self._zeros.device
@@ -184,6 +278,11 @@ def all_reduce(values: Tensor, group: Group) -> Tensor:
     return values.to(device)
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums on a device: float64 where it has that."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def wire_device(device: torch.device, group: Group) -> torch.device:
     """Where a process group takes tensors that live on `device`."""
     if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
@@ -191,21 +290,15 @@ def wire_device(device: torch.device, group: Group) -> torch.device:
     return device
 
 
-def replicas_of(params: Sequence[Tensor]) -> list[Group]:
-    """For each of these whole parameters the process group on whose ranks it is repeated; None where none is known.
+def replicas_in_mesh(tensor: Any) -> Group:
+    """The ranks along the longest mesh dimension that a DTensor is replicated over; None where there are no others.
 
-    Of a DTensor without sharded dimension that of its mesh; of a plain parameter that of the DistributedDataParallel
-    module which reduces its gradients, and which is looked for among all live objects (slow: remember the answer).
-    Nothing is concluded from the number of ranks: a model may be on one of them only, or differ. Plain parameters of
-    modules with different groups count as not repeated.
+    Along further dimensions work is repeated, which changes nothing: all ranks there start from the same.
     """
-    wrapped = _groups_of_ddp() if any(not is_dtensor(param) for param in params) else {}
-    plain = [None if is_dtensor(param) else wrapped.get(id(param)) for param in params]
-    known = {group for group in plain if group is not None}
-    return [
-        _replicas_in_mesh(param) if is_dtensor(param) else (group if len(known) == 1 else None)
-        for param, group in zip(params, plain, strict=True)
-    ]
+    mesh = tensor.device_mesh
+    lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}
+    longest = max(lengths, key=lengths.__getitem__, default=None)
+    return None if longest is None or lengths[longest] == 1 else mesh.get_group(longest)
 
 
 def reject_fsdp1(param: Tensor) -> None:
@@ -281,42 +374,17 @@ def _in_dtensor(tensor: Any, slot: int) -> Placement | None:
     full = -(-tensor.shape[dim] // mesh.size(mesh_dim))
     start = min(mesh.get_local_rank(mesh_dim) * full, tensor.shape[dim])
     region = Region(dim, start, min(full, tensor.shape[dim] - start))
-    here = tensor.to_local()
-    assert here.shape == region.shape(tensor.shape)
-    pieces = (Piece(slot, 0, here.numel(), tensor.numel(), region),) if here.numel() else ()
-    return Placement(pieces, mesh.get_group(mesh_dim), _replicas_in_mesh(tensor))
+    numel = region.shape(tensor.shape).numel()
+    pieces = (Piece(slot, 0, numel, tensor.numel(), region),) if numel else ()
+    return Placement(pieces, mesh.get_group(mesh_dim), replicas_in_mesh(tensor))
 
 
-def _replicas_in_mesh(tensor: Any) -> Group:
-    """The ranks along the longest mesh dimension that a DTensor is replicated over; None where there are no others.
-
-    Along further dimensions work is repeated, which changes nothing: all ranks there start from the same.
-    """
-    mesh = tensor.device_mesh
-    lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}
-    longest = max(lengths, key=lengths.__getitem__, default=None)
-    return None if longest is None or lengths[longest] == 1 else mesh.get_group(longest)
-
-
-def _groups_of_ddp() -> dict[int, Group]:
-    """Process group of each parameter, by id, that a DistributedDataParallel module keeps alike on several ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
-    groups: dict[int, Group] = {}
-    for module in gc.get_objects():
-        # Not isinstance, which asks proxies for their __class__.
-        if issubclass(type(module), nn.parallel.DistributedDataParallel) and _stays_alike(module):
-            for name, param in module.module.named_parameters():
-                if name not in module.parameters_to_ignore:
-                    groups[id(param)] = module.process_group
-    return groups
-
-
-def _stays_alike(module: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether there are other ranks that take every step with this one, on the same gradients."""
-    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
-    joining = module._join_config.enable  # some ranks may have had their last batch
-    return dist.get_world_size(module.process_group) > 1 and "post_localSGD_hook" not in hooks and not joining
+def _is_of_a_module(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter of any module, as one that an engine has made is not."""
+    if type(tensor) is not nn.Parameter:
+        return False
+    modules = (candidate for candidate in all_objects() if issubclass(type(candidate), nn.Module))
+    return any(tensor is param for module in modules for param in module.__dict__.get("_parameters", {}).values())
 
 
 def _in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
@@ -376,6 +444,15 @@ def _in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placemen
             region = Region(None, rank * partition, numel)
             pieces.append(Piece(slot, start, numel, origin.ds_numel, region))
     return Placement(tuple(pieces), group) if known else None
+
+
+def _place_in_engine(origin: Any, tensor: Tensor) -> tuple[Any, ...]:
+    """Where an engine says that a parameter lies in a flat tensor."""
+    if hasattr(origin, "_z3_optimizer"):
+        engine = origin._z3_optimizer
+        place = engine.grad_position.get(engine.get_param_id(origin))
+        return place, place is not None and engine.fp32_partitioned_groups_flat[place[0]] is tensor
+    return origin.storage_offset(), origin.shape
 
 
 def _check_shares(shares: Tensor, counts: dict[int, list[int]]) -> None:

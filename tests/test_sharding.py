@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -155,10 +159,7 @@ def test_shapes_are_those_of_whole_parameters(alone):
 
 
 def test_one_rank_has_no_replicas(alone):
-    model = nn.Linear(3, 2)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    params = [*wrapped.parameters(), dtensor((6, 4), (1,), ("replicate",), [Replicate()])]
-    assert sharding.replicas_of(params) == [None, None, None]
+    assert sharding.replicas_in_mesh(dtensor((6, 4), (1,), ("replicate",), [Replicate()])) is None
 
 
 def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
@@ -169,9 +170,143 @@ def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
         assert sharding.wire_device(cuda, None) == cuda
 
 
-def test_layout_forgets_freed_parameters():
-    param = nn.Parameter(torch.ones(2, 2))
-    layout = sharding.Layout([{"params": [param], "role": "matrix"}])
-    assert layout.locate(param, 0) is None
-    del param
-    assert layout._origins[0]() is None
+def test_a_layout_neither_holds_parameters_nor_refers_to_them(alone):
+    params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)), dtensor((6, 4), (1,), ("a",), [Shard(0)])]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    for slot, param in enumerate(params):
+        layout.locate(param, slot)
+    layout.all_seen(params[2:])
+    assert all(not weakref.getweakrefs(param) for param in params)
+    freed = list(map(weakref.ref, params))
+    del param, params
+    gc.collect()
+    assert [reference() for reference in freed] == [None] * 3
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_model_can_be_moved_after_the_optimizer_is_made(swaps, when, mars_type):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    mars = mars_hf.create(model, mars_type=mars_type, optimize_1d=True)
+    params = list(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for dtype in (torch.bfloat16,) if when == "before" else (torch.float32, torch.bfloat16, torch.float32):
+            model.to(dtype)
+            before = [param.detach().clone() for param in params]
+            model(torch.ones(5, 4, dtype=dtype)).square().sum().backward()
+            mars.step()
+            mars.zero_grad()
+            assert all(param.dtype == dtype for param in params)
+            assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert list(map(id, model.parameters())) == list(map(id, params))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda mars: pickle.loads(pickle.dumps(mars))])
+def test_a_copied_optimizer_steps_on_its_own_parameters(copied):
+    mars = mars_hf.Mars([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))], optimize_1d=True)
+    twin = copied(mars)
+    for own in (mars, twin):
+        for group in own.param_groups:
+            for param in group["params"]:
+                param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape)
+        own.step()
+    for one, other in zip(mars.param_groups, twin.param_groups, strict=True):
+        for param, copy_ in zip(one["params"], other["params"], strict=True):
+            assert param is not copy_ and torch.equal(param, copy_)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,)], ids=["same shape", "other shape"])
+def test_a_vector_of_a_module_may_be_replaced(shape):
+    model = nn.Linear(4, 3)
+    mars = mars_hf.create(model, optimize_1d=True)
+    with torch.no_grad():
+        model.bias = nn.Parameter(torch.ones(shape))
+    mars.param_groups[1]["params"][0] = model.bias
+    for _ in range(2):
+        model.bias.grad, model.weight.grad = torch.ones(shape), torch.ones(3, 4)
+        mars.step()
+    assert (model.bias < 1).all()
+
+
+def test_a_plain_vector_may_be_replaced_by_one_of_its_shape():
+    mars = mars_hf.Mars([torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)], optimize_1d=True)
+    vector = torch.ones(3, requires_grad=True)
+    mars.param_groups[1]["params"][0] = vector
+    vector.grad = torch.ones(3)
+    mars.step()
+    assert (vector < 1).all()
+
+
+def test_a_flat_tensor_of_unknown_origin_is_refused():
+    mars = mars_hf.Mars([torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)], optimize_1d=True)
+    flat = nn.Parameter(torch.ones(12))
+    flat.grad = torch.ones(12)
+    mars.param_groups[0]["params"] = [flat]
+    with pytest.raises(RuntimeError, match=r"flat tensor of shape \(12,\) that is none of the parameters"):
+        mars.step()
+
+
+def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(alone):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    flat = zero12(params)
+    before = layout.locate(flat, 0)
+    assert layout.locate(flat, 0) is before
+    buffer = params[0].untyped_storage()
+    for param, start in zip(params, (10, 0), strict=True):
+        param.data = torch.empty(0).set_(buffer, start, param.shape)
+    assert [(piece.slot, piece.start) for piece in layout.locate(flat, 0).pieces] == [(0, 10), (1, 0)]
+
+
+def test_parameters_are_found_among_frozen_objects(alone):
+    params = [nn.Parameter(torch.randn(4, 3))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    flat = zero12(params)
+    gc.freeze()
+    try:
+        assert [piece.slot for piece in layout.locate(flat, 0).pieces] == [0]
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_dtensors_step_after_another_group_was_removed(alone, mars_type):
+    """Then they have other places than at first."""
+    one, two = (dtensor((6, 4), (1,), ("a",), [Shard(0)]) for _ in range(2))
+    twin = nn.Parameter(two.detach().full_tensor().clone())
+    vector = torch.ones(3, requires_grad=True)
+    mars = mars_hf.Mars([{"params": [vector]}, {"params": [one]}, {"params": [two]}], mars_type=mars_type)
+    plain = mars_hf.Mars([twin], mars_type=mars_type)
+    del mars.param_groups[:2]
+    two.grad, twin.grad = distribute_tensor(torch.ones(6, 4), two.device_mesh, [Shard(0)]), torch.ones(6, 4)
+    mars.step()
+    plain.step()
+    torch.testing.assert_close(two.detach().full_tensor(), twin.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_part_of_a_dtensor_that_torch_would_not_cut_is_refused(alone):
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    odd = DTensor.from_local(torch.randn(5, 4), mesh, [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
+    with pytest.raises(RuntimeError, match=r"part of shape \(5, 4\) on this rank"):
+        sharding.Layout([{"params": [odd], "role": "matrix"}]).locate(odd, 0)
+
+
+def test_sums_travel_in_one_dtype_whatever_is_here(alone, monkeypatch):
+    sent = []
+    monkeypatch.setattr(sharding, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
+    for dtype in (torch.float32, torch.float64, None):
+        sums = sharding.WholeSums([0, 2], 1, torch.device("cpu"), dtype)
+        sums.join(sharding.Placement((), None))
+        sums.add(None, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
+        sums.reduce(verify=False)
+        assert sums.of(None, [2]).dtype == (dtype or torch.float64)
+    assert set(sent) == {torch.float64}
+    assert sums.of(None, [2]).item() == sums.total(0).item() == 1e300
+    assert sharding.wide_dtype(torch.device("mps")) == torch.float32

@@ -29,7 +29,7 @@ from worker import import_deepspeed, main
 from workload import ACCUMULATION, CASES, Tokens, build_model
 
 import mars_hf
-from mars_hf import sharding
+from mars_hf import replicas, sharding
 from mars_hf.exchange import Exchange
 from mars_hf.regions import Region
 
@@ -258,8 +258,8 @@ def look(mars: mars_hf.Mars, names: list[str], expected: dict[str, Tensor], whol
         for piece, part in zip(placement.pieces, parts, strict=True):
             regions[piece.slot], pieces[piece.slot] = piece.region, part
     (groups,) = {
-        (None, replicas) if placement is None else (placement.group, placement.replicas)
-        for placement, replicas in zip(placements, sharding.replicas_of(params), strict=True)
+        (None, others) if placement is None else (placement.group, placement.replicas)
+        for placement, others in zip(placements, replicas_of(params), strict=True)
     }
     shapes = dict(enumerate(layout.shapes))
     costs = {slot: float(shape.numel()) for slot, shape in shapes.items()}
@@ -338,8 +338,8 @@ def find_replicas(_: str) -> dict[str, Any]:
     elsewhere = nn.Linear(3, 2)
     second = DistributedDataParallel(elsewhere, process_group=same_ranks)
     found["two_groups"] = known([*model.parameters(), *elsewhere.parameters()])
-    partly = nn.Linear(3, 2)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(partly, ["bias"])
+    partly = nn.Sequential(nn.Linear(3, 2))  # torch forgets to ignore what is not in a submodule
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(partly, ["0.bias"])
     third = DistributedDataParallel(partly)
     found["ignored_bias"] = known(partly.parameters())
     drifting = DistributedDataParallel(nn.Linear(3, 2))
@@ -355,10 +355,16 @@ def find_replicas(_: str) -> dict[str, Any]:
     return found
 
 
+def replicas_of(params: list[Tensor]) -> list[Any]:
+    """The process group on whose ranks each whole parameter is repeated."""
+    wrapped = replicas.repeated()
+    return [
+        sharding.replicas_in_mesh(param) if sharding.is_dtensor(param) else wrapped.get(id(param)) for param in params
+    ]
+
+
 def known(params: Any) -> list[bool]:
-    groups = sharding.replicas_of(list(params))
-    assert all(group in (None, dist.group.WORLD) for group in groups)
-    return [group is not None for group in groups]
+    return [group is not None for group in replicas_of(list(params))]
 
 
 KINDS = {"cut": exchange_cut, "engine": exchange_engine, "wrong": exchange_wrong, "replicas": find_replicas}

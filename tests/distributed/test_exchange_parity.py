@@ -138,6 +138,7 @@ def test_replicas_are_the_ranks_of_a_ddp_module_and_nothing_else(outcomes):
         assert all(found["ddp"]) and len(found["ddp"]) > 20
         assert found["ddp_and_other"] == [*found["ddp"], False, False]
         assert found["ignored_bias"] == [True, False]
-        for name in ("unwrapped", "ddp_of_one_rank", "two_groups", "join", "local_sgd", "freed"):
+        assert found["two_groups"] and all(found["two_groups"])  # each by its own group
+        for name in ("unwrapped", "ddp_of_one_rank", "join", "local_sgd", "freed"):
             assert found[name] and not any(found[name])
     assert first["rank_0_only"] == [False, False] and "rank_0_only" not in second

@@ -297,8 +297,8 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
     here = []
     for flat, state in mars.state.items():
         for piece in layout.locate(flat, 0).pieces:
-            param = layout._origins[piece.slot]()
-            shape = getattr(param, "ds_shape", param.shape)
+            param = layout.origin(piece.slot)
+            shape = layout.shapes[piece.slot]
             stretch = slice(piece.start, piece.start + piece.numel)
             here += [(f"{key}.{names[param]}", shape, state[key][stretch]) for key in STATES if key in state]
     everywhere: list[Any] = [None] * dist.get_world_size()

@@ -1,0 +1,128 @@
+"""Which parameters other ranks repeat, and whether those ranks take this step with the same gradients."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+# ProcessGroup, or None for the default one.
+Group = Any
+
+# `Replicas` tells one backward pass from the next by the time at which each gradient was ready. Of fewer parameters
+# than this, two passes might agree to the nanosecond.
+MIN_TIMES = 8
+
+_wrappers: weakref.WeakSet[DistributedDataParallel] | None = None
+
+
+class Replicas:
+    """Tells which DistributedDataParallel modules have averaged gradients since the last step.
+
+    Ranks may divide work only if all of them come. They all do where DistributedDataParallel has averaged gradients
+    since the last step: the backward pass needs every rank. It does not on the bare module, under `no_sync` or in
+    `join`, and nobody waits for others there.
+
+    Nothing is remembered of a module but the times at which its gradients were ready. Which parameters it wraps, over
+    which ranks, is looked up at every call.
+    """
+
+    def __init__(self) -> None:
+        """Start without having seen any backward pass."""
+        self._times: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()
+        # Parameters that the last call left out, and whose gradients may have been averaged all the same, by id: with
+        # `static_graph` the first backward pass is not timed.
+        self.unclear: set[int] = set()
+
+    def averaged(self) -> dict[int, Group]:
+        """Return the process group of each parameter whose gradient was averaged since the last call, by `id`."""
+        found: dict[int, Group] = {}
+        self.unclear = set()
+        for module in _all_wrappers():
+            times = _times_of(module)
+            if module.static_graph and not any(times):
+                self.unclear |= _group_by_param(module).keys()
+            new = times != self._times.get(module, [0] * len(times))
+            self._times[module] = times
+            if new and len(times) >= MIN_TIMES and _stays_alike(module):
+                found |= _group_by_param(module)
+        return found
+
+
+def repeated() -> dict[int, Group]:
+    """Return the process group of each parameter that a DistributedDataParallel module keeps alike, by `id`.
+
+    Nothing is concluded from the number of ranks: a model may be on one of them only, or differ.
+    """
+    found: dict[int, Group] = {}
+    for module in _all_wrappers():
+        if _stays_alike(module):
+            found |= _group_by_param(module)
+    return found
+
+
+def all_objects() -> list[Any]:
+    """All objects that the garbage collector knows, modules and tensors among them; takes some 50 ms."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()  # what is frozen is not listed
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
+
+
+def _all_wrappers() -> list[DistributedDataParallel]:
+    """All DistributedDataParallel modules there are.
+
+    Those made before the first call are looked for among all objects; later ones come by themselves. So the answer does
+    not depend on when a rank has asked before.
+    """
+    global _wrappers
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    if _wrappers is None:
+        _wrappers = weakref.WeakSet()
+        register_module_module_registration_hook(_note_wrapper)
+        for module in all_objects():
+            _note_wrapper(module)
+    return list(_wrappers)
+
+
+def _note_wrapper(module: Any, *_: Any) -> None:
+    # Not isinstance, which asks proxies for their __class__.
+    if _wrappers is not None and issubclass(type(module), DistributedDataParallel):
+        _wrappers.add(module)
+
+
+def _times_of(module: DistributedDataParallel) -> list[int]:
+    return list(module.reducer.get_backward_stats())
+
+
+def _stays_alike(module: DistributedDataParallel) -> bool:
+    """Whether there are other ranks that take every step with this one, on the same gradients."""
+    group = module.process_group
+    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
+    joining = module._join_config.enable  # some ranks may have had their last batch
+    return _ranks(group) > 1 and "post_localSGD_hook" not in hooks and not joining
+
+
+def _ranks(group: Group) -> int:
+    """The number of ranks; 0 for a process group that has been destroyed."""
+    try:
+        return len(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return 0
+
+
+def _group_by_param(module: DistributedDataParallel) -> dict[int, Group]:
+    # As it took them at its construction: it averages no others, whatever has become of its module.
+    ids = [id(param) for param in module._module_parameters if param.requires_grad]
+    if len(ids) != len(_times_of(module)):  # parameters have been frozen or unfrozen since
+        return {}
+    return dict.fromkeys(ids, module.process_group)

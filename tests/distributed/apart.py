@@ -1,0 +1,431 @@
+"""Ranks that do not do the same: one steps alone, has run out of batches, or lacks a gradient.
+
+    torchrun --nproc_per_node 2 apart.py OUTPUT KIND/NAME ...
+
+`ddp/NAME`: what a rank does with a model that DistributedDataParallel wraps. `fsdp2/NAME`: the same with shards.
+`empty/NAME`: a rank that holds nothing. `moved/NAME`: models of another dtype than at first. `alive/NAME`: what stays.
+
+Each leaves OUTPUT/<run>.json: what was seen on each rank, such as how far its weights are from those of straight lines
+on its own gradients, and how many matrices it has orthogonalized in each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from worker import main
+
+import mars_hf
+from mars_hf import matrices
+from mars_hf.directions import directions
+
+sys.path.append(str(Path(__file__).parents[1]))
+from reference import Reference
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "clip_threshold": 0.5}
+VECTORS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-6, "rule": "adamw"}
+SIZES = [6, 9, 4, 1, 7, 6]
+LONG = [6, 5, 4, 3, 2, 3, 4, 5, 6]
+
+
+def build(sizes: list[int] = SIZES) -> nn.Sequential:
+    """Ten parameters, in float64; the same on every rank."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(*pair, dtype=torch.float64) for pair in itertools.pairwise(sizes)]
+    return nn.Sequential(*layers)
+
+
+class Run:
+    """A model and its optimizer, and the straight lines of every parameter beside them."""
+
+    def __init__(self, model: nn.Module, mars_type: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Wrap the model and make its optimizer, in the order that users do it in."""
+        self.model = model
+        whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        self.wrapped = wrap(model)
+        settings = {**SETTINGS, "lr_1d": VECTORS["lr"], "betas_1d": VECTORS["betas"]}
+        self.mars = mars_hf.Mars(list(model.parameters()), mars_type=mars_type, **settings)
+        self.lines = {
+            name: Reference(x, rule=mars_type, **SETTINGS) if x.ndim > 1 else Reference(x, **VECTORS)
+            for name, x in whole.items()
+        }
+        self.orthogonalized: list[int] = []
+        self.distance = 0.0
+        self._batch = 0
+
+    def backward(self, module: nn.Module) -> None:
+        """Gradients of a batch of this rank's own."""
+        self.mars.zero_grad()
+        generator = torch.Generator().manual_seed(100 * dist.get_rank() + self._batch)
+        self._batch += 1
+        module(torch.randn(8, SIZES[0], dtype=torch.float64, generator=generator)).square().sum().backward()
+
+    def step(self) -> None:
+        """A step, of the lines as well; notes how far they are apart."""
+        gradients = {name: whole(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        done: list[int] = []
+
+        def noted(momenta: dict[int, Tensor], *args: Any, **kwargs: Any) -> dict[int, Tensor]:
+            done.extend(momenta)
+            return directions(momenta, *args, **kwargs)
+
+        with mock.patch.object(matrices, "directions", noted):
+            self.mars.step()
+        self.orthogonalized.append(len(done))
+        for name, gradient in gradients.items():
+            self.lines[name].step(gradient)
+        for name, param in self.model.named_parameters():
+            self.distance = max(self.distance, (whole(param.detach()) - self.lines[name].x).abs().max().item())
+
+    def adopt(self) -> None:
+        """Go on from the model's weights, after DistributedDataParallel has made them alike."""
+        for name, param in self.model.named_parameters():
+            self.lines[name].x = param.detach().clone()
+
+    def together(self, steps: int = 2) -> None:
+        """Steps that all ranks take, on averaged gradients."""
+        for _ in range(steps):
+            self.backward(self.wrapped)
+            self.step()
+
+    def alone(self, steps: int = 1) -> None:
+        """Steps of the first rank only, on the bare module."""
+        for _ in range(steps if dist.get_rank() == 0 else 0):
+            self.backward(self.model)
+            self.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# --- DistributedDataParallel -----------------------------------------------------------------------------------------
+
+
+def alone_at_first(run: Run) -> None:
+    run.alone()
+    run.together()
+
+
+def alone_between(run: Run) -> None:
+    run.together()
+    run.alone(2)
+    run.together()
+
+
+def alone_at_last(run: Run) -> None:
+    run.together()
+    run.alone()
+
+
+def alone_on_old_gradients(run: Run) -> None:
+    run.together()
+    if dist.get_rank() == 0:
+        run.step()
+    run.together()
+
+
+def late_join(run: Run) -> None:
+    run.together()
+    with run.wrapped.join():
+        run.together(3 - dist.get_rank())
+    run.adopt()
+    run.together()
+
+
+def joining(run: Run) -> None:
+    with run.wrapped.join():
+        run.together(3 - dist.get_rank())
+
+
+def missing(run: Run) -> None:
+    run.together()
+    run.backward(run.wrapped)
+    if dist.get_rank() == 1:
+        run.model[1].weight.grad = None
+    run.step()
+    run.together()
+
+
+def missing_at_first(run: Run) -> None:
+    run.backward(run.wrapped)
+    if dist.get_rank() == 0:
+        run.model[2].weight.grad = None
+    run.step()
+    run.together()
+
+
+def missing_matrices(run: Run) -> None:
+    run.together(1)
+    run.backward(run.wrapped)
+    if dist.get_rank() == 1:
+        for layer in run.model:
+            layer.weight.grad = None
+    run.step()
+    run.together()
+
+
+def unsynced(run: Run) -> None:
+    run.together()
+    with run.wrapped.no_sync():
+        run.together(2)
+    run.together()
+
+
+def wrapped_later(run: Run) -> None:
+    """The first rank looks for wrappers before there is one."""
+    run.alone(2)
+    run.wrapped = DistributedDataParallel(run.model)
+    run.adopt()
+    run.together()
+
+
+def wrapped_again(run: Run) -> None:
+    run.together()
+    run.wrapped = None
+    gc.collect()
+    run.alone()
+    run.wrapped = DistributedDataParallel(run.model, process_group=dist.new_group([0, 1]))
+    run.adopt()
+    run.together()
+
+
+def moved(run: Run) -> None:
+    """The same parameters in a wrapper of one rank: what they were wrapped in before does not count."""
+    run.together()
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    run.wrapped = None
+    gc.collect()
+    run.wrapped = DistributedDataParallel(run.model, process_group=groups[dist.get_rank()])
+    run.together(1 + dist.get_rank())
+
+
+def two_groups(run: Run) -> None:
+    """Halves of a model in wrappers of their own, over different process groups."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    layers = [run.model[:4], run.model[4:]]
+    halves = [DistributedDataParallel(half, process_group=g) for half, g in zip(layers, groups, strict=True)]
+    run.wrapped = nn.Sequential(*halves)
+    run.together(3)
+
+
+def alike(run: Run) -> None:
+    run.together(4)
+
+
+def static_graph(run: Run) -> None:
+    run.wrapped = None
+    gc.collect()
+    run.wrapped = DistributedDataParallel(run.model, static_graph=True)
+    run.together(4)
+
+
+def accumulated(run: Run) -> None:
+    """Two backward passes a step, as Trainer does it: the first one is not averaged."""
+    for _ in range(3):
+        with run.wrapped.no_sync():
+            run.backward(run.wrapped)
+        with mock.patch.object(run.mars, "zero_grad"):
+            run.backward(run.wrapped)
+        run.step()
+
+
+def bare(run: Run) -> None:
+    """Nothing is wrapped, and every rank takes as many steps as it likes."""
+    run.wrapped = run.model
+    gc.collect()
+    run.together(2 + dist.get_rank())
+
+
+WITHOUT_WRAPPER = ("wrapped_later", "bare", "static_graph", "two_groups")
+DDP: dict[str, Callable[[Run], None]] = {
+    function.__name__: function
+    for function in (
+        *(alone_at_first, alone_between, alone_at_last, alone_on_old_gradients, late_join, joining, missing),
+        *(missing_at_first, missing_matrices, unsynced, wrapped_later, wrapped_again, moved, alike, static_graph),
+        two_groups,
+        *(accumulated, bare),
+    )
+}
+
+
+def run_ddp(name: str) -> dict[str, Any]:
+    name, _, mars_type = name.partition("_with_")
+    wrap = (lambda model: model) if name in WITHOUT_WRAPPER else DistributedDataParallel
+    run = Run(build(LONG if name == "two_groups" else SIZES), f"mars-{mars_type}", wrap)
+    DDP[name](run)
+    return {"distance": run.distance, "orthogonalized": run.orthogonalized}
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+def run_fsdp2(name: str) -> dict[str, Any]:
+    """Of the layer with one output a rank has nothing."""
+    name, _, mars_type = name.partition("_with_")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build()
+    run = Run(model, f"mars-{mars_type}", lambda model: fully_shard(model, mesh=mesh))
+    if name == "metrics":
+        run.mars.collect_metrics(True)
+    if name == "folded":
+        run.mars.max_grad_norm = 1e6  # which changes nothing but how norms are taken
+    run.together()
+    if name == "missing":
+        run.backward(run.wrapped)
+        if dist.get_rank() == 1:
+            model[1].weight.grad = None
+        before = [param.to_local().clone() for param in model.parameters()]
+        with expected_error() as errors:
+            run.mars.step()
+        unchanged = all(torch.equal(x, p.to_local()) for x, p in zip(before, model.parameters(), strict=True))
+        return {"distance": run.distance, "error": errors[0], "unchanged": unchanged}
+    return {"distance": run.distance, "orthogonalized": run.orthogonalized, "metrics": run.mars.pop_metrics()}
+
+
+@contextlib.contextmanager
+def expected_error() -> Iterator[list[str | None]]:
+    """The message of the RuntimeError raised within."""
+    found: list[str | None] = [None]
+    try:
+        yield found
+    except RuntimeError as error:
+        found[0] = str(error)
+
+
+# --- DTensors of several dtypes, of which a rank has nothing ---------------------------------------------------------
+
+SHAPES: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+    "float64": [((1, 6), torch.float64)],
+    "mixed": [((4, 6), torch.float32), ((1, 6), torch.float64), ((1, 4), torch.bfloat16)],
+    "vectors": [((4, 6), torch.float32), ((1,), torch.float64)],
+}
+
+
+def run_empty(name: str) -> dict[str, Any]:
+    """The first dimension is cut, and a rank that holds none of it holds nothing."""
+    name, _, rule = name.partition("_with_")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    wholes = [torch.randn(shape).to(dtype) for shape, dtype in SHAPES[name]]
+    params = [nn.Parameter(distribute_tensor(x.clone(), mesh, [Shard(0)])) for x in wholes]
+    settings: dict[str, Any] = {**SETTINGS, "optimize_1d": name == "vectors", "ns_dtype": "float64"}
+    mars_type = rule.removesuffix("_folded")
+    if rule.endswith("_folded"):
+        settings["max_grad_norm"] = 1e6
+    mars = mars_hf.Mars(params, mars_type=f"mars-{mars_type}", **settings)
+    lines = [Reference(x, rule=f"mars-{mars_type}", **SETTINGS) for x in wholes]
+    for _ in range(3):
+        for param, line in zip(params, lines, strict=True):
+            gradient = torch.randn(param.shape).to(param.dtype)
+            param.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+            line.step(gradient)
+        mars.step()
+    return {
+        "distances": {
+            str(param.dtype): (whole(param.detach()).double() - line.x).abs().max().item()
+            for param, line in zip(params, lines, strict=True)
+        }
+    }
+
+
+# --- models that are moved, and what is alive after a step -----------------------------------------------------------
+
+
+def run_moved(name: str) -> dict[str, Any]:
+    """`model.to(dtype)` before the first step and between steps, of a model that fully_shard has cut."""
+    when, _, mars_type = name.partition("_with_")
+    model = build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    mars = mars_hf.Mars(list(model.parameters()), mars_type=f"mars-{mars_type}", **SETTINGS)
+    identities = [id(param) for param in model.parameters()]
+    steps = [torch.float64, torch.float32, torch.bfloat16, torch.float32] if when == "between" else [torch.bfloat16] * 2
+    unlike = []
+    for dtype in steps:
+        model.to(dtype)
+        if when == "before":
+            model(torch.randn(8, SIZES[0], dtype=dtype)).square().sum().backward()
+        for param in model.parameters() if when == "between" else ():  # FSDP2's own buffers keep the first dtype
+            param.grad = torch.ones_like(param)
+        before = [param.to_local().clone() for param in model.parameters()]
+        mars.step()
+        mars.zero_grad()
+        for param, old in zip(model.parameters(), before, strict=True):
+            here = param.to_local()
+            unlike += [here.numel() > 0 and torch.equal(here, old), here.dtype != dtype, not here.isfinite().all()]
+    return {"unlike": sum(map(bool, unlike)), "same": identities == [id(param) for param in model.parameters()]}
+
+
+def run_alive(name: str) -> dict[str, Any]:
+    """Tensors that outlive the model, its gradients and the optimizer's state, after steps of each kind."""
+    kind, _, mars_type = name.partition("_with_")
+    run = Run(build(), f"mars-{mars_type}", (lambda model: model) if kind == "fsdp2" else DistributedDataParallel)
+    if kind == "fsdp2":
+        run = Run(
+            build(),
+            f"mars-{mars_type}",
+            lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+        )
+    if kind == "apart":
+        run.together()
+        run.alone()
+    run.together()
+    mars, params = run.mars, list(run.model.parameters())
+    tensors = [*params, *(p.grad for p in params), *(x for p in params for x in mars.state[p].values())]
+    tensors += [t.to_local() for t in tensors if isinstance(t, DTensor)]
+    # By their memory, since a weak reference sees one Python object of several.
+    storages = {t.untyped_storage()._cdata for t in tensors if torch.is_tensor(t) and not isinstance(t, DTensor)}
+    layout, keeper = mars._layout, mars._matrices
+    before = live_bytes(storages)
+    mars.state.clear()
+    mars.param_groups.clear()
+    run.model = run.wrapped = run.mars = mars = params = tensors = None  # type: ignore[assignment]
+    gc.collect()
+    after = live_bytes(storages)
+    assert layout is not None and keeper is not None
+    return {"before": before, "after": after}
+
+
+def live_bytes(storages: set[int]) -> int:
+    """Bytes of those storages that any tensor of this process still refers to."""
+    found = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
+            storage = candidate.untyped_storage()
+            if storage._cdata in storages:
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+KINDS = {"ddp": run_ddp, "fsdp2": run_fsdp2, "empty": run_empty, "moved": run_moved, "alive": run_alive}
+
+
+def run(spec: str, file: Path) -> None:
+    """One check."""
+    kind, name = spec.split("/")
+    found = KINDS[kind](name)
+    gc.collect()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    if dist.get_rank() == 0:
+        Path(f"{file}.json").write_text(json.dumps(everywhere))
+
+
+if __name__ == "__main__":
+    main(run)
