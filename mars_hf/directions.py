@@ -61,7 +61,8 @@ def directions(
 ) -> dict[int, Tensor]:
     """Orthogonalize whole first moments and multiply them by their scale.
 
-    All matrices of one shape, of whichever parameters, go through Newton-Schulz together where their settings agree.
+    All matrices of one shape, of whichever parameters, go through Newton-Schulz together where their settings agree, in
+    the dtype these name, also inside autocast.
 
     Args:
         momenta: m of each parameter, by any key; shape of the parameter, any strides, floating point; not modified.
@@ -80,7 +81,8 @@ def directions(
     for (coefficients, eps, dtype), keys in alike.items():
         matrices = [matrix for key in keys for matrix in layouts.split(momenta[key], settings[key].layout)]
         how = {"steps": len(coefficients), "coefficients": coefficients, "eps": eps}
-        results = iter(orthogonalize(matrices, dtype=dtype, out_dtype=dtype, **how))
+        with torch.autocast(matrices[0].device.type, enabled=False):
+            results = iter(orthogonalize(matrices, dtype=dtype, out_dtype=dtype, **how))
         for key in keys:
             found[key] = torch.empty_like(momenta[key], dtype=out_dtype)
             for view in layouts.views(found[key], settings[key].layout):

@@ -94,7 +94,7 @@ class Matrices:
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
         self._members: dict[Team, list[_Member]] = {}
-        self._exchanges: dict[Hashable, tuple[Exchange, dict[int, int]]] = {}
+        self._exchanges: dict[tuple[Team, str, Hashable], tuple[Exchange, dict[int, int]]] = {}
         self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
         self._name = secrets.token_hex(8)
         self._apart: set[Team] = set()  # whose ranks have taken different steps
@@ -249,8 +249,9 @@ class Matrices:
                 return self._work_without_replicas(team, members, groups)
         if new:
             self._exchanges[key] = self._exchange(team, members, groups, held)
-            while len(self._exchanges) > MAX_EXCHANGES:
-                del self._exchanges[next(iter(self._exchanges))]
+            gone = [other for other in self._exchanges if not all(map(replicas.exists, other[0][:2]))]
+            for other in gone + list(self._exchanges)[: max(0, len(self._exchanges) - len(gone) - MAX_EXCHANGES)]:
+                self._exchanges.pop(other, None)
         return _Work(members, groups, team.dtype, *self._exchanges[key])
 
     def _work_without_replicas(

@@ -112,6 +112,11 @@ def _stays_alike(module: DistributedDataParallel) -> bool:
     return _ranks(group) > 1 and "post_localSGD_hook" not in hooks and not joining
 
 
+def exists(group: Group) -> bool:
+    """Whether a process group is there, and has not been destroyed; None stands for no group."""
+    return group is None or _ranks(group) > 0
+
+
 def _ranks(group: Group) -> int:
     """The number of ranks; 0 for a process group that has been destroyed."""
     try:

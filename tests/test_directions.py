@@ -177,6 +177,101 @@ def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
         close(found[index], param.detach(), 1e-4)
 
 
+def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
+    """Row by row, in float64: which rows are one matrix is written out, as `MatrixLayout` says it."""
+    found = torch.zeros(m.shape, dtype=torch.float64)
+    source, target = m.double(), found
+    if layout.transposed:
+        source, target = (x.transpose(int(layout.batched), int(layout.batched) + 1) for x in (source, target))
+    pairs = zip(source, target, strict=True) if layout.batched else [(source, target)]
+    for stack, out in pairs:
+        parts = layout.parts or (len(stack),)
+        for index, size in enumerate(parts):
+            first = sum(parts[:index])
+            rows = [row for row in range(len(stack)) if first <= row % sum(parts) < first + size]
+            matrix = stack[rows].reshape(len(rows), -1)
+            out[rows] = (newton_schulz(matrix, 1e-7) * scale(*matrix.shape)).view(out[rows].shape)
+    return found
+
+
+LAYOUTS = [
+    ((6, 4), MatrixLayout()),
+    ((6, 12), MatrixLayout(transposed=True, parts=(4, 4, 4))),
+    ((12, 5), MatrixLayout(parts=(2, 1))),
+    ((3, 5, 4), MatrixLayout(batched=True)),
+    ((3, 4, 8), MatrixLayout(batched=True, transposed=True, parts=(1, 1))),
+    ((8, 3, 2, 2), MatrixLayout()),
+    ((3, 8, 2, 2), MatrixLayout(transposed=True)),
+]
+STRIDED = {
+    "sliced": lambda shape: random((*shape[:-1], 2 * shape[-1]), 0)[..., ::2],
+    "rows": lambda shape: random((2 * shape[0], *shape[1:]), 0)[::2],
+    "turned": lambda shape: random(tuple(reversed(shape)), 0).permute(*reversed(range(len(shape)))),
+    "one row": lambda shape: random((1, *shape[1:]), 0).expand(shape),
+    "one column": lambda shape: random((*shape[:-1], 1), 0).expand(shape),
+    "one number": lambda shape: torch.ones(()).expand(shape),
+    "offset": lambda shape: random((shape[0] + 1, *shape[1:]), 0)[1:],
+    "real part": lambda shape: torch.view_as_complex(random((*shape, 2), 0)).real,
+}
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo"])
+@pytest.mark.parametrize("strides", STRIDED)
+@pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
+def test_any_strides(shape, layout, strides, rule):
+    m = STRIDED[strides](shape).double()
+    scale = {"mars-m": muon, "mars-shampoo": shampoo}[rule]
+    (found,) = directions.directions(
+        {0: m}, {0: settings_of(rule, layout, dtype=torch.float64)}, out_dtype=torch.float64
+    ).values()
+    assert found.shape == m.shape
+    assert all(stride > 0 for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1)
+    # One number everywhere is of rank 1: what rounding leaves of the other singular values grows by up to 485.
+    close(found, straight_line(m, layout, scale), 1e-9)
+
+
+def muon(rows: int, cols: int) -> float:
+    return 0.2 * max(rows, cols) ** 0.5
+
+
+def shampoo(rows: int, cols: int) -> float:
+    return max(1.0, rows / cols) ** 0.5
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        *(((0, 4), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((4, 0), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((0, 3, 4), MatrixLayout(batched=True)), ((2, 0, 4), MatrixLayout(batched=True))),
+        *(((0, 4), MatrixLayout(parts=(2, 2))), ((4, 0, 3, 3), MatrixLayout()), ((0, 0), MatrixLayout())),
+    ],
+    ids=str,
+)
+def test_matrices_without_elements_go_along(shape, layout, rule):
+    m = {0: torch.empty(shape), 1: random((5, 4), 0)}
+    with_empty = directions.directions(m, {0: settings_of(rule, layout), 1: settings_of(rule)})
+    assert with_empty[0].shape == shape
+    assert torch.equal(with_empty[1], directions.directions({1: m[1]}, {1: settings_of(rule)})[1])
+    params = [torch.empty(shape, requires_grad=True), random((5, 4), 0).requires_grad_()]
+    mars = Mars([{"params": params[:1], "layout": layout}, {"params": params[1:]}], mars_type=rule)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        mars.step()
+        assert params[1].isfinite().all()
+
+
+def test_autocast_changes_nothing():
+    m, settings = {0: random((20, 12), 0)}, {0: settings_of("mars-m", dtype=torch.float32)}
+    expected = directions.directions(m, settings)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = directions.directions(m, settings)[0]
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found, expected)
+
+
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 

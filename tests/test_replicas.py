@@ -119,6 +119,13 @@ def test_a_process_group_that_is_gone_repeats_nothing(alone, monkeypatch):
     assert ids(wrapped)
 
 
+def test_a_destroyed_process_group_is_gone(alone):
+    group = dist.new_group([0])
+    assert replicas.exists(group) and replicas.exists(None)
+    dist.destroy_process_group(group)
+    assert not replicas.exists(group)
+
+
 def test_no_module_is_kept_alive(two_ranks):
     wrapped = wrap()
     found = replicas.Replicas()
