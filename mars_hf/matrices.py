@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from mars_hf.sharding import Group, Placement
 
 logger = logging.getLogger(__name__)
 
-# Exchanges that are kept for steps with the same gradients as an earlier one.
+# Exchanges of a team that are kept, for steps with the same gradients as an earlier one.
 MAX_EXCHANGES = 16
 
 
@@ -94,7 +95,8 @@ class Matrices:
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
         self._members: dict[Team, list[_Member]] = {}
-        self._exchanges: dict[tuple[Team, str, Hashable], tuple[Exchange, dict[int, int]]] = {}
+        self._exchanges: dict[tuple[Team, Hashable, Hashable], tuple[Exchange, dict[int, int]]] = {}
+        self._names: dict[Hashable, str] = {}
         self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
         self._name = secrets.token_hex(8)
         self._apart: set[Team] = set()  # whose ranks have taken different steps
@@ -149,9 +151,9 @@ class Matrices:
                 bring gradients for different ones.
         """
         try:
-            for work, together in self._divide(list(batches)):
-                if work is not None:
-                    self._share(work, together)
+            for works, together in self._divide(list(batches)):
+                if works:
+                    self._share(works, together)
                 elif together[0].chunk is not None:
                     _orthogonalize(together)
                 for batch in together:
@@ -176,48 +178,51 @@ class Matrices:
             members.append(_Member(slot, place, param.shape, placement, id(param)))
         return team
 
-    def _divide(self, batches: Sequence[Batch]) -> list[tuple[_Work | None, list[Batch]]]:
-        """Which batches are worked on together, and what for: None where no other rank takes part."""
+    def _divide(self, batches: Sequence[Batch]) -> list[tuple[list[_Work], list[Batch]]]:
+        """Which batches are worked on together, and what for; for nothing where no other rank takes part."""
         averaged = self._averaged()
         teams = {team: list(members) for team, members in self._members.items()}
         for key, group in averaged.items():
             teams.setdefault(Team(None, group, *self._plain[key][2:]), [])
-        shared: dict[Team, list[Batch]] = {team: [] for team in teams}
-        alone: dict[Hashable, list[Batch]] = {}
         groups = dict(enumerate(self._groups))
         present = [member.slot for members in teams.values() for member in members]
+        cut: dict[Team, list[Batch]] = {team: [] for team in self._members}
+        repeated: list[Batch] = []  # in which there may be tensors of several teams
+        alone: dict[Hashable, list[Batch]] = {}
         shares_all = True
         for batch in batches:
-            team = None
+            place = alone.setdefault(id(batch) if batch.chunk is None else batch.chunk, [])
             for tensor in batch.placements if batch.chunk is not None else ():
                 if id(tensor) in self._teams:
-                    team = self._teams[id(tensor)]
+                    place = cut[self._teams[id(tensor)]]
                 elif id(tensor) in self._plain:
                     own = self._plain[id(tensor)]
                     present.append(own.slot)
                     shares_all = shares_all and (id(tensor) in averaged or id(tensor) in self._layout.replicas.unclear)
                     if id(tensor) in averaged:
+                        place = repeated
                         team = Team(None, averaged[id(tensor)], own.device, own.dtype)
                         teams[team].append(_Member(own.slot, own.place, tensor.shape, None, id(tensor)))
                         groups[own.place] = batch.group
-            if team is None:
-                alone.setdefault(id(batch) if batch.chunk is None else batch.chunk, []).append(batch)
-            else:
-                shared[team].append(batch)
+            place.append(batch)
         # For all of them before any work is done, so that nothing has changed where ranks disagree.
-        divided = [(self._work(team, sorted(teams[team]), groups), own) for team, own in shared.items()]
+        works = {team: self._work(team, sorted(teams[team]), groups) for team in sorted(teams, key=_order)}
         if present:
             # What a rank has done on gradients of its own is its own.
             self._past = digest(self._past, sorted(present), "" if shares_all else self._name)
-        return [(work, own) for work, own in divided if own or work] + [(None, own) for own in alone.values()]
+        shared = [work for team, work in works.items() if team not in cut and work is not None]
+        for batch in repeated if not shared else ():
+            alone[batch.chunk].append(batch)
+        parts = [([work] if work else [], cut[team]) for team, work in works.items() if team in cut]
+        parts = [(shared, repeated if shared else []), *parts, *(([], own) for own in alone.values())]
+        return [(work, own) for work, own in parts if work or own]
 
     def _averaged(self) -> dict[int, Group]:
         """The process group of each plain parameter on whose ranks this step is shared, by id."""
         if not self._plain:
             return {}
         averaged = self._layout.replicas.averaged()
-        found = {key: averaged[key] for key in self._plain if key in averaged}
-        return found if len(set(found.values())) == 1 else {}
+        return {key: averaged[key] for key in self._plain if key in averaged}
 
     def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
         """What a team does in this step, after asking its ranks; None if each works alone. Collective."""
@@ -225,17 +230,17 @@ class Matrices:
             return self._work_without_replicas(team, members, groups)
         places = {member.place for member in members}
         kinds = [(place, _kind(groups[place])) for place in sorted(places)]
-        common = digest([(member.slot, member.place, member.shape) for member in members], kinds)
-        held = {slot: region for member in members for slot, region in _held(member).items()}
-        key = (team, common, tuple(held.items()))
+        common = (tuple((member.slot, member.place, member.shape) for member in members), repr(kinds))
+        key = (team, common, None if team.shards is None else tuple(member.placement for member in members))
         new = key not in self._exchanges
         if not team.uniform:
             same, wrong = True, False
             if team.shards is not None:
-                same, (new,) = agree(common, team.shards, team.device, new)
+                same, (new,) = agree(self._name_of(common), team.shards, team.device, new)
                 wrong = not same
             if team.replicas is not None:
-                same, (new, wrong) = agree((common, self._past), team.replicas, team.device, new, wrong)
+                values = (self._name_of(common), self._past)
+                same, (new, wrong) = agree(values, team.replicas, team.device, new, wrong)
             if wrong:
                 raise disagreement(*_sizes(team))
             if not same:
@@ -248,11 +253,27 @@ class Matrices:
                 self._apart.add(team)
                 return self._work_without_replicas(team, members, groups)
         if new:
-            self._exchanges[key] = self._exchange(team, members, groups, held)
-            gone = [other for other in self._exchanges if not all(map(replicas.exists, other[0][:2]))]
-            for other in gone + list(self._exchanges)[: max(0, len(self._exchanges) - len(gone) - MAX_EXCHANGES)]:
-                self._exchanges.pop(other, None)
+            self._exchanges[key] = self._exchange(team, members, groups)
+            self._forget_exchanges(team)
         return _Work(members, groups, team.dtype, *self._exchanges[key])
+
+    def _forget_exchanges(self, team: Team) -> None:
+        """Drop those of process groups that have been destroyed, and the oldest of a team that has too many.
+
+        An engine's team has one for each of its tensors and needs them all, as its ranks do not ask who lacks one.
+        """
+        gone = [key for key in self._exchanges if not all(map(replicas.exists, key[0][:2]))]
+        own = [] if team.uniform else [key for key in self._exchanges if key[0] == team]
+        for key in {*gone, *own[:-MAX_EXCHANGES]}:
+            del self._exchanges[key]
+
+    def _name_of(self, common: Hashable) -> str:
+        """What stands for work that ranks have in common; remembered, as it takes a millisecond to find."""
+        if common not in self._names:
+            if len(self._names) > MAX_EXCHANGES:
+                self._names.clear()
+            self._names[common] = digest(common)
+        return self._names[common]
 
     def _work_without_replicas(
         self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]
@@ -264,7 +285,6 @@ class Matrices:
         team: Team,
         members: Sequence[_Member],
         groups: Mapping[int, dict[str, Any]],
-        held: Mapping[int, Region],
     ) -> tuple[Exchange, dict[int, int]]:
         """The exchange of a team, and for every slot the place of its group; collective."""
         place_of: dict[int, int] = {}
@@ -279,7 +299,7 @@ class Matrices:
         exchange = Exchange(
             {slot: shapes[slot] for slot in place_of},
             costs,
-            held,
+            {slot: region for member in members for slot, region in _held(member).items()},
             shards=team.shards,
             replicas=team.replicas,
             device=team.device,
@@ -287,33 +307,36 @@ class Matrices:
         )
         return exchange, place_of
 
-    def _share(self, work: _Work, batches: Sequence[Batch]) -> None:
-        """Give the batches of a team their directions; tensors that other ranks do not repeat may be among them."""
-        members = {member.id: member for member in work.members}
-        buffers = [batch.momenta() for batch in batches]
-        pieces: dict[int, Tensor] = {}
-        others: dict[int, Tensor] = {}
-        settings = {}
-        for batch, momenta in zip(batches, buffers, strict=True):
-            for tensor, momentum in zip(batch.placements, momenta, strict=True):
-                if id(tensor) in members:
-                    member = members[id(tensor)]
-                    pieces |= zip(_held(member), sharding.cut(momentum, member.placement), strict=True)
-                else:
-                    others[id(tensor)], settings[id(tensor)] = momentum, settings_of(batch.group, tensor)
+    def _share(self, works: Sequence[_Work], batches: Sequence[Batch]) -> None:
+        """Give batches their directions; tensors that other ranks do not repeat may be among them."""
+        momenta = [batch.momenta() for batch in batches]
+        found: dict[int, tuple[dict[str, Any], Tensor, Tensor]] = {
+            id(tensor): (batch.group, tensor, momentum)
+            for batch, own in zip(batches, momenta, strict=True)
+            for tensor, momentum in zip(batch.placements, own, strict=True)
+        }
+        for work in works:
+            pieces: dict[int, Tensor] = {}
+            for member in work.members:
+                if member.id in found:  # an engine's tensor may be all padding
+                    _, _, momentum = found.pop(member.id)
+                    slots = [member.slot] if member.placement is None else [p.slot for p in member.placement.pieces]
+                    pieces |= zip(slots, sharding.cut(momentum, member.placement), strict=True)
+            results = work.exchange.run(pieces, functools.partial(_orthogonalize_wholes, work))
+            if pieces:
+                torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
+        for dtype in {momentum.dtype for *_, momentum in found.values()}:
+            others = {key: momentum for key, (*_, momentum) in found.items() if momentum.dtype == dtype}
+            settings = {key: settings_of(*found[key][:2]) for key in others}
+            for key, direction in directions(others, settings, out_dtype=dtype).items():
+                others[key].copy_(direction)
+        for batch, own in zip(batches, momenta, strict=True):
+            batch.take_directions(own)
 
-        def orthogonalize(wholes: dict[int, Tensor]) -> dict[int, Tensor]:
-            own = {slot: settings_of(work.groups[work.place_of[slot]], whole) for slot, whole in wholes.items()}
-            return directions(wholes, own, out_dtype=work.dtype)
 
-        results = work.exchange.run(pieces, orthogonalize)
-        if pieces:
-            torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
-        if others:
-            found = directions(others, settings, out_dtype=work.dtype)
-            torch._foreach_copy_(list(others.values()), [found[key] for key in others])
-        for batch, momenta in zip(batches, buffers, strict=True):
-            batch.take_directions(momenta)
+def _orthogonalize_wholes(work: _Work, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
+    settings = {slot: settings_of(work.groups[work.place_of[slot]], whole) for slot, whole in wholes.items()}
+    return directions(wholes, settings, out_dtype=work.dtype)
 
 
 def _is_alone(param: Tensor, placement: Placement) -> bool:
@@ -331,6 +354,13 @@ def _held(member: _Member) -> dict[int, Region]:
 def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
     """The settings of a group that all ranks need to have in common."""
     return group["mars_type"], group["layout"], len(hyperparameters.ns_coefficients(group))
+
+
+def _order(team: Team) -> tuple[Any, ...]:
+    """In the order of these, ranks that are in several teams do not wait for each other in a circle."""
+    ranks = [() if group is None else tuple(dist.get_process_group_ranks(group)) for group in team[:2]]
+    names = ["" if group is None else group.group_name for group in team[:2]]
+    return *ranks, *names, str(team.device.type), str(team.dtype)
 
 
 def _sizes(team: Team) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -75,9 +75,16 @@ class Run:
         self._batch += 1
         module(torch.randn(8, SIZES[0], dtype=torch.float64, generator=generator)).square().sum().backward()
 
-    def step(self) -> None:
-        """A step, of the lines as well; notes how far they are apart."""
-        gradients = {name: whole(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+    def step(self, known: dict[str, Tensor] | None = None) -> None:
+        """A step, of the lines as well; notes how far they are apart.
+
+        Args:
+            known: whole gradients, by name, where not all ranks that hold pieces of them are here to tell.
+        """
+        gradients = {} if known is None else {**known}
+        for name, param in self.model.named_parameters():
+            if param.grad is not None and name not in gradients:
+                gradients[name] = whole(param.grad).clone()
         done: list[int] = []
 
         def noted(momenta: dict[int, Tensor], *args: Any, **kwargs: Any) -> dict[int, Tensor]:
@@ -277,8 +284,18 @@ def run_ddp(name: str) -> dict[str, Any]:
 
 def run_fsdp2(name: str) -> dict[str, Any]:
     """Of the layer with one output a rank has nothing."""
+    return run_sharded(name, init_device_mesh("cpu", (dist.get_world_size(),)), {"missing": [1]})
+
+
+def run_hsdp(name: str) -> dict[str, Any]:
+    """Two copies of two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return run_sharded(name, mesh, {"missing": [1], "missing_copy": [2, 3], "rows": [0, 2]})
+
+
+def run_sharded(name: str, mesh: DeviceMesh, missing: dict[str, list[int]]) -> dict[str, Any]:
+    """Steps, in some of which some ranks lack the gradient of a matrix."""
     name, _, mars_type = name.partition("_with_")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build()
     run = Run(model, f"mars-{mars_type}", lambda model: fully_shard(model, mesh=mesh))
     if name == "metrics":
@@ -286,15 +303,20 @@ def run_fsdp2(name: str) -> dict[str, Any]:
     if name == "folded":
         run.mars.max_grad_norm = 1e6  # which changes nothing but how norms are taken
     run.together()
-    if name == "missing":
+    if name in missing:
         run.backward(run.wrapped)
-        if dist.get_rank() == 1:
+        gradient = whole(model[1].weight.grad)  # collective
+        if dist.get_rank() in missing[name]:
             model[1].weight.grad = None
         before = [param.to_local().clone() for param in model.parameters()]
-        with expected_error() as errors:
-            run.mars.step()
-        unchanged = all(torch.equal(x, p.to_local()) for x, p in zip(before, model.parameters(), strict=True))
-        return {"distance": run.distance, "error": errors[0], "unchanged": unchanged}
+        if name == "missing_copy":
+            run.step({"1.weight": gradient} if model[1].weight.grad is not None else {})
+            run.together()
+        else:
+            with expected_error() as errors:
+                run.mars.step()
+            unchanged = all(torch.equal(x, p.to_local()) for x, p in zip(before, model.parameters(), strict=True))
+            return {"distance": run.distance, "error": errors[0], "unchanged": unchanged}
     return {"distance": run.distance, "orthogonalized": run.orthogonalized, "metrics": run.mars.pop_metrics()}
 
 
@@ -413,7 +435,14 @@ def live_bytes(storages: set[int]) -> int:
     return sum(found.values())
 
 
-KINDS = {"ddp": run_ddp, "fsdp2": run_fsdp2, "empty": run_empty, "moved": run_moved, "alive": run_alive}
+KINDS = {
+    "ddp": run_ddp,
+    "fsdp2": run_fsdp2,
+    "hsdp": run_hsdp,
+    "empty": run_empty,
+    "moved": run_moved,
+    "alive": run_alive,
+}
 
 
 def run(spec: str, file: Path) -> None:

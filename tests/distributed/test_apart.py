@@ -29,7 +29,7 @@ DDP: dict[str, tuple[list[int], list[int]]] = {
     "wrapped_later": ([5, 5, 5, 5], [5, 5]),
     "wrapped_again": ([3, 3, 5, 5, 5], [2, 2, 5, 5]),
     "moved": ([3, 3, 5], [2, 2, 5, 5]),
-    "two_groups": ([8] * 3, [8] * 3),
+    "two_groups": ([2] * 3, [6] * 3),
     "bare": ([5, 5], [5, 5, 5]),
 }
 SHAMPOO = ("alike", "alone_between", "late_join", "missing")
@@ -41,6 +41,7 @@ EMPTY = [
 FSDP2 = ("plain", "metrics", "folded")
 MOVED = ("moved/before_with_m", "moved/between_with_m", "moved/before_with_adamw", "moved/between_with_adamw")
 ALIVE = tuple(f"alive/{kind}" for kind in ("ddp_with_m", "apart_with_m", "fsdp2_with_m", "ddp_with_adamw"))
+FOUR = ("hsdp/plain_with_m", "hsdp/missing_copy_with_m", "hsdp/missing_with_m", "hsdp/rows_with_m")
 RUNS = [
     *(f"ddp/{name}_with_{rule}" for name, rules in RULES.items() for rule in rules),
     *(f"fsdp2/{name}_with_m" for name in (*FSDP2, "missing")),
@@ -51,15 +52,16 @@ RUNS = [
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """What each rank has seen in a run; all are made when the first one is asked for."""
-    folders: list[Any] = []
+    folders: dict[int, Any] = {}
 
     def get(run: str) -> list[dict[str, Any]]:
-        if not folders:
-            folders.append(tmp_path_factory.mktemp("apart"))
-            launch("apart.py", folders[0], RUNS, 2, "--wait", "20", "--limit", "40")
-        error = error_of(folders[0], run)
+        world = 4 if run in FOUR else 2
+        if world not in folders:
+            folders[world] = tmp_path_factory.mktemp(f"apart{world}")
+            launch("apart.py", folders[world], RUNS if world == 2 else [*FOUR], world, "--wait", "20", "--limit", "40")
+        error = error_of(folders[world], run)
         assert error is None, error
-        return json.loads((folders[0] / f"{run.replace('/', '-')}.json").read_text())
+        return json.loads((folders[world] / f"{run.replace('/', '-')}.json").read_text())
 
     return get
 
@@ -81,6 +83,24 @@ def test_float64_is_float64_under_fsdp2(outcomes, name):
 def test_a_gradient_that_is_missing_on_one_rank_of_fsdp2_stops_all(outcomes):
     for rank in outcomes("fsdp2/missing_with_m"):
         assert "2 ranks, 2 for each copy of the model, disagree on the parameters" in rank["error"]
+        assert rank["unchanged"]
+
+
+def test_copies_of_a_sharded_model_that_come_apart_go_on_alone(outcomes):
+    """Two copies of two ranks: the second one has a gradient less, on both of its ranks, in the third of five steps."""
+    ranks = outcomes("hsdp/missing_copy_with_m")
+    assert all(rank["distance"] <= 1e-13 for rank in ranks)
+    done = [sum(rank["orthogonalized"][step] for rank in ranks) for step in range(5)]
+    assert done == [5, 5, 5 + 4, 10, 10]
+    alike = outcomes("hsdp/plain_with_m")
+    assert all(rank["distance"] <= 1e-13 for rank in alike)
+    assert [sum(rank["orthogonalized"][step] for rank in alike) for step in range(2)] == [5, 5]
+
+
+@pytest.mark.parametrize("run", ["hsdp/missing_with_m", "hsdp/rows_with_m"])
+def test_a_gradient_that_is_missing_on_one_rank_of_a_copy_stops_all_copies(outcomes, run):
+    for rank in outcomes(run):
+        assert "4 ranks, 2 for each copy of the model, disagree on the parameters" in rank["error"]
         assert rank["unchanged"]
 
 
