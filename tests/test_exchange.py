@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mars_hf.exchange import Exchange
+from mars_hf.exchange import Exchange, agree, digest
 from mars_hf.regions import Region
 
 SHAPES = {0: torch.Size([4, 3]), 2: torch.Size([2, 3, 5]), 5: torch.Size([1, 7])}
@@ -74,6 +74,27 @@ def test_a_tensor_in_another_memory_order_is_worked_on_in_its_shape():
     pieces[0] = torch.randn(3, 4).mT
     found = make(everything()).run(pieces, lambda wholes: wholes)
     assert torch.equal(found[0], pieces[0])
+
+
+def test_ranks_agree_on_what_looks_the_same_and_see_each_flag(alone, monkeypatch):
+    cpu = torch.device("cpu")
+    assert agree([(0, "a")], alone, cpu, True, False) == (True, (True, False))
+
+    def with_another(values):
+        """As if there were a rank with these values, and the second flag."""
+
+        def all_reduce(sent, op, group):
+            assert op == dist.ReduceOp.MAX and sent.dtype == torch.int64
+            number = int(digest(values)[:15], 16)
+            sent.copy_(torch.maximum(sent, torch.tensor([number, -number, 0, 1])))
+
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+    with_another([(0, "a")])
+    assert agree([(0, "a")], alone, cpu, True, False) == (True, (True, True))
+    for other in ([(0, "b")], [(1, "a")], []):
+        with_another(other)
+        assert agree([(0, "a")], alone, cpu, False, False) == (False, (False, True))
 
 
 def test_nothing_to_do_is_no_call_of_work():

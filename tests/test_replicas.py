@@ -119,6 +119,14 @@ def test_a_process_group_that_is_gone_repeats_nothing(alone, monkeypatch):
     assert ids(wrapped)
 
 
+def test_nothing_counts_as_averaged_where_torch_does_not_tell(two_ranks):
+    wrapped = wrap()
+    backward(wrapped)
+    wrapped.reducer = SimpleNamespace()
+    assert replicas.Replicas().averaged().keys().isdisjoint(ids(wrapped))
+    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+
+
 def test_a_destroyed_process_group_is_gone(alone):
     group = dist.new_group([0])
     assert replicas.exists(group) and replicas.exists(None)
