@@ -278,6 +278,8 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer; settings that are younger than the pickle take their defaults."""
         super().__setstate__(state)
         self._is_made = True
+        if self._layout is None:
+            self._layout = sharding.Layout(self.param_groups)
         for group in self.param_groups:
             for key in hyperparameters.GROUP_KEYS:
                 group.setdefault(key, DEFAULTS[key])
@@ -309,6 +311,7 @@ class Mars(torch.optim.Optimizer):
             for group, settings in zip(self.param_groups, own, strict=True):
                 group.update(settings)
             self._copy_states(found)
+            self._matrices = self._order = None  # ranks that came apart may share their work again
 
         # The last one before torch loads, and the first one after it.
         handles = [
@@ -410,12 +413,16 @@ class Mars(torch.optim.Optimizer):
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
-        if entries:
-            torch._foreach_add_([entry.state["step"] for entry in entries], 1)
         assert self._matrices is not None
-        for batch in self._matrices.in_order(batches):
+        counted = False
+        for batch in self._matrices.in_order(batches):  # which may refuse what ranks bring, before anything changes
+            if not counted:
+                torch._foreach_add_([entry.state["step"] for entry in entries], 1)
+                counted = True
             self._update(batch)
             self._keep_gradients(batch)
+        if entries and not counted:  # of which nothing is on this rank
+            torch._foreach_add_([entry.state["step"] for entry in entries], 1)
         for param in self._exact_params():  # stale gradients are used up
             for key in ("last_grad", "last_grad_scale"):
                 self.state.get(param, {}).pop(key, None)
