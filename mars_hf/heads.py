@@ -58,7 +58,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
             heads += _heads_of(name, module, modules[parent], bool(outputs[parent]))
         elif any((name, kind) in _HEAD_OF for kind in known_models.class_names(modules[parent])):
             heads.append(module)
-        heads += _beside_backbone(module)
+        heads += [] if outputs[path] else _beside_backbone(module)
     for head in heads:
         for param in head.parameters():
             found.setdefault(id(param), "head")
@@ -90,7 +90,10 @@ def _is_required(parameter: Parameter) -> bool:
 
 
 def _beside_backbone(model: nn.Module) -> list[nn.Module]:
-    """Layers beside the backbone of a transformers model that have an output for each label or token."""
+    """Layers beside the backbone of a transformers model that have an output for each label or token.
+
+    Only for models that do not say themselves what their outputs are: any layer of two units looks like two labels.
+    """
     backbone, config = getattr(model, "base_model_prefix", None), getattr(model, "config", None)
     if not backbone or backbone not in model._modules:
         return []

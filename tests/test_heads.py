@@ -140,6 +140,20 @@ def test_layers_beside_the_backbone_with_an_output_for_each_label():
     assert heads(ForLabels(**layers)) == set()  # a backbone itself
 
 
+def test_a_model_that_knows_its_outputs_has_no_other_heads_of_unknown_names():
+    """A bottleneck of two units is none of labels."""
+
+    class WithBottleneck(Model):
+        base_model_prefix = "model"
+        config = SimpleNamespace(num_labels=2, vocab_size=9)
+
+        def get_output_embeddings(self):
+            return self.out
+
+    model = WithBottleneck(model=nn.Linear(4, 4), narrow=nn.Linear(4, 2), wide=nn.Linear(2, 4), out=nn.Linear(4, 9))
+    assert heads(model) == {"out.weight"}
+
+
 def test_what_is_tied_to_a_head_is_left_out_with_it():
     model = Model(body=nn.Linear(4, 3), score=nn.Linear(4, 3))
     model.body.weight = model.score.weight
