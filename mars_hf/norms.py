@@ -39,11 +39,11 @@ class Norms:
         self._whole: sharding.WholeSums | None = None
 
     def _take(self, batch: Batch) -> Tensor:
-        """Sums over the pieces of a batch; without its last gradients where these come later, or not at all."""
+        """Sums over the pieces of a batch, without its last gradients where nothing asks for them."""
         folded = self._max_grad_norm is not None
-        later = folded and (batch.clips or (batch.group["clip_threshold"] is None and self._metrics is None))
+        without = folded and batch.group["clip_threshold"] is None and self._metrics is None
         rows = {"products": folded or self._metrics is not None, "corrected": not folded}
-        return batch.engine.sums(batch.gradients, [] if later else batch.last_grads, **rows, **batch.correction)
+        return batch.engine.sums(batch.gradients, [] if without else batch.last_grads, **rows, **batch.correction)
 
     def reduce(
         self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
@@ -81,12 +81,10 @@ class Norms:
             scale = clipping.global_scale(norm, self._max_grad_norm)
         for batch, sums in self._sums:
             own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
-            if batch.mars and not batch.clips:
+            if batch.mars:
                 self._clip(batch, sums, own_scale)
             if own_scale is not None:
                 batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
-            if batch.clips and self._metrics is not None:
-                self._clip_as_the_update_does(batch)
         return norm
 
     def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
@@ -97,16 +95,6 @@ class Norms:
         if self._metrics is not None and scale is not None:
             corrected = clipping.corrected_square(sums, batch.k, scale)
             sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
-        self._finish(batch, sums, square)
-
-    def _clip_as_the_update_does(self, batch: Batch) -> None:
-        """Take the factors here, for the metrics, from the very sums that the update would take: the same bits."""
-        assert self._metrics is not None
-        sums = batch.engine.sums(batch.gradients, batch.last_grads, products=True, corrected=True, **batch.correction)
-        batch.clips = False
-        self._finish(batch, sums, sums[CC])
-
-    def _finish(self, batch: Batch, sums: Tensor, square: Tensor) -> None:
         threshold = batch.group["clip_threshold"]
         if threshold is not None:
             batch.factors = clipping.factors(square, threshold)

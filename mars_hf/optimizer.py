@@ -638,10 +638,9 @@ class Mars(torch.optim.Optimizer):
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
         max_grad_norm = self.max_grad_norm
         asked = [batch for batch in batches if self._wants_norms(batch.group)]
-        for batch in asked:
-            clips = batch.mars and batch.group["clip_threshold"] is not None
-            batch.clips = clips and batch.engine.clips and not batch.is_sharded
         if max_grad_norm is None and self._metrics is None:  # nobody else needs the norms of whole tensors
+            for batch in asked:
+                batch.clips = batch.engine.clips and not batch.is_sharded
             asked = [batch for batch in asked if not batch.clips]
         norms = Norms(asked, max_grad_norm=max_grad_norm, metrics=self._metrics)
         groups = [group for group in self.param_groups if self._wants_norms(group)]
