@@ -113,8 +113,9 @@ def update(
     lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
     rate, clips = float(lr), clip_threshold is not None
     counts = steps.tolist()
-    roots = {t: (1 - beta2**t) ** -0.5 for t in set(counts)}
-    rates = {t: rate / (1 - beta1**t) if rule == "adamw" else rate for t in set(counts)}
+    corrects = rule == "adamw"  # other rules take no account of the counts, which may be 0 then
+    roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(counts)}
+    rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(counts)}
     numbers = _numbers(
         *(len(params), scale, last_scales, k, factors),
         *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
