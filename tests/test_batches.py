@@ -106,8 +106,16 @@ CHANGES = [
     *(replaced_parameter, replaced_last_gradient),
 ]
 
-# The others are tensors that look the same: they are taken as they are.
-LOOKS_DIFFERENT = [missing, transposed_gradient, new_group, another_setting, cleared_state, replaced_parameter]
+# A loaded state begins anew. The others are tensors that look the same: they are taken as they are.
+LOOKS_DIFFERENT = [
+    frozen_state,
+    missing,
+    transposed_gradient,
+    new_group,
+    another_setting,
+    cleared_state,
+    replaced_parameter,
+]
 
 
 @pytest.mark.parametrize("take_grad", [False, True])
