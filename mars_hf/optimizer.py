@@ -676,7 +676,8 @@ class Mars(torch.optim.Optimizer):
         for piece in batch:
             before = piece.params[0].clone()
             piece.update()
-            change = piece.params[0].to(piece.exp_avgs[0].dtype) - before.to(piece.exp_avgs[0].dtype)
+            dtype = torch.promote_types(piece.exp_avgs[0].dtype, torch.float32)
+            change = piece.params[0].to(dtype) - before.to(dtype)
             self._metrics.add_update(change, batch.process_group if batch.is_sharded else HERE)
 
     def _keep_gradients(self, batch: Batch) -> None:

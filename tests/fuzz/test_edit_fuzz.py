@@ -680,7 +680,7 @@ def test_1500_edits(backend, part, monkeypatch):
         run(backend, seed, 15)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @not_interpreted
 @pytest.mark.parametrize("part", range(20))
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -689,7 +689,7 @@ def test_more_edits(backend, part):
         run(backend, seed, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @not_interpreted
 @needs_compiler
 @pytest.mark.parametrize("seed", range(8))

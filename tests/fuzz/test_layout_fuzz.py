@@ -226,7 +226,7 @@ def test_a_million(backend, rule):
     run_case(backend, rule, "million", 0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @not_interpreted
 @backends
 @rules
