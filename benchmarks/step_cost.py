@@ -42,8 +42,8 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 import mars_hf
-from mars_hf.batches import gather
-from mars_hf.layouts import MatrixLayout
+from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.step.buckets import gather
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))

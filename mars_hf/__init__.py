@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mars_hf import import_hooks
 from mars_hf.optimizer import Mars, create
+from mars_hf.training import import_hooks
 
 if TYPE_CHECKING:
-    from mars_hf.callbacks import LastGradientCallback
-    from mars_hf.registry import factory, register
-    from mars_hf.trainer import MarsTrainer
+    from mars_hf.training.callbacks import LastGradientCallback
+    from mars_hf.training.registry import factory, register
+    from mars_hf.training.trainer import MarsTrainer
 
 __version__ = "0.1.0"
 __all__ = ["LastGradientCallback", "Mars", "MarsTrainer", "create", "factory", "register"]
 
 # Loaded when first used: they need transformers, which takes seconds to import.
 _LAZY = {
-    "LastGradientCallback": "callbacks",
-    "MarsTrainer": "trainer",
-    "factory": "registry",
-    "register": "registry",
+    "LastGradientCallback": "training.callbacks",
+    "MarsTrainer": "training.trainer",
+    "factory": "training.registry",
+    "register": "training.registry",
 }
 
 
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 def _guard_trainers() -> None:
     """Give every Trainer the callback that guards a Mars."""
-    importlib.import_module("mars_hf.callbacks").install()
+    importlib.import_module("mars_hf.training.callbacks").install()
 
 
 # Not before: transformers takes seconds to import.

@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     if not command.module and not os.path.isfile(command.script):
         parser.error(f"no such script: {command.script!r} (give a path, or -m MODULE)")
 
-    from mars_hf import child_processes
-    from mars_hf.registry import register
+    from mars_hf.training import child_processes
+    from mars_hf.training.registry import register
 
     register()
     child_processes.inherit(os.environ)

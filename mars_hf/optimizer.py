@@ -10,13 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mars_hf import hyperparameters, layouts, looks, param_groups, sharding, states, universal
-from mars_hf.batches import Batch, Entry, Order, Recipe, entries_of, make, sort
-from mars_hf.layouts import MatrixLayout
-from mars_hf.matrices import Matrices, Team
-from mars_hf.metrics import HERE, StepMetrics
-from mars_hf.norms import Norms
-from mars_hf.param_groups import takes_mars
+from mars_hf import universal
+from mars_hf.distributed import placement as sharding
+from mars_hf.groups import from_model as param_groups
+from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import settings as hyperparameters
+from mars_hf.groups.from_model import takes_mars
+from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.step import looks
+from mars_hf.step import state as states
+from mars_hf.step.buckets import Batch, Entry, Order, Recipe, entries_of, make, sort
+from mars_hf.step.metrics import HERE, StepMetrics
+from mars_hf.step.norms import Norms
+from mars_hf.step.orthogonalized import Matrices, Team
 
 
 class Mars(torch.optim.Optimizer):

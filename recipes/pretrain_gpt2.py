@@ -27,7 +27,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
-from mars_hf import hub, param_groups
+from mars_hf.groups import from_model as param_groups
+from mars_hf.training import hub
 
 
 class PretrainingTrainer(mars_hf.MarsTrainer):

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
-from mars_hf.kernels import compiler
+import mars_hf
+from mars_hf.arithmetic.kernels import cpu_compiler as compiler
 
 VOCAB = 64
 
@@ -68,3 +69,8 @@ def trainer(args: TrainingArguments, model: Any = None, **settings: Any) -> Trai
     if model is None and "model_init" not in settings:
         model = gpt2()
     return Trainer(model=model, args=args, train_dataset=Blocks(), data_collator=default_data_collator, **settings)
+
+
+def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settings: Any) -> mars_hf.MarsTrainer:
+    settings = {"train_dataset": Blocks(), "data_collator": default_data_collator, **settings}
+    return mars_hf.MarsTrainer(model, args, *positional, **settings)

@@ -12,7 +12,7 @@ from reference import Reference
 from safetensors.torch import load_file
 
 import mars_hf
-from mars_hf import directions
+from mars_hf.step import directions
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = ("small_grads", "clipped_grads")

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf import hyperparameters, param_groups
+from mars_hf.groups import from_model as param_groups
+from mars_hf.groups import settings as hyperparameters
 from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
 # Settings that AdamW has too.

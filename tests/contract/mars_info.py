@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from mars_hf import Mars
-from mars_hf.kernels import compiler
+from mars_hf.arithmetic.kernels import cpu_compiler as compiler
 
 
 @contextmanager

@@ -57,7 +57,7 @@ NOT_RUN = {
     "test_state_dict_with_cuda_params": "needs a GPU",
     "test_cpu_load_state_dict": "needs a GPU",
     "test_fused_cpu_matches_cuda": "needs a GPU",
-    "test_defaults_changed_to_foreach": "looks for torch's private functions; what None stands for: test_engines.py",
+    "test_defaults_changed_to_foreach": "looks for torch's private functions; what None stands for: test_backends.py",
     "test_second_order_optims_return_consistent_types": "Mars is of first order: it calls a closure once",
 }
 
@@ -96,7 +96,7 @@ def test_every_setting_of_mars_is_in_some_configuration():
 
     settings = set(inspect.signature(Mars.__init__).parameters) - {"self", "params"}
     given = {key for name in CONFIGURATIONS for key in settings_of(name)} | {"foreach", "fused"}
-    elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py", "layout": "test_layouts.py"}
+    elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py", "layout": "test_matrix_layouts.py"}
     assert settings - given == set(elsewhere)
 
 

@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import main
 
 import mars_hf
-from mars_hf import matrices
-from mars_hf.directions import directions
+from mars_hf.step import orthogonalized as matrices
+from mars_hf.step.directions import directions
 
 sys.path.append(str(Path(__file__).parents[1]))
 from reference import Reference

@@ -29,9 +29,10 @@ from worker import import_deepspeed, main
 from workload import ACCUMULATION, CASES, Tokens, build_model
 
 import mars_hf
-from mars_hf import replicas, sharding
-from mars_hf.exchange import Exchange
-from mars_hf.regions import Region
+from mars_hf.distributed import placement as sharding
+from mars_hf.distributed import replicas
+from mars_hf.distributed.exchange import Exchange
+from mars_hf.distributed.routes import Region
 
 # By slot; slots need not be without gaps. Some have fewer rows or columns than there are ranks.
 SHAPES = {

@@ -44,9 +44,9 @@ from workload import (
 )
 
 import mars_hf
-from mars_hf import matrices
-from mars_hf.directions import directions
-from mars_hf.param_groups import takes_mars
+from mars_hf.groups.from_model import takes_mars
+from mars_hf.step import orthogonalized as matrices
+from mars_hf.step.directions import directions
 
 STATES = ("exp_avg", "last_grad")
 Results = dict[str, Tensor]

@@ -23,7 +23,8 @@ from helpers import needs_compiler
 from straight_step import Mirror, expect
 from torch import Tensor, nn
 
-from mars_hf import Mars, engines
+from mars_hf import Mars
+from mars_hf.arithmetic import backends as engines
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": True},
@@ -242,7 +243,7 @@ def test_long(backend, rule):
 @pytest.mark.skipif(not TRITON, reason="test_triton_interpreted runs it in a process of its own")
 @rules
 def test_triton(rule, monkeypatch):
-    from mars_hf.kernels import triton
+    from mars_hf.arithmetic.kernels import gpu as triton
 
     engine = engines.KernelEngine("triton", foreach=True, module=triton, rounds=True)
     monkeypatch.setattr(engines, "_kernels", lambda *_, **__: engine)

@@ -1,0 +1,199 @@
+"""Which code does the arithmetic of a batch: the plain rules, or kernels that do the same faster.
+
+| engine    | where | what it is                                      | taken by `fused=None`                  |
+| --------- | ----- | ----------------------------------------------- | -------------------------------------- |
+| triton    | GPU   | kernels/triton.py, two passes, any tensors      | wherever it runs                       |
+| compiled  | CPU   | kernels/compiled.py, two passes                 | from `COMPILED_FROM` elements a step   |
+| adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
+| foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
+| for-loop  | all   | rules.py, one tensor after the other            | else                                   |
+
+Matrices that are orthogonalized take one of these as far as their first moments. What follows is Newton-Schulz, and the
+step along its result by rules.py, whose `foreach` is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from mars_hf.arithmetic import rules
+
+# Compiling takes a second or two, once a machine: from this size on it is earned back within a few hundred steps.
+COMPILED_FROM = 1_000_000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to run `rules.sums` and `rules.update`."""
+
+    name: str
+    foreach: bool = False  # what is left to rules.py works on whole lists
+    # bfloat16 parameters, in `update` itself: at random with `seeds`, Kahan's way with `compensations`.
+    rounds: bool = False
+    clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether it takes dense tensors only, whose elements lie in one order."""
+        return False
+
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
+        """As `rules.sums`."""
+        return rules.sums(
+            gradients, last_grads, products=products, corrected=corrected, foreach=self.foreach, **settings
+        )
+
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`, with step counts and learning rate as the optimizer has them."""
+        rules.update(*lists, steps=[step.item() for step in steps], lr=float(lr), foreach=self.foreach, **settings)
+
+
+@dataclass(frozen=True)
+class KernelEngine(Engine):
+    """Kernels: they take numbers that change from step to step as tensors on the device."""
+
+    module: ModuleType = rules
+
+    @property
+    def is_flat(self) -> bool:
+        """They work through memory in its order."""
+        return True
+
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
+        """As `rules.sums`."""
+        return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
+
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`; settings may have what `rounds` and `clips` name.
+
+        Kernels write past autograd, which is told here: a graph that has saved a parameter must not run backward then.
+        """
+        device = lists[0][0].device
+        self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr], torch.float64)[0], **settings)
+        torch.autograd.graph.increment_version(lists[0])
+
+
+@dataclass(frozen=True)
+class AdamWEngine(Engine):
+    """torch's fused AdamW, for plain AdamW on CPUs, where our step counts are."""
+
+    @property
+    def is_flat(self) -> bool:
+        """It works through memory in its order."""
+        return True
+
+    def sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
+    ) -> Tensor:
+        """As `rules.sums`, without last gradients: all at once, since vectors are many and small."""
+        square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square()
+        if settings["scale"] is not None:
+            square = square * settings["scale"].to(square).square()
+        zeros = torch.zeros_like(square)
+        return torch.stack([square, zeros, zeros, square])
+
+    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+        """As `rules.update`, without last gradients and factors."""
+        params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
+        scale = settings["scale"]
+        torch_adamw(
+            params,
+            gradients if scale is None else list(torch._foreach_mul(gradients, scale.to(gradients[0].dtype))),
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            [step - 1 for step in steps],  # it counts itself
+            fused=True,
+            amsgrad=bool(max_exp_avg_sqs),
+            **{key: settings[key] for key in ("beta1", "beta2", "weight_decay", "eps")},
+            lr=lr,
+            maximize=False,
+        )
+
+
+def choose(
+    group: dict[str, Any],
+    device: torch.device,
+    dtypes: Collection[torch.dtype],
+    numel: int,
+    *,
+    plain_adamw: bool,
+    dense: bool,
+) -> Engine:
+    """The engine for a batch.
+
+    Args:
+        group: the parameter group, of which `foreach`, `fused` and `capturable` count.
+        device: of the tensors.
+        dtypes: of all tensors.
+        numel: elements of all parameters of the step.
+        plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
+        dense: whether their memory looks as kernels need it: without gaps, in one order, aligned, shared with nothing.
+
+    Raises:
+        RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
+    """
+    wanted = group["fused"]
+    if dense and (wanted or (wanted is None and group["foreach"] is None)):
+        kernels = _kernels(device, dtypes, numel, always=wanted is True)
+        if kernels is not None:
+            return kernels
+        rounds = group["rounding"] != "nearest" and torch.bfloat16 in dtypes
+        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not (rounds or group["capturable"]):
+            return AdamWEngine("adamw")
+    names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
+    if wanted and dense:
+        raise RuntimeError(
+            f"fused=True, and no kernels run on {device.type} for {names}: GPUs need Triton (pip install triton), CPUs "
+            "a C++ compiler; use fused=None"
+        )
+    if group["capturable"] and device.type != "cpu":
+        reason = f"which do not run on {device} for {names}" if dense else "which take dense tensors only"
+        raise RuntimeError(
+            f"capturable=True needs the Triton kernels, {reason} (pip install triton; leave foreach and fused at None; "
+            "parameters, gradients and states must be contiguous)"
+        )
+    return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
+
+
+def _foreach(group: dict[str, Any], device: torch.device) -> bool:
+    return device.type != "cpu" if group["foreach"] is None else group["foreach"]
+
+
+def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, always: bool) -> Engine | None:
+    if device.type == "cpu" and (always or numel >= COMPILED_FROM):
+        from mars_hf.arithmetic.kernels import cpu as compiled
+
+        engine = KernelEngine("compiled", module=compiled, rounds=True, clips=True)
+        return engine if compiled.supports(device, dtypes) else None
+    if device.type not in ("cpu", "meta"):
+        from mars_hf.arithmetic.kernels import gpu as triton
+
+        engine = KernelEngine("triton", foreach=True, module=triton, rounds=True)
+        return engine if triton.supports(device, dtypes) else None
+    return None
+
+
+def _on(device: torch.device, numbers: Sequence[float | Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers as a tensor on a device, without waiting for it."""
+    there = [number for number in numbers if isinstance(number, Tensor) and number.device == device]
+    if len(there) == len(numbers):
+        return torch.stack(there).to(dtype)
+    if there:
+        return torch.stack([torch.as_tensor(number, device=device, dtype=dtype) for number in numbers])
+    values = [float(number) for number in numbers]
+    if len(set(values)) == 1:
+        return torch.full((len(values),), values[0], dtype=dtype, device=device)
+    host = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,419 @@
+"""What runs on the device for `gpu.py`: one program works on one chunk of one tensor.
+
+A call's tensors are described by a table of int64 words, so that any number of them takes one launch:
+
+    hyperparameters   `HEADER` words, the bits of float64 numbers (see `hyperparameters` in `gpu.py`)
+    rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's chunks start in
+                      the launch, its number of elements, its place in the caller's lists, whether all its addresses
+                      are multiples of 16 bytes, and one row of addresses for each list of tensors
+
+A program finds its tensor by binary search in the row of chunk starts (about log2(count) reads that hit the L1 cache,
+against the hundreds of kilobytes the program then moves), so no map from program to tensor is built or stored.
+Positions inside a tensor are int64: start = chunk * CHUNK; only what is added inside a chunk is int32.
+
+A load with a mask that the compiler knows nothing about is done element by element. Whole blocks of tensors with
+aligned addresses therefore run without a mask and with the alignment stated, which gives 128-bit accesses; what is left
+of a tensor, and tensors at odd addresses, take the masked way. Each way has its own block size: Triton chooses one
+layout for all accesses of one shape, and the masked way wants neighbouring threads on neighbouring elements. For the
+same reason `VECTOR`, the elements a thread moves at once, is one number for all dtypes of a call (16 bytes of the
+widest): with 128 bits each, values would pass through shared memory between bfloat16 and float32.
+"""
+
+import triton
+import triton.language as tl
+
+HEADER = tl.constexpr(8)
+STARTS_ROW = tl.constexpr(0)
+SIZES_ROW = tl.constexpr(1)
+PLACES_ROW = tl.constexpr(2)
+ALIGNED_ROW = tl.constexpr(3)
+GRADIENTS_ROW = tl.constexpr(4)
+LAST_ROW = tl.constexpr(5)
+PARAMS_ROW = tl.constexpr(6)
+EXP_AVGS_ROW = tl.constexpr(7)
+EXP_AVG_SQS_ROW = tl.constexpr(8)
+MAX_EXP_AVG_SQS_ROW = tl.constexpr(9)
+COMPENSATIONS_ROW = tl.constexpr(10)
+
+
+@triton.jit
+def _find(starts, count, chunk):
+    """Which tensor `chunk` belongs to: the last one that starts at or before it."""
+    low = count * 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(starts + middle) <= chunk
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def locate(table, count, chunk, CHUNK: tl.constexpr):
+    """The tensor of a chunk, the chunk's first element (int64) and its number of elements (int32)."""
+    rows = table + HEADER
+    tensor = _find(rows, count, chunk)
+    start = (chunk - tl.load(rows + STARTS_ROW * count + tensor)) * CHUNK
+    length = tl.minimum(tl.load(rows + SIZES_ROW * count + tensor) - start, CHUNK).to(tl.int32)
+    return tensor, start, length
+
+
+@triton.jit
+def _word(table, count, row: tl.constexpr, tensor):
+    return tl.load(table + HEADER + row * count + tensor)
+
+
+@triton.jit
+def _number(table, i: tl.constexpr):
+    return tl.load(table + i).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _pointer(table, count, row: tl.constexpr, tensor, start, TYPE: tl.constexpr):
+    return _word(table, count, row, tensor).to(tl.pointer_type(TYPE)) + start
+
+
+@triton.jit
+def _aligned(pointer, offsets, VECTOR: tl.constexpr):
+    # Stated here, on the result of an operation: on an argument of a function it is lost when that is inlined.
+    return tl.multiple_of(pointer + offsets, VECTOR * (pointer.dtype.element_ty.primitive_bitwidth // 8))
+
+
+@triton.jit
+def _convert(value, COMPUTE: tl.constexpr):
+    # By way of float32: float64 and bfloat16 do not convert directly in the interpreter.
+    return value.to(tl.float32).to(COMPUTE) if value.dtype == tl.bfloat16 else value.to(COMPUTE)
+
+
+@triton.jit
+def _load(pointer, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    if mask is None:
+        value = tl.load(_aligned(pointer, offsets, VECTOR))
+    else:
+        value = tl.load(pointer + offsets, mask=mask, other=0.0)
+    return _convert(value, COMPUTE)
+
+
+@triton.jit
+def _store(pointer, offsets, value, mask, VECTOR: tl.constexpr):
+    if pointer.dtype.element_ty == tl.bfloat16:
+        value = value.to(tl.float32)
+    value = value.to(pointer.dtype.element_ty)
+    if mask is None:
+        tl.store(_aligned(pointer, offsets, VECTOR), value)
+    else:
+        tl.store(pointer + offsets, value, mask=mask)
+
+
+@triton.jit
+def _divide(x, y):
+    """Correctly rounded, as PyTorch's; `/` is approximate in float32."""
+    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _root(x):
+    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
+
+
+@triton.jit
+def _noise(offsets, key):
+    """32 random bits for each element of a chunk, by a hash (the finalizer of MurmurHash3): Philox costs too much."""
+    bits = offsets.to(tl.uint32) * 0x9E3779B1 + key
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _round_stochastically(value, noise):
+    """One of the two bfloat16 neighbours, as float32, the nearer one with the greater probability: right on average."""
+    value = value.to(tl.float32)
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # Carrying into the exponent would turn some NaNs into numbers.
+    return tl.where((bits & 0x7F800000) == 0x7F800000, value, rounded)
+
+
+@triton.jit
+def _multiplier(numbers, index, COMPUTE: tl.constexpr):
+    """A number that a tensor is multiplied by; 1 if there is none."""
+    number = tl.full((), 1.0, COMPUTE)
+    if numbers is not None:
+        number = _convert(tl.load(numbers + index), COMPUTE)
+    return number
+
+
+@triton.jit
+def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """g, the last gradient and c of one block; in one way for sums and update."""
+    g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
+    # Both ways are assignments: Triton, unlike its interpreter, compiles what follows a return inside an `if`.
+    if last is None:
+        previous = tl.zeros_like(g)
+        c = g
+    else:
+        previous = _load(last, offsets, mask, COMPUTE, VECTOR) * last_scale
+        c = g + k * (g - previous)
+    return g, previous, c
+
+
+@triton.jit
+def _product(x, y):
+    return x.to(tl.float64) * y.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales"])
+def partial_sums(
+    table,
+    count,
+    chunks,
+    scale,
+    last_scales,
+    partials,
+    GRADIENT: tl.constexpr,
+    LAST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Sums over one chunk of g*g, g*last, last*last and c*c, into `partials` (rows of one number a chunk).
+
+    Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE, products in float64,
+    in which no square of a float32 overflows.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor, start, length = locate(table, count, chunk, CHUNK)
+    gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
+    last = None
+    if LAST is not None:
+        last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    k = _number(table, 0).to(COMPUTE)
+    own_scale = _multiplier(scale, 0, COMPUTE)
+    last_scale = _multiplier(last_scales, _word(table, count, PLACES_ROW, tensor), COMPUTE)
+
+    offsets = tl.arange(0, BLOCK)
+    whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
+    gg = tl.zeros((BLOCK,), tl.float64)
+    gl = tl.zeros((BLOCK,), tl.float64)
+    ll = tl.zeros((BLOCK,), tl.float64)
+    cc = tl.zeros((BLOCK,), tl.float64)
+    for block in range(0, whole):
+        inside = block * BLOCK + offsets
+        g, previous, c = _correct(gradient, last, inside, None, own_scale, last_scale, k, COMPUTE, VECTOR)
+        gg += _product(g, g)
+        gl += _product(g, previous)
+        ll += _product(previous, previous)
+        cc += _product(c, c)
+    rest = tl.arange(0, REST)
+    rest_gg = tl.zeros((REST,), tl.float64)
+    rest_gl = tl.zeros((REST,), tl.float64)
+    rest_ll = tl.zeros((REST,), tl.float64)
+    rest_cc = tl.zeros((REST,), tl.float64)
+    for first in range(whole * BLOCK, length, REST):
+        inside = first + rest
+        g, previous, c = _correct(gradient, last, inside, inside < length, own_scale, last_scale, k, COMPUTE, VECTOR)
+        rest_gg += _product(g, g)
+        rest_gl += _product(g, previous)
+        rest_ll += _product(previous, previous)
+        rest_cc += _product(c, c)
+    row = chunks.to(tl.int64)
+    tl.store(partials + chunk, tl.sum(gg) + tl.sum(rest_gg))
+    if last is not None:
+        tl.store(partials + row + chunk, tl.sum(gl) + tl.sum(rest_gl))
+        tl.store(partials + 2 * row + chunk, tl.sum(ll) + tl.sum(rest_ll))
+        tl.store(partials + 3 * row + chunk, tl.sum(cc) + tl.sum(rest_cc))
+
+
+@triton.jit(do_not_specialize=["count", "chunks", "columns"])
+def total_sums(
+    table, count, chunks, partials, sums, columns, LAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Totals of one tensor's partial sums, in float64 and always in the same order, into its column of `sums`."""
+    tensor = tl.program_id(0)
+    first = _word(table, count, STARTS_ROW, tensor)
+    end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), CHUNK)
+    row = chunks.to(tl.int64)
+    gg = tl.zeros((BLOCK,), tl.float64)
+    gl = tl.zeros((BLOCK,), tl.float64)
+    ll = tl.zeros((BLOCK,), tl.float64)
+    cc = tl.zeros((BLOCK,), tl.float64)
+    for begin in range(first, end, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        inside = offsets < end
+        gg += tl.load(partials + offsets, mask=inside, other=0.0)
+        if LAST is not None:
+            gl += tl.load(partials + row + offsets, mask=inside, other=0.0)
+            ll += tl.load(partials + 2 * row + offsets, mask=inside, other=0.0)
+            cc += tl.load(partials + 3 * row + offsets, mask=inside, other=0.0)
+    column = sums + _word(table, count, PLACES_ROW, tensor)
+    tl.store(column, tl.sum(gg))
+    tl.store(column + columns, tl.sum(gl))
+    tl.store(column + 2 * columns, tl.sum(ll))
+    tl.store(column + 3 * columns, tl.sum(gg if LAST is None else cc))
+
+
+@triton.jit
+def _update_block(
+    param,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    max_exp_avg_sq,
+    last,
+    compensation,
+    offsets,
+    mask,
+    scale,
+    last_scale,
+    factor,
+    k,
+    blend,
+    weight1,
+    beta1,
+    beta2,
+    weight2,
+    eps,
+    decay,
+    step_size,
+    root2,
+    key,
+    RULE: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The rule on one block: every tensor is read and written once at most, all reads before the first write."""
+    g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
+    e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
+    if RULE != "momentum":
+        p = _load(param, offsets, mask, COMPUTE, VECTOR)
+        if compensation is not None:
+            p += _load(compensation, offsets, mask, COMPUTE, VECTOR)
+        p = p * decay
+    c = c * factor
+    # Both ends of torch.lerp, exact at weight 0 and at weight 1.
+    difference = c - e
+    e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
+    m = tl.where(blend == 0, e, e + blend * (c - e))  # infinity less infinity is NaN
+    if RULE == "momentum":
+        p = m
+    elif RULE == "lion":
+        # torch.sign, except that NaN stays NaN.
+        sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
+        p = p - step_size * sign
+    else:
+        s = c if CORRECTED else g
+        v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
+        largest = v
+        if max_exp_avg_sq is not None:
+            largest = _load(max_exp_avg_sq, offsets, mask, COMPUTE, VECTOR)
+            largest = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
+            _store(max_exp_avg_sq, offsets, largest, mask, VECTOR)
+        p = p - step_size * _divide(m, _divide(_root(largest), root2) + eps)
+        _store(exp_avg_sq, offsets, v, mask, VECTOR)
+    if key is not None:
+        p = _round_stochastically(p, _noise(offsets, key))
+    if compensation is not None:
+        rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
+        _store(compensation, offsets, p - rounded, mask, VECTOR)
+        p = rounded
+    _store(exp_avg, offsets, e, mask, VECTOR)
+    _store(param, offsets, p, mask, VECTOR)
+    if KEEP_LAST:
+        _store(last, offsets, g, mask, VECTOR)
+
+
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seeds"])
+def update(
+    table,
+    count,
+    steps,
+    lr,
+    scale,
+    last_scales,
+    factors,
+    seeds,
+    PARAM: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    MAX_EXP_AVG_SQ: tl.constexpr,
+    LAST: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    RULE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    KEEP_LAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One optimizer step on one chunk. Numbers common to a tensor are worked out in float64, then rounded once."""
+    chunk = tl.program_id(0).to(tl.int64)
+    tensor, start, length = locate(table, count, chunk, CHUNK)
+    place = _word(table, count, PLACES_ROW, tensor)
+
+    param = _pointer(table, count, PARAMS_ROW, tensor, start, PARAM)
+    gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
+    exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, EXP_AVG)
+    exp_avg_sq = None
+    max_exp_avg_sq = None
+    last = None
+    if RULE == "adamw":
+        exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
+    if AMSGRAD:
+        max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, MAX_EXP_AVG_SQ)
+    if LAST is not None:
+        last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    compensation = None
+    if COMPENSATED:
+        compensation = _pointer(table, count, COMPENSATIONS_ROW, tensor, start, tl.bfloat16)
+
+    k = _number(table, 0).to(COMPUTE)
+    blend = _number(table, 1).to(COMPUTE)
+    beta1 = _number(table, 2).to(COMPUTE)
+    weight1 = (1.0 - _number(table, 2)).to(COMPUTE)
+    beta2 = _number(table, 4).to(COMPUTE)
+    weight2 = (1.0 - _number(table, 4)).to(COMPUTE)
+    eps = _number(table, 6).to(COMPUTE)
+    rate = tl.load(lr).to(tl.float64)
+    decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
+    step_size = rate.to(COMPUTE)
+    root2 = tl.full((), 1.0, COMPUTE)
+    if RULE == "adamw":
+        # 1 - beta**t = 1 - exp(t log(beta)): in float64 its error is below 1e-16 (1 + t |log(beta)|), so 1e-13 of a
+        # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
+        t = tl.load(steps + place).to(tl.float64)
+        step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
+        root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
+    own_scale = _multiplier(scale, 0, COMPUTE)
+    last_scale = _multiplier(last_scales, place, COMPUTE)
+    factor = _multiplier(factors, place, COMPUTE)
+    key = None
+    if seeds is not None and PARAM == tl.bfloat16:
+        # By the chunk's place in its tensor: which others are in the launch makes no difference.
+        key = tl.randint(tl.load(seeds + place), (start // CHUNK).to(tl.uint32)).to(tl.uint32, bitcast=True)
+
+    offsets = tl.arange(0, BLOCK)
+    whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
+    for block in range(0, whole):
+        _update_block(
+            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, block * BLOCK + offsets, None,
+            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
+            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+        )  # fmt: skip
+    rest = tl.arange(0, REST)
+    for first in range(whole * BLOCK, length, REST):
+        inside = first + rest
+        _update_block(
+            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, inside, inside < length,
+            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
+            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""One step: state, buckets, norms, directions and metrics."""

@@ -1,0 +1,102 @@
+"""What one step of MARS did, summed where the tensors are and read only when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic.rules import sum_dtype
+from mars_hf.distributed.placement import Group, all_reduce
+
+HERE = object()  # a group of this rank alone; None is the default process group
+
+
+class StepMetrics:
+    """Sums over the parameters that took the MARS rule.
+
+    `add` queues work on the parameters' device and never waits for it; `read` waits once. All sums are additive over
+    parameters and over pieces of parameters, so that they can be put together across ranks.
+    """
+
+    def __init__(self) -> None:
+        """Start with empty sums."""
+        self._sums: dict[tuple[Group, torch.device], Tensor] = {}
+        self._sharded: dict[Group, torch.device] = {}
+
+    def join(self, group: Group, device: torch.device) -> None:
+        """Take part in the sums over a process group's ranks, also when nothing of a parameter is here."""
+        self._sharded.setdefault(group, device)
+
+    def add(
+        self,
+        sums: Tensor,
+        squares: Tensor,
+        shares: Sequence[float],
+        clip_threshold: float | None,
+        *,
+        has_last: bool,
+        group: Group = HERE,
+    ) -> None:
+        """Add pieces of parameters, whole ones included.
+
+        Args:
+            sums: over the pieces, as `rules.sums` takes them.
+            squares: squared norm of the whole c_t that each piece belongs to.
+            shares: part of its parameter that each piece is.
+            clip_threshold: as the rule takes it.
+            has_last: whether there are last gradients to compare with.
+            group: process group that the other pieces are on; left out: there are none.
+        """
+        parts = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
+            sums.device, non_blocking=True
+        )
+        clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
+        gg, gl, ll, cc = sums.sum(dim=1).unbind()
+        compared = parts.sum() * has_last
+        self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
+
+    def add_update(self, update: Tensor, group: Group = HERE) -> None:
+        """Add x_{t+1} - x_t of a piece."""
+        square = torch.linalg.vector_norm(update, dtype=sum_dtype(update.device)).square()
+        self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
+
+    def read(self) -> dict[str, float]:
+        """The metrics as floats, the same on every rank; empty when no parameter took the MARS rule.
+
+        - `mars/clip_fraction`: share of the parameters whose c_t was longer than `clip_threshold`.
+        - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t||, before clipping, over all of them together.
+        - `mars/grad_cosine`: cosine of g_t and g_{t-1}; 0 at the first step, which has no g_{t-1}.
+
+          These two are left out where no last gradient is kept (see `Mars`, state).
+        - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
+        """
+        total = torch.zeros(9, dtype=torch.float64, device="cpu")
+        for group, device in self._sharded.items():
+            sums = self._sums.pop((group, device), _zeros(device))
+            total += all_reduce(sums, group).cpu().double()
+        for sums in self._sums.values():
+            total += sums.cpu().double()
+        count, clipped, compared, corrected, gradient, last, product, update, elements = total.tolist()
+        if not count:
+            return {}
+        found = {
+            "mars/clip_fraction": clipped / count,
+            "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
+        }
+        if compared:
+            found["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient > 0 else 0.0
+            found["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0
+        return found
+
+    def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
+        device = values[0].device
+        if (group, device) not in self._sums:
+            self._sums[group, device] = _zeros(device)
+        sums = self._sums[group, device]
+        sums[first : first + len(values)] += torch.stack([value.to(sums.dtype) for value in values])
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(9, dtype=sum_dtype(device), device=device)

@@ -1,0 +1,386 @@
+"""The matrices of a step: first moments are taken together, orthogonalized, and handed back as directions."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_hf.distributed import placement as sharding
+from mars_hf.distributed import replicas
+from mars_hf.distributed.exchange import Exchange, agree, digest, disagreement, gather_objects
+from mars_hf.distributed.placement import Group, Placement
+from mars_hf.distributed.routes import Region
+from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import settings as hyperparameters
+from mars_hf.groups.from_model import orthogonalizes
+from mars_hf.step.buckets import Batch
+from mars_hf.step.directions import Chunks, directions, flops, iteration_dtype, settings_of
+
+logger = logging.getLogger(__name__)
+
+# Exchanges of a team that are kept, for steps with the same gradients as an earlier one.
+MAX_EXCHANGES = 16
+
+
+class Team(NamedTuple):
+    """Ranks that share the work on some matrices, and how they send them; see `exchange.Exchange`.
+
+    `uniform` says that an engine makes all ranks bring the same.
+    """
+
+    shards: Group
+    replicas: Group
+    device: torch.device
+    dtype: torch.dtype
+    uniform: bool = False
+
+
+class _Repeated(NamedTuple):
+    """Plain matrices that DistributedDataParallel repeats: one batch, which its ranks share or each works on alone."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Plain(NamedTuple):
+    """A parameter that is neither sharded nor a DTensor."""
+
+    slot: int
+    place: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Member(NamedTuple):
+    """A tensor with a gradient that a team works on; also where nothing of its parameters is on this rank."""
+
+    slot: int
+    place: int  # of its group among the optimizer's
+    shape: torch.Size
+    placement: Placement | None
+    id: int
+
+
+class _Work(NamedTuple):
+    """What a team does in one step."""
+
+    members: list[_Member]
+    groups: Mapping[int, dict[str, Any]]  # by place
+    dtype: torch.dtype
+    exchange: Exchange
+    place_of: Mapping[int, int]  # of the group of each slot, also of those of which nothing is here
+
+
+class Matrices:
+    """Gives batches of mars-shampoo and mars-m their directions.
+
+    Matrices that are on this rank alone are orthogonalized in chunks. Where ranks hold pieces of them (FSDP2, ZeRO) or
+    repeat them (DDP), each is brought together on one rank, orthogonalized there once, and its direction sent back.
+
+    Under DDP ranks share a step if DistributedDataParallel has averaged gradients since the last one, and if all of
+    them bring gradients for the same matrices, now and in all steps before. Otherwise each rank does all of the work on
+    its own gradients, as with any torch optimizer: after a backward pass of the bare module or under `no_sync`, in
+    `join`, where a rank lacks a gradient, and once ranks have taken different steps. Where ranks hold pieces, none of
+    them can go on alone: all raise RuntimeError.
+    """
+
+    def __init__(self, layout: sharding.Layout) -> None:
+        """With the parameters that the optimizer was built with."""
+        self._layout = layout
+        # From `sort` on, by the id of a tensor. Nothing here keeps one alive.
+        self._plain: dict[int, _Plain] = {}
+        self._teams: dict[int, Team] = {}
+        self._members: dict[Team, list[_Member]] = {}
+        self._exchanges: dict[tuple[Team, Hashable, Hashable], tuple[Exchange, dict[int, int]]] = {}
+        self._names: dict[Hashable, str] = {}
+        self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
+        self._name = secrets.token_hex(8)
+        self._apart: set[Team] = set()  # whose ranks have taken different steps
+        self._groups: Sequence[dict[str, Any]] = ()  # from `sort` to the end of the step
+
+    def sort(
+        self, param_groups: Iterable[dict[str, Any]], placements: Mapping[Tensor, Placement]
+    ) -> dict[Tensor, Hashable]:
+        """Who is orthogonalized together in the coming step.
+
+        This holds for later steps too, as long as groups, parameters and who has a gradient stay the same. Where there
+        are DTensors or placements every step needs a call.
+
+        Args:
+            param_groups: of the optimizer.
+            placements: of the sharded tensors.
+
+        Returns:
+            For every tensor that has a gradient and holds matrices to be orthogonalized a key; those with the same key
+            are orthogonalized together.
+        """
+        chunks = Chunks()
+        found: dict[Tensor, Hashable] = {}
+        self._plain, self._teams, self._members = {}, {}, {}
+        self._groups = list(param_groups)
+        slotted = enumerate((place, param) for place, group in enumerate(self._groups) for param in group["params"])
+        wanted = [(slot, *pair) for slot, pair in slotted if orthogonalizes(self._groups[pair[0]])]
+        repeated = replicas.repeated() if any(not sharding.is_dtensor(param) for *_, param in wanted) else {}
+        for slot, place, param in wanted:
+            group = self._groups[place]
+            dtype = iteration_dtype(group, param)
+            key: Hashable = None
+            if param in placements or sharding.is_dtensor(param):
+                key = self._join(slot, place, param, placements.get(param), dtype)
+            else:
+                self._plain[id(param)] = _Plain(slot, place, param.device, dtype)
+                if id(param) in repeated and not self._apart:
+                    key = _Repeated(param.device, dtype)
+            if param.grad is not None:
+                found[param] = chunks.of(group, param) if key is None else key
+        return found
+
+    def in_order(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches in the order they are to be updated in, with directions where their rule has any.
+
+        Those that are orthogonalized together come together: their first moments are taken further and orthogonalized
+        before the first of them, and no directions are kept when the next one is asked for. Collective, where ranks
+        share work: to be called in every step, also without batches.
+
+        Raises:
+            RuntimeError: on all ranks, before any first moment has changed: they hold pieces of the same matrices, and
+                bring gradients for different ones.
+        """
+        try:
+            for works, together in self._divide(list(batches)):
+                if works:
+                    self._share(works, together)
+                elif together[0].chunk is not None:
+                    _orthogonalize(together)
+                for batch in together:
+                    yield batch
+                    batch.directions = []
+        finally:
+            self._groups = ()
+
+    def _join(self, slot: int, place: int, param: Tensor, placement: Placement | None, dtype: torch.dtype) -> Hashable:
+        """The team that works on a DTensor or an engine's tensor; None if there is none."""
+        shards = None if placement is None or _is_alone(param, placement) else placement.group
+        if placement is not None:
+            repeating = placement.replicas
+        else:
+            repeating = sharding.replicas_in_mesh(param)
+        if shards is None and repeating is None:
+            return None
+        team = Team(shards, repeating, sharding.local(param).device, dtype, not sharding.is_dtensor(param))
+        self._teams[id(param)] = team
+        members = self._members.setdefault(team, [])  # also without a gradient here: others may have one
+        if param.grad is not None:
+            members.append(_Member(slot, place, param.shape, placement, id(param)))
+        return team
+
+    def _divide(self, batches: Sequence[Batch]) -> list[tuple[list[_Work], list[Batch]]]:
+        """Which batches are worked on together, and what for; for nothing where no other rank takes part."""
+        averaged = self._averaged()
+        teams = {team: list(members) for team, members in self._members.items()}
+        for key, group in averaged.items():
+            teams.setdefault(Team(None, group, *self._plain[key][2:]), [])
+        groups = dict(enumerate(self._groups))
+        present = [member.slot for members in teams.values() for member in members]
+        cut: dict[Team, list[Batch]] = {team: [] for team in self._members}
+        repeated: list[Batch] = []  # in which there may be tensors of several teams
+        alone: dict[Hashable, list[Batch]] = {}
+        shares_all = True
+        for batch in batches:
+            place = alone.setdefault(id(batch) if batch.chunk is None else batch.chunk, [])
+            for tensor in batch.placements if batch.chunk is not None else ():
+                if id(tensor) in self._teams:
+                    place = cut[self._teams[id(tensor)]]
+                elif id(tensor) in self._plain:
+                    own = self._plain[id(tensor)]
+                    present.append(own.slot)
+                    shares_all = shares_all and (id(tensor) in averaged or id(tensor) in self._layout.replicas.unclear)
+                    if id(tensor) in averaged:
+                        place = repeated
+                        team = Team(None, averaged[id(tensor)], own.device, own.dtype)
+                        teams[team].append(_Member(own.slot, own.place, tensor.shape, None, id(tensor)))
+                        groups[own.place] = batch.group
+            place.append(batch)
+        # For all of them before any work is done, so that nothing has changed where ranks disagree.
+        works = {team: self._work(team, sorted(teams[team]), groups) for team in sorted(teams, key=_order)}
+        if present:
+            # What a rank has done on gradients of its own is its own.
+            self._past = digest(self._past, sorted(present), "" if shares_all else self._name)
+        shared = [work for team, work in works.items() if team not in cut and work is not None]
+        for batch in repeated if not shared else ():
+            alone[batch.chunk].append(batch)
+        parts = [([work] if work else [], cut[team]) for team, work in works.items() if team in cut]
+        parts = [(shared, repeated if shared else []), *parts, *(([], own) for own in alone.values())]
+        return [(work, own) for work, own in parts if work or own]
+
+    def _averaged(self) -> dict[int, Group]:
+        """The process group of each plain parameter on whose ranks this step is shared, by id."""
+        if not self._plain:
+            return {}
+        averaged = self._layout.replicas.averaged()
+        return {key: averaged[key] for key in self._plain if key in averaged}
+
+    def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
+        """What a team does in this step, after asking its ranks; None if each works alone. Collective."""
+        if team in self._apart:
+            return self._work_without_replicas(team, members, groups)
+        places = {member.place for member in members}
+        kinds = [(place, _kind(groups[place])) for place in sorted(places)]
+        common = (tuple((member.slot, member.place, member.shape) for member in members), repr(kinds))
+        key = (team, common, None if team.shards is None else tuple(member.placement for member in members))
+        new = key not in self._exchanges
+        if not team.uniform:
+            same, wrong = True, False
+            if team.shards is not None:
+                same, (new,) = agree(self._name_of(common), team.shards, team.device, new)
+                wrong = not same
+            if team.replicas is not None:
+                values = (self._name_of(common), self._past)
+                same, (new, wrong) = agree(values, team.replicas, team.device, new, wrong)
+            if wrong:
+                raise disagreement(*_sizes(team))
+            if not same:
+                logger.warning(
+                    "The ranks of a DistributedDataParallel model, or of the copies of a sharded one, bring gradients "
+                    "for different matrices to this step, or did in an earlier one. Each orthogonalizes all of its "
+                    "matrices itself from now on: as exact, and slower. To share the work, take the same steps on "
+                    "every rank."
+                )
+                self._apart.add(team)
+                return self._work_without_replicas(team, members, groups)
+        if new:
+            self._exchanges[key] = self._exchange(team, members, groups)
+            self._forget_exchanges(team)
+        return _Work(members, groups, team.dtype, *self._exchanges[key])
+
+    def _forget_exchanges(self, team: Team) -> None:
+        """Drop those of process groups that have been destroyed, and the oldest of a team that has too many.
+
+        An engine's team has one for each of its tensors and needs them all, as its ranks do not ask who lacks one.
+        """
+        gone = [key for key in self._exchanges if not all(map(replicas.exists, key[0][:2]))]
+        own = [] if team.uniform else [key for key in self._exchanges if key[0] == team]
+        for key in {*gone, *own[:-MAX_EXCHANGES]}:
+            del self._exchanges[key]
+
+    def _name_of(self, common: Hashable) -> str:
+        """What stands for work that ranks have in common; remembered, as it takes a millisecond to find."""
+        if common not in self._names:
+            if len(self._names) > MAX_EXCHANGES:
+                self._names.clear()
+            self._names[common] = digest(common)
+        return self._names[common]
+
+    def _work_without_replicas(
+        self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]
+    ) -> _Work | None:
+        return None if team.shards is None else self._work(team._replace(replicas=None), members, groups)
+
+    def _exchange(
+        self,
+        team: Team,
+        members: Sequence[_Member],
+        groups: Mapping[int, dict[str, Any]],
+    ) -> tuple[Exchange, dict[int, int]]:
+        """The exchange of a team, and for every slot the place of its group; collective."""
+        place_of: dict[int, int] = {}
+        for theirs in gather_objects({slot: m.place for m in members for slot in _held(m)}, team.shards):
+            place_of |= theirs
+        shapes = {slot: self._layout.shapes[slot] for slot in place_of} if team.uniform else {}
+        shapes |= {member.slot: member.shape for member in members if not team.uniform}
+        costs = {}
+        for slot in place_of:
+            _, layout, steps = _kind(groups[place_of[slot]])
+            costs[slot] = flops(shapes[slot], layouts.from_plain(layout) or layouts.of_shape(shapes[slot]), steps)
+        exchange = Exchange(
+            {slot: shapes[slot] for slot in place_of},
+            costs,
+            {slot: region for member in members for slot, region in _held(member).items()},
+            shards=team.shards,
+            replicas=team.replicas,
+            device=team.device,
+            dtype=team.dtype,
+        )
+        return exchange, place_of
+
+    def _share(self, works: Sequence[_Work], batches: Sequence[Batch]) -> None:
+        """Give batches their directions; tensors that other ranks do not repeat may be among them."""
+        momenta = [batch.momenta() for batch in batches]
+        found: dict[int, tuple[dict[str, Any], Tensor, Tensor]] = {
+            id(tensor): (batch.group, tensor, momentum)
+            for batch, own in zip(batches, momenta, strict=True)
+            for tensor, momentum in zip(batch.placements, own, strict=True)
+        }
+        for work in works:
+            pieces: dict[int, Tensor] = {}
+            for member in work.members:
+                if member.id in found:  # an engine's tensor may be all padding
+                    _, _, momentum = found.pop(member.id)
+                    slots = [member.slot] if member.placement is None else [p.slot for p in member.placement.pieces]
+                    pieces |= zip(slots, sharding.cut(momentum, member.placement), strict=True)
+            results = work.exchange.run(pieces, functools.partial(_orthogonalize_wholes, work))
+            if pieces:
+                torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
+        for dtype in {momentum.dtype for *_, momentum in found.values()}:
+            others = {key: momentum for key, (*_, momentum) in found.items() if momentum.dtype == dtype}
+            settings = {key: settings_of(*found[key][:2]) for key in others}
+            for key, direction in directions(others, settings, out_dtype=dtype).items():
+                others[key].copy_(direction)
+        for batch, own in zip(batches, momenta, strict=True):
+            batch.take_directions(own)
+
+
+def _orthogonalize_wholes(work: _Work, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
+    settings = {slot: settings_of(work.groups[work.place_of[slot]], whole) for slot, whole in wholes.items()}
+    return directions(wholes, settings, out_dtype=work.dtype)
+
+
+def _is_alone(param: Tensor, placement: Placement) -> bool:
+    """Whether a sharded parameter is whole, in its own shape, because there is one rank only."""
+    return sharding.is_dtensor(param) and dist.get_world_size(placement.group) == 1
+
+
+def _held(member: _Member) -> dict[int, Region]:
+    """What this rank holds of the parameters in a tensor, by slot."""
+    if member.placement is None:
+        return {member.slot: Region.everything(member.shape)}
+    return {piece.slot: piece.region for piece in member.placement.pieces}
+
+
+def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
+    """The settings of a group that all ranks need to have in common."""
+    return group["mars_type"], group["layout"], len(hyperparameters.ns_coefficients(group))
+
+
+def _order(team: Team) -> tuple[Any, ...]:
+    """In the order of these, ranks that are in several teams do not wait for each other in a circle."""
+    ranks = [() if group is None else tuple(dist.get_process_group_ranks(group)) for group in team[:2]]
+    names = ["" if group is None else group.group_name for group in team[:2]]
+    return *ranks, *names, str(team.device.type), str(team.dtype)
+
+
+def _sizes(team: Team) -> tuple[int, int]:
+    """The number of ranks, and how many of them hold one copy of the model."""
+    copies, shards = (1 if group is None else dist.get_world_size(group) for group in (team.replicas, team.shards))
+    return copies * shards, shards
+
+
+def _orthogonalize(batches: Sequence[Batch]) -> None:
+    """Give the batches of a chunk their directions."""
+    owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
+    settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
+    momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
+    chunk = batches[0].chunk
+    wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
+    # Rounded as where they travel, so that a step is the same whether it is shared or not.
+    out_dtype = chunk.dtype if isinstance(chunk, _Repeated) else wide
+    found = iter(directions(momenta, settings, out_dtype=out_dtype).values())
+    for batch in batches:
+        batch.take_directions([next(found) for _ in batch.placements])

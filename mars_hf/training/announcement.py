@@ -1,0 +1,189 @@
+"""One line about what will train, where settings differ from what was asked for, and what the model card says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import TrainingArguments
+
+from mars_hf.groups import from_model as param_groups
+from mars_hf.groups import settings as hyperparameters
+from mars_hf.optimizer import DEFAULTS, Mars
+from mars_hf.training import provenance as origins
+
+_PLURALS = {"matrix": "matrices", "vector": "vectors", "embedding": "embeddings"}
+# What the line names among the defaults, in this order; of the first, each beta counts for itself.
+_NAMED = ("beta1", "beta2", "eps", "weight_decay", "gamma", "clip_threshold")
+_NAMED_1D = ("lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d")
+_HALVES = {"beta1": ("betas", 0), "beta2": ("betas", 1), "beta1_1d": ("betas_1d", 0), "beta2_1d": ("betas_1d", 1)}
+
+
+def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
+    """Return rule, form and groups of an optimizer in one line.
+
+    Args:
+        mars: with the settings that run.
+        sizes: number of parameters in each group; None counts what is there.
+    """
+    shared = _shared(mars)
+    form = "approximate" if shared["is_approx"] else "exact"
+    clip = shared["clip_threshold"]
+    parts = [
+        f"{shared['mars_type']} ({form}, gamma={shared['gamma']:g}, eps={shared['eps']:g}, "
+        f"clip_threshold={clip if clip is None else format(clip, 'g')})"
+    ]
+    merged: dict[str, list[Any]] = {}
+    for index, group in enumerate(mars.param_groups):
+        count = len(group["params"]) if sizes is None or index >= len(sizes) else sizes[index]
+        rule = param_groups.rule_of(group)
+        own = "" if rule == shared["mars_type"] else f" under {rule}"
+        rest = (
+            f"{own}: lr={origins.rate(group):g}, betas=({group['betas'][0]:g}, {group['betas'][1]:g}), "
+            f"weight_decay={group['weight_decay']:g}"
+        )
+        merged.setdefault(f"{group['role']}{rest}", [group["role"], 0, rest])[1] += count
+    for role, count, rest in merged.values():
+        if count:
+            parts.append(f"{count} {role if count == 1 else _PLURALS[role]}{rest}")
+    return "; ".join(parts)
+
+
+def defaults_in_force(mars: Mars) -> str:
+    """Return which settings are MARS's defaults, each with the argument of the user's that it stands in for."""
+    origin = origins.of(mars)
+    matrix = _shared(mars)
+    vector = next((group for group in mars.param_groups if not param_groups.takes_mars(group)), None)
+    found = []
+    for name in (*_NAMED, *(_NAMED_1D if vector is not None else ())):
+        key, half = _HALVES.get(name, (name, None))
+        default = DEFAULTS[key] if half is None else DEFAULTS[key][half]
+        if origin.stated is None:
+            given = mars.defaults[key] if half is None else mars.defaults[key][half]
+            if given != default:
+                continue
+        elif name in origin.stated:
+            continue
+        runs = vector if vector is not None and name in _NAMED_1D else matrix
+        if name == "lr_1d":
+            default = hyperparameters.lr_1d_ratio(matrix["mars_type"])
+            value = origins.rate(runs) / origins.rate(matrix) if origins.rate(matrix) else default
+            text = f"lr_1d={'lr' if default == 1 else f'{default:g} lr'}"
+        else:
+            value = runs[key.removesuffix("_1d")] if half is None else runs[key.removesuffix("_1d")][half]
+            text = f"{name}={default:g}" if isinstance(default, (int, float)) else f"{name}={default}"
+        if value != default:  # a checkpoint or a group has its own
+            continue
+        argument, replaced = (origin.unset or {}).get(name, ("", default))
+        if replaced != default:
+            text += f" (not {argument}={replaced!r})"
+        found.append(text)
+    return ", ".join(found)
+
+
+def introduce(mars: Mars, args: TrainingArguments, *, flattened: bool = False) -> str:
+    """Return the line that a run begins with.
+
+    Args:
+        mars: with the settings that will run.
+        args: of the Trainer.
+        flattened: whether an engine has put other tensors into the groups.
+    """
+    origin = origins.of(mars)
+    line = f"MARS trains with {describe(mars, origin.sizes if flattened else None)}"
+    defaults = defaults_in_force(mars)
+    if defaults:
+        line += f". MARS's defaults: {defaults}"
+    peak = max(origins.rate(group) for group in mars.param_groups if group["params"] or flattened)
+    if origin.stated is None and args.learning_rate != peak:
+        line += f". learning_rate={args.learning_rate!r} in TrainingArguments is not used: the optimizer was given"
+    return line
+
+
+def saved_settings_that_win(mars: Mars) -> str | None:
+    """Return, for a run that resumes, which settings of the checkpoint hold in place of those given now.
+
+    Loading an optimizer's state replaces the settings of its groups, and loading a scheduler's state its base rates.
+    The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay those of this run.
+    """
+    changes: dict[str, None] = {}
+    for before, group in zip(origins.of(mars).groups, mars.param_groups, strict=False):
+        now = origins.settings(group)
+        for key, value in now.items():
+            if key == "betas" and "max_momentum" in group:  # a scheduler cycles them
+                continue
+            if key in before and not _same(before[key], value):
+                changes[f"{group['role']} {key}={_text(value)} (now given: {_text(before[key])})"] = None
+    if not changes:
+        return None
+    return (
+        f"resuming: the checkpoint's settings win, {'; '.join(changes)}. The schedule's shape and max_grad_norm are "
+        "this run's. To change a setting, start with a fresh optimizer or set it in optimizer.param_groups after "
+        "loading"
+    )
+
+
+def lost_ratio(mars: Mars, scheduler: Any) -> str | None:
+    """Return a warning if a cyclic scheduler has given all groups one rate, though vectors are to have another."""
+    kind = type(scheduler).__name__
+    if kind not in ("OneCycleLR", "CyclicLR"):
+        return None
+    peaks = getattr(scheduler, "max_lrs", None) or [group.get("max_lr") for group in mars.param_groups]
+    shares = {_share_of_lr(mars, group) for group in mars.param_groups if group["params"]}
+    if len({peak for peak in peaks if peak is not None}) != 1 or len(shares) < 2:
+        return None
+    cycles = any("max_momentum" in group for group in mars.param_groups)
+    return (
+        f"{kind} with one max_lr={peaks[0]:g} trains vectors and embeddings at the matrices' rate, not at lr_1d "
+        f"({min(shares):g} of it)"
+        + (", and cycles beta1 of every group" if cycles else "")
+        + "; give it one rate a group, such as max_lr=[group['lr'] for group in optimizer.param_groups]"
+        + (", and cycle_momentum=False to keep the betas" if cycles else "")
+    )
+
+
+def clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
+    """Return a warning if Trainer clips gradients below the optimizer's own `max_grad_norm`."""
+    own = mars.max_grad_norm
+    if own is None or not 0 < args.max_grad_norm < own:
+        return None
+    return (
+        f"max_grad_norm={own:g} of the optimizer has no effect: Trainer clips at max_grad_norm={args.max_grad_norm:g} "
+        "before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
+    )
+
+
+def card_entries(mars: Mars) -> dict[str, Any]:
+    """Return what ran, in place of what transformers' model card takes from TrainingArguments."""
+    from mars_hf import __version__
+
+    matrices = [group for group in mars.param_groups if param_groups.takes_mars(group)] or mars.param_groups
+    sizes = origins.of(mars).sizes
+    return {
+        "learning_rate": origins.rate(matrices[0]),
+        "optimizer": f"MARS (mars_hf {__version__}): {describe(mars, sizes)}",
+    }
+
+
+def _shared(mars: Mars) -> Mapping[str, Any]:
+    """The settings of the first group under the MARS rule, or of the first."""
+    return next((group for group in mars.param_groups if param_groups.takes_mars(group)), mars.param_groups[0])
+
+
+def _share_of_lr(mars: Mars, group: Mapping[str, Any]) -> float:
+    if param_groups.takes_mars(group):
+        return 1.0
+    lr, lr_1d = float(mars.defaults["lr"]), mars.defaults["lr_1d"]
+    if lr_1d is None or not lr:
+        return hyperparameters.lr_1d_ratio(group["mars_type"])
+    return float(lr_1d / lr)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Iterable) and not isinstance(one, str):
+        return list(map(str, one)) == list(map(str, other))
+    return bool(one == other)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

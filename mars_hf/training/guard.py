@@ -1,0 +1,109 @@
+"""Stop a run at its beginning if another optimizer would step, or if it would not train the model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from mars_hf.groups.matrix_layouts import shape_of
+from mars_hf.optimizer import Mars
+from mars_hf.training import provenance as origins
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that steps, below every wrapper (accelerate's, DeepSpeed's) with it as `.optimizer`."""
+    while getattr(optimizer, "optimizer", None) is not None:
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def calling_trainer() -> Trainer | None:
+    """Return the Trainer in whose method this is called, or None outside of one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def is_flattened(optimizer: Any) -> bool:
+    """Whether an engine has put tensors of its own into the groups of the optimizer it wraps."""
+    return "DeepSpeed" in type(optimizer).__name__
+
+
+def require_mars(optimizer: Any, given: Mars | None) -> Mars:
+    """Return the Mars that will step.
+
+    Args:
+        optimizer: as Trainer has it, wrappers included.
+        given: the Mars that must be it; None accepts any.
+
+    Raises:
+        RuntimeError: there is none, or not the one given; the message has the remedy.
+    """
+    steps = innermost(optimizer)
+    if isinstance(steps, Mars) and (given is None or steps is given):
+        return steps
+    found = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
+    if type(steps).__name__ == "DeepSpeedCPUAdam":
+        remedy = (
+            'offload_optimizer replaced it; set "zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON, as '
+            "accelerate_configs/ds_config/zero2_offload.json does"
+        )
+    elif is_flattened(optimizer):
+        remedy = (
+            "DeepSpeed drops an optimizer handed over as optimizers=(...), and takes one of its JSON's 'optimizer' "
+            "section before any other; use mars_hf.MarsTrainer, or Trainer with optimizer_cls_and_kwargs="
+            "mars_hf.factory(...) or optim='mars_adamw', and a JSON without 'optimizer' section"
+        )
+    else:
+        remedy = (
+            "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
+            "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
+        )
+    raise RuntimeError(f"the optimizer that would step is {found}; {remedy}")
+
+
+def require_stale_gradients(mars: Mars) -> None:
+    """Raise RuntimeError for an exact Mars that nobody supplies with stale gradients."""
+    if mars.is_exact and not mars.expects_stale_gradients:
+        raise RuntimeError(
+            "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer in "
+            "its place, or is_approx=True"
+        )
+
+
+def require_parameters(mars: Mars, model: nn.Module, *, flattened: bool = False) -> None:
+    """Raise RuntimeError unless the optimizer has every trainable parameter of the model.
+
+    It may have others too: weights of a loss, or parameters that were frozen after it was made.
+
+    Args:
+        mars: the optimizer that will step.
+        model: as it will be trained.
+        flattened: whether an engine has put other tensors into its groups; then those it was made of are compared.
+    """
+    if flattened and not origins.is_known(mars):
+        return
+    if flattened:
+        known = {id(param) for reference in origins.of(mars).params if (param := reference()) is not None}
+    else:
+        known = {id(param) for group in mars.param_groups for param in group["params"]}
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in known]
+    if not missing:
+        return
+    name, shape = missing[0]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise RuntimeError(
+        f"the optimizer has {len(trainable) - len(missing) or 'none'} of the model's {len(trainable)} trainable "
+        f"parameters; it lacks {name} of shape {shape}{more}. The model got them after the optimizer was made (LoRA, "
+        "a new head, another copy of the model), or they were frozen then. Make the optimizer from the "
+        "model as it is trained: optimizer_cls_and_kwargs=mars_hf.factory(...), or create(model) after the change. Set "
+        "requires_grad=False on parameters that are not to be trained"
+    )

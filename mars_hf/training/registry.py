@@ -1,0 +1,385 @@
+"""MARS where Trainer makes its own optimizer: `factory()` for scripts, `register()` for `--optim mars_adamw`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from mars_hf.groups import from_model as param_groups
+from mars_hf.groups import settings as hyperparameters
+from mars_hf.optimizer import DEFAULTS, MODEL_DEFAULTS, Mars, create
+from mars_hf.training import provenance as origins
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+# `--optim` names and the rule each one chooses.
+OPTIM_NAMES = {f"{kind.replace('-', '_')}": kind for kind in hyperparameters.MARS_TYPES}
+
+# One float of a pair, because `optim_args` can hold neither commas nor tuples in a value.
+_PAIR_KEYS = {
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "beta1_1d": ("betas_1d", 0),
+    "beta2_1d": ("betas_1d", 1),
+}
+# TrainingArguments' name of a setting -> ours. Left at the default of their class, these leave MARS's in force.
+_ARGUMENT_NAMES = {
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+}
+# `optim_args` cannot hold "=" in a value either.
+_MATRIX_NDIM_WORDS = {"ge2": ">=2", "eq2": "==2"}
+# layout is that of one matrix: a model has its own.
+_ACCEPTED = tuple(key for key in (*DEFAULTS, *_PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout")
+
+
+class MarsFactory:
+    """What stands where Trainer expects an optimizer's class; it makes Mars of a model or of parameter groups.
+
+    Trainer, which takes it for a factory, calls `MarsFactory()(model, **settings)`. Scripts and other trainers call
+    `MarsFactory(groups, **settings)`, as they would a class, or pass TrainingArguments as the second argument.
+    """
+
+    def __new__(cls, *given: Any, **settings: Any) -> Any:
+        """Return a factory if nothing is given, and otherwise what that factory makes of it."""
+        made = super().__new__(cls)
+        return made(*given, **settings) if given or settings else made
+
+    def __call__(
+        self,
+        given: nn.Module | Iterable[Any] | None = None,
+        given_args: TrainingArguments | None = None,
+        /,
+        *,
+        args: TrainingArguments | None = None,
+        params: Iterable[Any] | None = None,
+        optimizer_dict: Iterable[Any] | None = None,
+        model: nn.Module | None = None,
+        **settings: Any,
+    ) -> Mars:
+        """Make the optimizer: settings, then TrainingArguments, then the defaults of Mars.
+
+        Args:
+            given: the model, as Trainer has prepared it, or parameters or groups of them.
+            given_args: as `args`, before which it counts.
+            args: where lr, weight_decay, betas and eps come from; None takes those of the Trainer that is calling.
+            params: groups in place of those that a model's parameters would form. They keep what they state; modules
+                of the model still decide about roles.
+            optimizer_dict: the same under another name (sentence-transformers).
+            model: the model, where groups are given; None takes that of the Trainer that is calling.
+            **settings: as `factory`.
+
+        Raises:
+            ValueError: as `factory`.
+        """
+        trainer = _calling_trainer()
+        args = given_args or args or getattr(trainer, "args", None)
+        if isinstance(given, nn.Module):
+            given, model = None, given
+        groups = next((groups for groups in (optimizer_dict, params, given) if groups is not None), None)
+        if groups is None and model is None:
+            raise ValueError("neither a model nor parameters are given; pass one of them as the first argument")
+        resolved = resolve(settings, args)
+        if groups is None:
+            mars = create(model, **resolved)  # type: ignore[arg-type]
+        else:
+            mars = _from_groups(groups, model or getattr(trainer, "model", None), resolved)
+        origins.remember(mars, stated=_flatten(settings, args), unset=_unset(settings, args))
+        return mars
+
+
+def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[type[MarsFactory], dict[str, Any]]:
+    """Return what `Trainer(optimizer_cls_and_kwargs=...)` takes to make Mars itself.
+
+    Works where an instance cannot: `model_init`, `hyperparameter_search`, DeepSpeed, FSDP. The learning rate is
+    TrainingArguments' `learning_rate`, always. Its `weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon` count
+    unless they equal the defaults of the arguments' class (`type(args)`): then they are treated as unset, MARS's
+    defaults apply, and a line at the beginning of training says so. mars-lion has the same defaults as the other rules,
+    those of the official code.
+
+    Args:
+        args: the TrainingArguments to read; None reads those of the Trainer, at the moment it makes the optimizer.
+        **settings: any hyperparameter of `Mars`, option of `create` (`no_decay`, `split_fused`, ...), or `beta1`,
+            `beta2`, `beta1_1d`, `beta2_1d`.
+
+    Returns:
+        A pair for `optimizer_cls_and_kwargs`.
+
+    Raises:
+        UnknownHyperparameterError: an unknown setting; the message lists the known ones.
+        ValueError: a value out of range; when the optimizer is made, a setting given here and differently in
+            TrainingArguments.
+    """
+    resolve(settings, args)  # complain here, where the caller can see it
+    return MarsFactory, ({"args": args} if args is not None else {}) | settings
+
+
+def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
+    """Return hyperparameters for `create` from settings and TrainingArguments; see `factory`."""
+    flat = _flatten(settings, args)
+    resolved = {key: value for key, value in flat.items() if key not in _PAIR_KEYS}
+    for key, (pair, index) in _PAIR_KEYS.items():
+        if key in flat:
+            values = list(resolved.get(pair, DEFAULTS[pair]))
+            values[index] = flat[key]
+            resolved[pair] = tuple(values)
+    hyperparameters.check(resolved)
+    return resolved
+
+
+def _flatten(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
+    """Return what the user has stated, here or in TrainingArguments, with each beta for itself."""
+    hyperparameters.reject_unknown(settings, _ACCEPTED, "mars_hf.factory")
+    flat = {key: value for key, value in settings.items() if key not in ("betas", "betas_1d")}
+    for key, (pair, index) in _PAIR_KEYS.items():
+        if pair in settings:
+            if key in settings:
+                raise ValueError(f"both {pair}={settings[pair]!r} and {key}={settings[key]!r} are given; give one")
+            hyperparameters.check({pair: settings[pair]})
+            flat[key] = settings[pair][index]
+    if args is None:
+        return flat
+    if "lr" in flat and float(flat["lr"]) != args.learning_rate:
+        raise ValueError(
+            f"lr={flat['lr']!r} for MARS and learning_rate={args.learning_rate!r} in TrainingArguments contradict each "
+            f"other: learning_rate is what trains; set learning_rate={float(flat['lr']):g} and leave lr out"
+        )
+    flat["lr"] = args.learning_rate
+    for argument, key in _ARGUMENT_NAMES.items():
+        value = getattr(args, argument)
+        if value == _class_default(args, argument):
+            continue
+        if key in flat and float(flat[key]) != value:
+            raise ValueError(
+                f"{argument}={value!r} in TrainingArguments and {key}={flat[key]!r} for MARS contradict each other; "
+                "give one of them"
+            )
+        flat[key] = value
+    return flat
+
+
+def _unset(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, tuple[str, Any]]:
+    """Return the arguments that MARS's defaults stand in for, by our name: theirs and their value."""
+    if args is None:
+        return {}
+    stated = _flatten(settings, args)
+    return {key: (name, getattr(args, name)) for name, key in _ARGUMENT_NAMES.items() if key not in stated}
+
+
+def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[str, Any]) -> Mars:
+    """Make Mars of somebody else's groups, which keep what they state; roles and layouts are those in the model."""
+    groups = [groups] if isinstance(groups, Tensor) else list(groups)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    options = {key: value for key, value in resolved.items() if key in MODEL_DEFAULTS}
+    own = {key: value for key, value in resolved.items() if key not in MODEL_DEFAULTS}
+    shared = {key: own.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
+    if model is None:
+        if shared["mars_type"] in hyperparameters.ORTHOGONAL_TYPES:
+            logger.warning(
+                "mars_type=%r from plain parameter groups orthogonalizes every matrix, embeddings and heads included: "
+                "nothing but their shapes is known; pass model=... to leave those to AdamW",
+                shared["mars_type"],
+            )
+        return create(groups, **resolved)
+    stated = {
+        id(param): {key: value for key, value in group.items() if key != "params"}
+        for group in param_groups.from_model(model, **shared, **options)
+        for _, param in group["params"]
+    }
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        entries = group["params"]
+        parts: dict[str, dict[str, Any]] = {}
+        for entry in [entries] if isinstance(entries, Tensor) else entries:
+            known = stated.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
+            parts.setdefault(repr(known), {**group, **known, "params": []})["params"].append(entry)
+        split += parts.values()
+    return create(split, **own)
+
+
+def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
+    """Read settings from the strings of `TrainingArguments.optim_args`: "gamma=0.025,clip_threshold=none,beta1=0.9".
+
+    Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
+    `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`; `matrix_ndim` is `ge2` or `eq2`.
+
+    Raises:
+        UnknownHyperparameterError: an unknown key; the message lists the known ones.
+        ValueError: a value that cannot be read.
+    """
+    accepted = [key for key in _ACCEPTED if key not in ("betas", "betas_1d")]
+    hyperparameters.reject_unknown(optim_args, accepted, "optim_args")
+    return {key: _parse_value(key, text) for key, text in optim_args.items()}
+
+
+def split_optim_args(text: str | None) -> dict[str, str]:
+    """Split `TrainingArguments.optim_args` into keys and values, as transformers does.
+
+    Raises:
+        ValueError: what is between two commas is not one key=value, or a key comes twice.
+    """
+    found: dict[str, str] = {}
+    if not text:
+        return found
+    for pair in text.replace(" ", "").split(","):
+        key, separator, value = pair.partition("=")
+        if not (key and separator and value) or "=" in value:
+            hint = "; matrix_ndim is written ge2 (>=2) or eq2 (==2)" if key == "matrix_ndim" else ""
+            raise ValueError(
+                f"optim_args={text!r}: {pair!r} is not key=value; give pairs without further '=', separated by commas, "
+                f"such as gamma=0.025,lr_1d=1e-4{hint}"
+            )
+        if key in found:
+            raise ValueError(f"optim_args={text!r}: {key} is given twice ({found[key]} and {value}); give it once")
+        found[key] = value
+    return found
+
+
+def register() -> None:
+    """Make the rules' names values of `TrainingArguments.optim` and of `--optim`; safe to call twice.
+
+    They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
+    made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
+
+    Raises:
+        ImportError: transformers is older than 5.2, which has no registry of optimizers.
+    """
+    try:
+        import transformers.trainer_optimizer
+    except ImportError as error:
+        import transformers
+
+        raise ImportError(
+            f"mars_hf.register() needs transformers >= 5.2 (found {transformers.__version__}); upgrade it, or use "
+            "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...))"
+        ) from error
+    from mars_hf.training.callbacks import install
+
+    add_names()
+    add_handlers()
+    install()
+
+
+def add_names() -> None:
+    """Do the part of `register` that concerns transformers.training_args."""
+    from transformers.training_args import OptimizerNames, TrainingArguments
+
+    for name in OPTIM_NAMES:
+        if name not in [member.value for member in OptimizerNames]:
+            _add_enum_member(OptimizerNames, name)
+    finish = TrainingArguments.__post_init__
+    if hasattr(finish, "_checks_mars"):
+        return
+
+    @functools.wraps(finish)
+    def __post_init__(self: TrainingArguments) -> None:
+        finish(self)
+        kind = OPTIM_NAMES.get(str(getattr(self.optim, "value", self.optim)))
+        if kind is not None:
+            resolve(_settings_by_name(kind, split_optim_args(self.optim_args)), self)
+
+    __post_init__._checks_mars = True  # type: ignore[attr-defined]
+    TrainingArguments.__post_init__ = __post_init__  # type: ignore[method-assign]
+
+
+def add_handlers() -> None:
+    """Do the part of `register` that concerns transformers.trainer_optimizer; after `add_names`."""
+    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+    from transformers.training_args import OptimizerNames
+
+    for name, mars_type in OPTIM_NAMES.items():
+        _OPTIMIZER_HANDLERS[OptimizerNames(name)] = _handler(mars_type)
+
+
+def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[str, Any]]]:
+    """Return what transformers calls for one `--optim` name."""
+
+    def handler(context: Any) -> tuple[type[MarsFactory], dict[str, Any]]:
+        made_by, settings = factory(context.args, **_settings_by_name(mars_type, context.optim_args))
+        return made_by, {"lr": context.args.learning_rate} | settings  # lr, because other handlers have it too
+
+    return handler
+
+
+def _settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of a run that chose MARS by `optim` and `optim_args`."""
+    settings = parse_optim_args(optim_args)
+    if settings.setdefault("mars_type", mars_type) != mars_type:
+        raise ValueError(
+            f"optim={mars_type.replace('-', '_')!r} and mars_type={settings['mars_type']!r} contradict each other; "
+            f"choose by optim alone: {', '.join(OPTIM_NAMES)}"
+        )
+    return settings
+
+
+def _add_enum_member(enum: Any, value: str) -> None:
+    """Add a member to a str Enum, as if it had been written in its class body.
+
+    Python has no public way: an enum with members cannot be subclassed, and `_missing_` alone does not reach the
+    choices of a command line.
+    """
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_, member._value_, member.__objclass__ = name, value, enum
+    member._sort_order_ = len(enum._member_names_)
+    # Pickled as a plain string, so that training_args.bin loads on machines without mars_hf.
+    member.__reduce_ex__ = lambda protocol: (str, (value,))
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    type.__setattr__(enum, name, member)
+    if enum(value) is not member or member not in list(enum):
+        raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
+
+
+def _class_default(args: TrainingArguments, name: str) -> Any:
+    """Return the default that a field has in the arguments' own class: subclasses have others."""
+    field = getattr(type(args), "__dataclass_fields__", {}).get(name)
+    return dataclasses.MISSING if field is None else field.default
+
+
+def _calling_trainer() -> Any:
+    """Return the Trainer that is making its optimizer, or None outside of one.
+
+    Trainer hands a factory the model and nothing else, and changes its arguments between the trials of a search, so
+    they are read from the caller.
+    """
+    from mars_hf.training.guard import calling_trainer
+
+    return calling_trainer()
+
+
+def _parse_value(key: str, text: str) -> Any:
+    lowered = text.lower()
+    if key == "matrix_ndim":
+        if lowered not in _MATRIX_NDIM_WORDS:
+            raise ValueError(f"optim_args: {key}={text!r} is unknown; accepted: ge2 (>=2), eq2 (==2)")
+        return _MATRIX_NDIM_WORDS[lowered]
+    default = {**DEFAULTS, **MODEL_DEFAULTS}.get(key)
+    if lowered in ("none", "null") and key != "split_fused":
+        return None
+    if isinstance(default, list):
+        return text.split("|")
+    if isinstance(default, bool) or key in ("foreach", "fused"):
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if lowered not in words:
+            raise ValueError(f"optim_args: {key}={text!r} is not a bool; accepted: true, false")
+        return words[lowered]
+    if isinstance(default, str) or key.endswith("_dtype"):
+        return text
+    try:
+        return int(text) if isinstance(default, int) else float(text)
+    except ValueError:
+        raise ValueError(f"optim_args: {key}={text!r} is not a number") from None

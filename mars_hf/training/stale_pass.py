@@ -1,0 +1,234 @@
+"""The stale gradient of exact MARS, taken with a Trainer's own training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from mars_hf.distributed import placement as sharding
+from mars_hf.optimizer import Mars
+from mars_hf.training.guard import innermost
+from mars_hf.training.random_state import RandomState
+from mars_hf.training.snapshots import attributes_kept, buffers_kept, copied, difference
+
+# A Trainer's attributes whose contents no pass changes, and which may be large.
+_UNCHANGED = ("train_dataset", "eval_dataset", "model", "model_wrapped")
+
+
+class StalePass:
+    """Runs the micro-batches of one step at the parameters of the step before, ahead of the ordinary pass.
+
+    All micro-batches go through at once, so that gradients are accumulated and synchronized as in an ordinary step,
+    whatever wraps the model. The random state each of them starts with is kept for its ordinary pass, which then draws
+    the same dropout masks. Of a stale pass nothing else stays: it works on copies of the batches, and buffers of the
+    model and attributes of the Trainer (counters, metrics) are put back.
+
+    Both passes must be given the same batch. A Trainer that calls the model's `generate` inside the step is stopped.
+    What `compute_loss` is called with is compared, so that other inputs are found out before that step is taken.
+    """
+
+    def __init__(self, trainer: Trainer, max_grad_norm: Callable[[], float]) -> None:
+        """Serve one Trainer.
+
+        Args:
+            trainer: whose `training_step` is run.
+            max_grad_norm: tells what both gradients are clipped at; 0 for no clipping.
+        """
+        self.running = False
+        self._trainer = trainer
+        self._max_grad_norm = max_grad_norm
+        self._seen: deque[list[Any]] = deque()  # a list a micro-batch: what compute_loss was called with
+        self._batches: list[Any] = []
+        self._num_items: Any = None
+        self._starts: deque[RandomState] = deque()
+        self._norm: Tensor | None = None
+
+    def hold(self, batches: list[Any], num_items: Any) -> None:
+        """Keep the micro-batches of the step to come, and the number of items that their loss is divided by."""
+        self._batches, self._num_items = batches, num_items
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Surround an ordinary micro-batch: the same random numbers and the same inputs as in its stale pass."""
+        if self.running or not self._starts:
+            yield
+            return
+        self._starts.popleft().restore()
+        expected = self._seen.popleft()
+        with self._watching(lambda inputs: self._compare(expected, inputs)):
+            yield
+        if expected:
+            self._refuse("did not call compute_loss as often as in the pass for the stale gradient")
+        if self._norm is not None and not self._starts:
+            self._spread_overflow()
+
+    def require_both_passes(self) -> None:
+        """Raise RuntimeError if a stale pass is left without an ordinary one, ahead of the optimizer's step."""
+        if self._starts:
+            self._refuse("has a training_step of its own that does not call MarsTrainer's")
+
+    def forget(self) -> None:
+        """Drop what a step that was broken off has left."""
+        self._batches, self._norm = [], None
+        self._starts.clear()
+        self._seen.clear()
+
+    def run(self, mars: Mars) -> None:
+        """Supply the optimizer with the stale gradient; nothing before its first step.
+
+        Gradients, random state, buffers and the Trainer's attributes are as before afterwards.
+        """
+        batches = self._batches
+        self.forget()
+        if not mars.has_previous_params:
+            return
+        held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
+        models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics
+        with (
+            mars.previous_params(),
+            buffers_kept(*models),
+            attributes_kept(self._trainer, _UNCHANGED),
+            self._running(),
+        ):
+            starts = [self._backward(inputs, last=index == len(batches) - 1) for index, inputs in enumerate(batches)]
+        self._commit(mars)
+        starts[0].restore()
+        self._starts.extend(starts)
+
+    def _spread_overflow(self) -> None:
+        """If the stale gradient overflowed in fp16, so does the ordinary one: the scaler then skips the step."""
+        norm, self._norm = self._norm, None
+        assert norm is not None
+        with torch.no_grad():
+            for param in self._trainer.model_wrapped.parameters():
+                if param.grad is not None:
+                    here = sharding.local(param.grad)
+                    here.add_((norm * 0).to(here))  # 0, or NaN
+
+    def _compare(self, expected: list[Any], inputs: Any) -> None:
+        if not expected:
+            self._refuse("calls compute_loss more often than in the pass for the stale gradient")
+        found = difference(expected.pop(0), inputs)
+        if found is not None:
+            self._refuse(f"computes the two losses of a step from different inputs ({found} differs)")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise RuntimeError(
+            "is_approx=False: exact MARS takes two gradients of one batch, and "
+            f"{type(self._trainer).__name__} {reason}. A Trainer that generates or draws its inputs inside the step "
+            "(GRPO, online DPO) cannot be exact: use is_approx=True"
+        )
+
+    @contextlib.contextmanager
+    def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
+        """Call `see` with the inputs of every call of `compute_loss`, whichever class defines it."""
+        compute_loss = self._trainer.compute_loss
+
+        def watched(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            see(inputs)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        with _attribute(self._trainer, "compute_loss", watched):
+            yield
+
+    def _refuse_generation(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("generates text inside the step")
+
+    def _backward(self, inputs: Any, *, last: bool) -> RandomState:
+        """Add the gradient of a micro-batch; the random state it started with."""
+        trainer = self._trainer
+        start = RandomState.capture(trainer.args.device)
+        seen: list[Any] = []
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        with (
+            self._synchronization(last),
+            self._watching(lambda inputs: seen.append(copied(inputs))),
+            _attribute(trainer.model, "generate", self._refuse_generation),
+        ):
+            trainer.training_step(trainer.model_wrapped, copied(inputs), self._num_items)
+        if not seen:
+            self._refuse("has a training_step that does not call compute_loss, so that its inputs are not known")
+        self._seen.append(seen)
+        return start
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        gradient_state = self._trainer.accelerator.gradient_state
+        synchronizes = gradient_state.sync_gradients
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+            gradient_state._set_sync_gradients(synchronizes)
+
+    def _commit(self, mars: Mars) -> None:
+        """From the gradients of the stale pass to the optimizer's last gradients; clipped as the ordinary ones."""
+        trainer = self._trainer
+        params = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
+        gradients = [param.grad for param in params if param.grad is not None]
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            torch._foreach_mul_(gradients, 1 / scaler.get_scale())
+        limit = self._max_grad_norm()
+        norm: Any = nn.utils.get_total_norm(gradients) if scaler is not None or limit > 0 else None
+        if norm is not None and limit > 0:
+            nn.utils.clip_grads_with_norm_(params, limit, norm)
+        if norm is not None and scaler is not None:
+            self._norm = norm.full_tensor() if sharding.is_dtensor(norm) else norm
+        mars.update_previous_grad()
+        mars.update_last_grad()
+        for param in params:
+            param.grad = None
+
+    def _synchronization(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """As in Trainer's loop: gradients are exchanged between ranks with the last micro-batch."""
+        trainer = self._trainer
+        if last or trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            return contextlib.nullcontext()
+        if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model_wrapped):
+            return trainer._defer_fsdp_gradient_reduction()
+        return trainer.accelerator.no_sync(model=trainer.model_wrapped)
+
+
+@contextlib.contextmanager
+def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own, ahead of what its class has."""
+    attributes = vars(holder)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
+class StalePassCallback(TrainerCallback):
+    """Starts the stale pass of every step of an exact run."""
+
+    def __init__(self, stale_pass: StalePass) -> None:
+        """Start this one."""
+        self._stale_pass = stale_pass
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Before the first micro-batch, and outside of the contexts that Trainer runs micro-batches in."""
+        mars = innermost(optimizer)
+        if isinstance(mars, Mars) and mars.is_exact:
+            self._stale_pass.run(mars)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """After the last micro-batch."""
+        self._stale_pass.require_both_passes()

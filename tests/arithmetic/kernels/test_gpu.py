@@ -1,0 +1,819 @@
+"""The Triton kernels against straight-line float64 arithmetic, on the CPU in Triton's interpreter and on a GPU.
+
+Triton reads TRITON_INTERPRET when it is imported, once for a process. So the interpreter has a process of its own:
+`test_gpu_interpreter.py` runs this file there. On a GPU:
+CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from mars_hf import Mars
+from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic import clipping, rules
+from mars_hf.arithmetic.kernels import gpu as kernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a visible CUDA GPU; on the CPU test_gpu_interpreter.py runs it", allow_module_level=True)
+
+here = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def gpu(test):
+    return pytest.mark.parametrize("device", ["cuda"])(pytest.mark.gpu(test))
+
+
+# The interpreter truncates to bfloat16 (one unit in the last place); GPUs round to nearest (half of one).
+ROUNDING = {
+    torch.float64: 0.0,
+    torch.float32: 0.0,
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-7 if INTERPRETED else 2**-8,
+}
+STEP = {"k": 0.4, "blend": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def draw(sizes, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype).to(device) for size in sizes]
+
+
+def problem(
+    sizes, device, *, squares=True, amsgrad=False, last=True, param=None, gradient=None, state=None, last_dtype=None
+):
+    """Everything a step needs: lists by name."""
+    state = state or torch.float32
+    exp_avg_sqs = [tensor.square() for tensor in draw(sizes, state, device, 4)]
+    return {
+        "params": draw(sizes, param or torch.float32, device, 1),
+        "gradients": draw(sizes, gradient or torch.float32, device, 2),
+        "exp_avgs": draw(sizes, state, device, 3),
+        "exp_avg_sqs": exp_avg_sqs if squares else [],
+        "max_exp_avg_sqs": [square * 1.01 for square in exp_avg_sqs] if amsgrad else [],
+        "last_grads": draw(sizes, last_dtype or torch.float32, device, 5) if last else [],
+    }
+
+
+def doubles(lists):
+    return {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
+
+
+def expected_correction(gradients, last_grads, i, scale, last_scales, k):
+    """g, last and c of tensor i, in float64."""
+    g = gradients[i].double() * (1.0 if scale is None else scale.double())
+    if not last_grads:
+        return g, torch.zeros_like(g), g
+    last = last_grads[i].double() * (1.0 if last_scales is None else last_scales[i].double())
+    return g, last, g + k * (g - last)
+
+
+def expected_update(
+    lists,
+    *,
+    rule,
+    steps,
+    lr,
+    scale=None,
+    last_scales=None,
+    factors=None,
+    k,
+    blend,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    second_moment="corrected",
+    keep_last=True,
+):
+    """The contract of `update`, line by line in float64, on copies."""
+    lists = doubles(lists)
+    lr = lr.double()
+    for i, param in enumerate(lists["params"]):
+        g, _, c = expected_correction(lists["gradients"], lists["last_grads"], i, scale, last_scales, k)
+        if keep_last and lists["last_grads"]:
+            lists["last_grads"][i].copy_(g)
+        if factors is not None:
+            c = c * factors[i].double()
+        exp_avg = lists["exp_avgs"][i]
+        exp_avg.mul_(beta1).add_(c * (1 - beta1))
+        m = exp_avg + blend * (c - exp_avg)
+        if rule == "momentum":
+            param.copy_(m)
+            continue
+        param.mul_(1 - lr * weight_decay)
+        if rule == "lion":
+            param.sub_(lr * m.sign())
+            continue
+        s = c if second_moment == "corrected" else g
+        exp_avg_sq = lists["exp_avg_sqs"][i]
+        exp_avg_sq.mul_(beta2).add_((1 - beta2) * s * s)
+        if lists["max_exp_avg_sqs"]:
+            torch.maximum(lists["max_exp_avg_sqs"][i], exp_avg_sq, out=lists["max_exp_avg_sqs"][i])
+            exp_avg_sq = lists["max_exp_avg_sqs"][i]
+        t = steps[i].item()
+        param.sub_(lr / (1 - beta1**t) * m / ((exp_avg_sq / (1 - beta2**t)).sqrt() + eps))
+    return lists
+
+
+def assert_close(actual, expected, tolerance=1e-6):
+    for name, tensors in expected.items():
+        for i, (ours, theirs) in enumerate(zip(actual[name], tensors, strict=True)):
+            bound = tolerance * theirs.abs().max() if theirs.numel() else 0.0
+            error = (ours.double() - theirs).abs() - theirs.abs() * ROUNDING[ours.dtype]
+            assert (error <= bound).all(), (name, i, error.max() / bound)
+
+
+def check_update(lists, device, *, rule="adamw", steps=None, tolerance=1e-6, **settings):
+    count = len(lists["params"])
+    read_only = {"gradients"} if settings.get("keep_last", True) else {"gradients", "last_grads"}
+    before = {name: [tensor.clone() for tensor in lists[name]] for name in read_only}
+    settings = {
+        **STEP,
+        "rule": rule,
+        "steps": torch.arange(1.0, count + 1, device=device) if steps is None else steps,
+        "lr": torch.tensor(1e-2, device=device),
+        **settings,
+    }
+    expected = expected_update(lists, **settings)
+    kernels.update(*lists.values(), **settings)
+    assert_close(lists, expected, tolerance)
+    for name, tensors in before.items():
+        assert all(map(torch.equal, lists[name], tensors)), name
+
+
+def expected_sums(gradients, last_grads, *, scale=None, last_scales=None, k=0.0):
+    columns = []
+    for i in range(len(gradients)):
+        g, last, c = expected_correction(gradients, last_grads, i, scale, last_scales, k)
+        columns.append(torch.stack([(a * b).sum() for a, b in ((g, g), (g, last), (last, last), (c, c))]))
+    return torch.stack(columns, 1)
+
+
+def magnitudes(gradients, last_grads, *, last_scales=None, **settings):
+    """What errors of sums are measured against: the sums of absolute values."""
+    settings["last_scales"] = None if last_scales is None else last_scales.abs()
+    return expected_sums([g.abs() for g in gradients], [-last.abs() for last in last_grads], **settings).abs()
+
+
+def check_sums(gradients, last_grads, **settings):
+    actual = kernels.sums(gradients, last_grads, **settings)
+    expected = expected_sums(gradients, last_grads, **settings)
+    bound = 1e-6 * magnitudes(gradients, last_grads, **settings)
+    assert actual.shape == (4, len(gradients))
+    assert ((actual.double() - expected).abs() <= bound).all(), actual.double() - expected
+    return actual
+
+
+EDGES = [0, 1, 7, 4095, 4096, 4097, 0, kernels.CHUNK, kernels.CHUNK + 1, 2 * kernels.CHUNK + kernels.BLOCK + 3, 0]
+SMALL = [5, 0, 1500]
+
+
+@here
+def test_update_at_the_edges_of_blocks_and_chunks(device):
+    check_update(problem(EDGES, device), device)
+
+
+@here
+def test_sums_at_the_edges_of_blocks_and_chunks(device):
+    actual = check_sums(draw(EDGES, device=device), draw(EDGES, device=device, seed=1), k=0.4)
+    assert actual.dtype == torch.float64
+
+
+@here
+def test_sums_without_last_gradients(device):
+    """c is g, whatever k and last_scales are."""
+    scale, last_scales = torch.tensor(0.3, device=device), torch.full((3,), torch.nan, device=device)
+    gg, gl, ll, cc = check_sums(draw(SMALL, device=device), [], scale=scale, last_scales=last_scales, k=19.0)
+    assert torch.equal(cc, gg) and not gl.any() and not ll.any()
+
+
+@here
+def test_squares_beyond_float32(device):
+    g, last = torch.tensor([1e19, 3e20, 0.0], device=device), torch.tensor([2e19, 1e20, 1e30], device=device)
+    actual = kernels.sums([g], [last], k=0.4)
+    expected = expected_sums([g], [last], k=0.4)
+    assert actual.isfinite().all() and torch.allclose(actual, expected, rtol=1e-6)
+
+
+@here
+def test_sums_of_nothing(device):
+    assert kernels.sums([], []).shape == (4, 0)
+    empty = torch.empty(0, device=device)
+    assert (kernels.sums([empty, empty], [empty, empty], k=0.4) == 0).all()
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_sums_by_dtype(device, dtype):
+    scale = torch.tensor(0.25, device=device)
+    actual = check_sums(draw(SMALL, dtype, device), draw(SMALL, torch.float32, device, 1), scale=scale, k=0.4)
+    assert actual.dtype == torch.float64
+
+
+@here
+@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("gradient", [torch.float32, torch.float64], ids=str)
+def test_scales_of_last_gradients_by_dtype(device, dtype, gradient):
+    """One a tensor, also where tensors are launched in another order than they are given in."""
+    lists = problem([1500, 5, 700, 0], device, gradient=gradient)
+    lists["last_grads"][1] = lists["last_grads"][1].bfloat16()
+    last_scales = torch.tensor([0.25, -3.0, 0.0, 1.5], dtype=dtype, device=device)
+    check_sums(lists["gradients"], lists["last_grads"], last_scales=last_scales, k=0.4)
+    check_update(lists, device, last_scales=last_scales)
+
+
+@here
+def test_the_square_of_the_corrected_gradient_does_not_cancel(device):
+    """Gradient and last gradient are almost one and k is large: from the other three sums nothing would be left."""
+    gradients = draw([9000, 100], device=device)
+    noise = draw([9000, 100], device=device, seed=1)
+    last_grads = [2 * (g + 1e-4 * other) for g, other in zip(gradients, noise, strict=True)]
+    settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": 1e4}
+    actual = kernels.sums(gradients, last_grads, **settings)[3].double()
+    expected = expected_sums(gradients, last_grads, **settings)[3]
+    assert ((actual - expected).abs() <= 1e-6 * expected).all()
+
+
+@here
+def test_sums_of_more_partials_than_one_block(device, monkeypatch):
+    for name, value in {"CHUNK": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
+    check_sums(draw([64 * 70 + 5, 3], device=device), draw([64 * 70 + 5, 3], device=device, seed=1), k=0.4)
+
+
+@here
+def test_fifty_tensors_in_one_call(device):
+    sizes = [1 + 37 * i % 300 for i in range(53)]
+    check_update(problem(sizes, device), device)
+    check_sums(draw(sizes, device=device), draw(sizes, device=device, seed=1), k=0.4)
+
+
+@here
+@pytest.mark.parametrize("last", [True, False], ids=["last", "no_last"])
+@pytest.mark.parametrize("amsgrad", [True, False], ids=["amsgrad", "plain"])
+@pytest.mark.parametrize("second_moment", ["corrected", "gradient"])
+def test_adamw_flags(device, last, amsgrad, second_moment):
+    lists = problem(SMALL, device, amsgrad=amsgrad, last=last)
+    check_update(lists, device, second_moment=second_moment)
+
+
+@here
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+@pytest.mark.parametrize("keep_last", [True, False], ids=["keep_last", "read_last"])
+def test_last_gradients_are_scaled_when_read_and_kept_on_demand(device, rule, keep_last):
+    """What is kept is g, also where what is read has another scale."""
+    check_update(
+        problem([*SMALL, 2 * kernels.CHUNK + 3], device, squares=rule == "adamw"),
+        device,
+        rule=rule,
+        scale=torch.tensor(0.3, device=device),
+        last_scales=torch.tensor([0.5, 2.0, -0.25, 3.0], device=device),
+        keep_last=keep_last,
+    )
+
+
+@here
+def test_without_last_gradients_their_settings_change_nothing(device):
+    last_scales = torch.full((3,), torch.nan, device=device)
+    for keep_last in (True, False):
+        check_update(problem(SMALL, device, last=False), device, last_scales=last_scales, keep_last=keep_last)
+
+
+@here
+@pytest.mark.parametrize("last", [True, False], ids=["last", "no_last"])
+@pytest.mark.parametrize("rule", ["lion", "momentum"])
+def test_rules_without_a_second_moment(device, rule, last):
+    check_update(problem(SMALL, device, squares=False, last=last), device, rule=rule)
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(device, dtype):
+    lists = problem([*SMALL, kernels.CHUNK + 3], device, squares=False, param=dtype)
+    for param in lists["params"]:
+        param.fill_(torch.nan)
+    check_update(lists, device, rule="momentum", steps=torch.full((4,), torch.nan, device=device))
+
+
+@here
+def test_momentum_recursion(device):
+    check_update(problem(SMALL, device, squares=False, last=False), device, rule="momentum", blend=0.025)
+
+
+@here
+@pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
+def test_blend_scale_and_factors(device, rule):
+    check_update(
+        problem(SMALL, device, squares=rule == "adamw"),
+        device,
+        rule=rule,
+        blend=0.3,
+        scale=torch.tensor(0.125, device=device),
+        factors=torch.tensor([0.5, 1.0, 0.01], device=device),
+    )
+
+
+@here
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.999])
+def test_bias_corrections_from_the_first_step_on(device, beta1):
+    """1 - 0.9999 in float32 would be wrong in its fourth digit."""
+    steps = torch.tensor([1.0, 10.0, 1e6], device=device)
+    check_update(problem([64, 64, 64], device), device, steps=steps, beta1=beta1, beta2=0.9999)
+
+
+@here
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"param": torch.bfloat16, "gradient": torch.bfloat16},
+        {"param": torch.float16, "gradient": torch.float16},
+        {"last_dtype": torch.bfloat16},
+        {"state": torch.bfloat16, "last_dtype": torch.bfloat16},
+        {"param": torch.bfloat16, "gradient": torch.bfloat16, "state": torch.bfloat16, "last_dtype": torch.bfloat16},
+        {"gradient": torch.float16},
+        {"gradient": torch.float64, "last_dtype": torch.float64},
+    ],
+    ids=lambda dtypes: ",".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items()),
+)
+def test_dtypes(device, dtypes):
+    check_update(problem(SMALL, device, amsgrad=True, **dtypes), device)
+
+
+@here
+def test_float64_keeps_its_digits(device):
+    dtypes = dict.fromkeys(("param", "gradient", "state", "last_dtype"), torch.float64)
+    check_update(problem(SMALL, device, amsgrad=True, **dtypes), device, tolerance=1e-13)
+
+
+@here
+def test_dtypes_mixed_in_one_call(device):
+    lists = problem([300] * 4, device)
+    for name, dtype in (("params", torch.bfloat16), ("gradients", torch.bfloat16), ("last_grads", torch.bfloat16)):
+        lists[name][1] = lists[name][1].to(dtype)
+        lists[name][3] = lists[name][3].to(dtype)
+    check_sums(lists["gradients"], lists["last_grads"], k=0.4)
+    check_update(lists, device, factors=torch.tensor([1.0, 0.1, 0.2, 0.3], device=device))
+
+
+@here
+def test_views_at_odd_offsets_touch_nothing_else(device):
+    """Every list at another offset, one tensor of three aligned; the elements around each view stay."""
+    sizes = [1500, 700, 2100]
+    lists = problem(sizes, device)
+    around = {}
+    for shift, (name, tensors) in enumerate(lists.items()):
+        for i, tensor in enumerate(tensors):
+            offset = 4 if i == 1 else 1 + (shift + i) % 3
+            flat = torch.full((tensor.numel() + 8,), 7.0, device=device)
+            lists[name][i] = flat[offset : offset + tensor.numel()].copy_(tensor)
+            around[name, i] = flat, offset, offset + tensor.numel()
+    check_sums(lists["gradients"], lists["last_grads"], k=0.4)
+    check_update(lists, device)
+    for flat, first, end in around.values():
+        assert (flat[:first] == 7).all() and (flat[end:] == 7).all()
+
+
+@here
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
+    lists = problem([2000, 600], device, amsgrad=True)
+    lists["gradients"][0][3] = torch.nan
+    lists["gradients"][0][1800] = torch.inf
+    totals = kernels.sums(lists["gradients"], lists["last_grads"], k=0.4)
+    assert totals[0, 0].isnan() and totals[3, 0].isnan() and totals[:, 1].isfinite().all()
+    kernels.update(
+        *lists.values(),
+        **STEP,
+        rule="adamw",
+        steps=torch.ones(2, device=device),
+        lr=torch.tensor(0.1, device=device),
+    )
+    for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads"):
+        expected = torch.zeros(2000, dtype=torch.bool, device=device)
+        expected[3] = expected[1800] = True
+        assert torch.equal(~lists[name][0].isfinite(), expected), name
+        assert lists[name][0][3].isnan()
+        assert lists[name][1].isfinite().all()
+
+
+@here
+@pytest.mark.parametrize("moved", [False, True], ids=["kept", "moved"])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_three_steps_follow_the_rules(device, rule, moved):
+    """Sums, clipping and update as rules.py does them in float64.
+
+    Last gradients are either kept by the update, or the gradients before scaling, with their scale.
+    """
+    sizes, k = [700, 30, 1500], 0.025 * 0.95 / 0.05
+    lists = problem(sizes, device, squares=rule == "adamw")
+    plain = doubles(lists)
+    last_scales = torch.linspace(0.5, 2.0, 3, device=device) if moved else None
+    for t in range(1, 4):
+        scale = torch.tensor(1.0 / t, device=device)
+        lists["gradients"] = draw(sizes, device=device, seed=10 + t)
+        plain["gradients"] = [tensor.double() for tensor in lists["gradients"]]
+        correction = {"scale": scale, "last_scales": last_scales, "k": k}
+        settings = {**STEP, **correction, "rule": rule, "keep_last": not moved}
+        found = kernels.sums(lists["gradients"], lists["last_grads"], **correction)
+        wanted = rules.sums(plain["gradients"], plain["last_grads"], **correction)
+        assert ((found - wanted).abs() <= 1e-6 * wanted.abs().max(0).values).all()
+        steps, lr = torch.full((3,), float(t), device=device), torch.tensor(3e-3, device=device)
+        factors = clipping.factors(found[3], 1.0)
+        kernels.update(*lists.values(), **settings, steps=steps, lr=lr, factors=factors)
+        factors = clipping.factors(wanted[3], 1.0)
+        rules.update(*plain.values(), **settings, steps=[float(t)] * 3, lr=lr.item(), factors=factors)
+        if moved:
+            lists["last_grads"], plain["last_grads"] = lists["gradients"], plain["gradients"]
+            last_scales = scale.expand(3).contiguous()
+    assert_close(lists, plain)
+
+
+def mars_steps(device, *, lr=0.01, **settings):
+    """Three steps of the optimizer on two matrices and a vector."""
+    shapes = (40, 30), (3, 700), (50,)
+    starts = draw([shape.numel() for shape in map(torch.Size, shapes)], device=device)
+    params = [torch.nn.Parameter(start.view(shape)) for start, shape in zip(starts, shapes, strict=True)]
+    optimizer = Mars(params, lr=lr, lr_1d=0.005, weight_decay=0.1, **settings)
+    for step in range(3):
+        gradients = draw([param.numel() for param in params], device=device, seed=100 + step)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.view_as(param)
+        optimizer.step()
+    return {"params": [param.detach() for param in params]}
+
+
+@here
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_grad_norm": 0.5, "take_grad": True},
+        {"mars_type": "mars-lion", "optimize_1d": True, "maximize": True},
+        {"second_moment": "gradient", "clip_threshold": None, "amsgrad": True},
+        {"mars_type": "mars-m", "ns_dtype": "float32"},
+        {"mars_type": "mars-shampoo", "ns_dtype": "float32", "max_grad_norm": 0.5, "take_grad": True},
+    ],
+    ids=str,
+)
+def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
+    expected = doubles(mars_steps(device, fused=False, foreach=False, **settings))
+    triton = engines.KernelEngine("triton", module=kernels)
+    monkeypatch.setattr(engines, "_kernels", lambda *_, **__: triton)
+    for lr in (0.01, torch.tensor(0.01, device=device)):
+        assert_close(mars_steps(device, lr=lr, fused=True, **settings), expected)
+
+
+# Norms of the gradients, step by step: nothing to clip, then clipping, then for a step the last one was large.
+GRADIENT_NORMS = (0.1, 0.12, 5.0, 4.0, 0.2, 0.1, 0.1)
+
+
+def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
+    """Lion moves each parameter from `value` by lr against the sign of its gradient, here always down."""
+    lists = problem([size, 5], device, squares=False, last=False, param=torch.bfloat16)
+    for i, n in enumerate((size, 5)):
+        lists["params"][i].fill_(value)
+        lists["gradients"][i].fill_(1.0)
+        lists["exp_avgs"][i] = torch.zeros(n, device=device)
+    kernels.update(
+        *lists.values(),
+        **{**STEP, "weight_decay": 0.0},
+        rule="lion",
+        steps=torch.ones(2, device=device),
+        lr=torch.tensor(lr, device=device),
+        seeds=[] if seed is None else [seed, seed + 1],
+    )
+    return lists["params"][0].float()
+
+
+@here
+def test_stochastic_rounding_is_right_on_average(device):
+    """1 - 2**-11 lies an eighth of the way from 1 to its lower neighbour 1 - 2**-8."""
+    size = 3 * kernels.CHUNK + 100
+    params = bf16_step(device, size, 17)
+    down = params == 1 - 2**-8
+    assert (down | (params == 1.0)).all()
+    chunks = [*down.float().split(kernels.CHUNK)]
+    for share in [chunk.mean().item() for chunk in chunks[:3]]:
+        assert abs(share - 0.125) < 4 * (0.125 * 0.875 / kernels.CHUNK) ** 0.5
+    for other in (chunks[1], bf16_step(device, size, 18)[: kernels.CHUNK] < 1):
+        together = (chunks[0] * other).mean().item()
+        assert abs(together - 0.125**2) < 4 * (0.125**2 / kernels.CHUNK) ** 0.5, "noise repeats"
+    assert torch.equal(params, bf16_step(device, size, 17))
+
+
+@here
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_states_of_different_dtypes(device, dtypes):
+    """Nothing is written beyond the narrower ones."""
+    lists = problem([1500, 5, 0], device)
+    lists["exp_avgs"] = [tensor.to(dtypes[0]) for tensor in lists["exp_avgs"]]
+    guarded = [
+        torch.full((tensor.numel() + 64,), 7.0, dtype=dtypes[1], device=device) for tensor in lists["exp_avg_sqs"]
+    ]
+    for guard, tensor in zip(guarded, lists["exp_avg_sqs"], strict=True):
+        guard[: tensor.numel()] = tensor
+    lists["exp_avg_sqs"] = [guard[:-64] for guard in guarded]
+    check_update(lists, device)
+    assert all((guard[-64:] == 7).all() for guard in guarded)
+
+
+@here
+def test_noise_does_not_depend_on_what_else_is_in_the_launch(device):
+    size = kernels.CHUNK + 100
+    alone = problem([size], device, squares=False, last=False, param=torch.bfloat16)
+    others = [draw([kernels.CHUNK + 7, 0], device=device), draw([kernels.CHUNK + 7, 0], device=device, seed=1)]
+    together = {name: [tensor.clone() for tensor in tensors] for name, tensors in alone.items()}
+    for name, tensors in together.items():
+        if tensors:
+            tensors[:0] = [other.to(tensors[0].dtype) for other in others[name == "gradients"]]
+    settings = {**STEP, "rule": "lion", "lr": torch.tensor(2.0**-10, device=device)}
+    kernels.update(*alone.values(), **settings, steps=torch.ones(1, device=device), seeds=[7])
+    kernels.update(*together.values(), **settings, steps=torch.ones(3, device=device), seeds=[5, 6, 7])
+    assert torch.equal(alone["params"][0], together["params"][2])
+
+
+@here
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_lion_shows_a_nan_in_the_parameter(device, value):
+    lists = problem([700], device, squares=False, last=False)
+    lists["gradients"][0][3] = value
+    steps, lr = torch.ones(1, device=device), torch.tensor(0.1, device=device)
+    kernels.update(*lists.values(), **STEP, rule="lion", steps=steps, lr=lr)
+    assert lists["params"][0].isnan().nonzero().flatten().tolist() == ([3] if value != value else [])
+
+
+@here
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_what_rounding_loses_is_kept(device, rule):
+    """Parameter and compensation together are the float64 result; alone, the parameter is not."""
+    sizes = [0, 700, kernels.CHUNK + 3]
+    lists = problem(sizes, device, squares=rule == "adamw", param=torch.bfloat16)
+    lost = [tensor * 1e-3 for tensor in draw(sizes, torch.bfloat16, device, 9)]
+    settings = {**STEP, "rule": rule, "steps": torch.ones(3, device=device), "lr": torch.tensor(1e-2, device=device)}
+    before = doubles(lists)
+    torch._foreach_add_(before["params"], [tensor.double() for tensor in lost])
+    expected = expected_update(before, **settings)
+    kernels.update(*lists.values(), **settings, compensations=lost)
+    for param, compensation, want in zip(lists["params"], lost, expected.pop("params"), strict=True):
+        assert ((param.double() + compensation.double() - want).abs() <= 2**-14 * want.abs() + 1e-6).all()
+        assert param.numel() == 0 or (param.double() - want).abs().max() > 1e-3
+    assert_close(lists, expected)
+
+
+@here
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0, 2.0])
+def test_stochastic_rounding_keeps_what_is_exact(device, value):
+    params = bf16_step(device, 700, 3, value=value, lr=0.0)
+    assert torch.equal(params, torch.full_like(params, value)) or (value != value and params.isnan().all())
+
+
+@here
+def test_stochastic_rounding_keeps_the_nan_of_all_ones(device):
+    """What NVIDIA GPUs produce; a carry would make it -0."""
+    lists = problem([700], device, squares=False, last=False, param=torch.bfloat16)
+    lists["params"][0].view(torch.int16).fill_(0x7FFF)
+    steps, lr = torch.ones(1, device=device), torch.tensor(0.0, device=device)
+    kernels.update(*lists.values(), **STEP, rule="lion", steps=steps, lr=lr, seeds=[1])
+    assert lists["params"][0].isnan().all()
+
+
+@here
+def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(device):
+    """64 steps up by a sixteenth of the distance to the next number."""
+    lr = 2.0**-11
+    for stochastic, expected, tolerance in ((False, 1.0, 0.0), (True, 1 + 64 * lr, 1.4e-3)):
+        lists = problem([2000], device, squares=False, last=False, param=torch.bfloat16)
+        lists["params"][0].fill_(1.0)
+        lists["gradients"][0].fill_(-1.0)
+        lists["exp_avgs"][0].zero_()
+        for seed in range(64):
+            kernels.update(
+                *lists.values(),
+                **{**STEP, "weight_decay": 0.0},
+                rule="lion",
+                steps=torch.ones(1, device=device),
+                lr=torch.tensor(lr, device=device),
+                seeds=[seed] if stochastic else [],
+            )
+        assert abs(lists["params"][0].float().mean().item() - expected) <= tolerance
+
+
+def locate(words, count, chunk, device):
+    """`gpu_device.locate` for one chunk: tensor, first element, number of elements."""
+    import triton
+    import triton.language as tl
+
+    from mars_hf.arithmetic.kernels import gpu_device
+
+    @triton.jit
+    def kernel(table, count, chunk, out, locate: tl.constexpr, CHUNK: tl.constexpr):
+        tensor, start, length = locate(table, count, chunk.to(tl.int64), CHUNK)
+        tl.store(out, tensor.to(tl.int64))
+        tl.store(out + 1, start)
+        tl.store(out + 2, length.to(tl.int64))
+
+    out = torch.zeros(3, dtype=torch.int64, device=device)
+    table = torch.tensor(words, device=device)
+    kernel[(1,)](table, count, chunk, out, gpu_device.locate, kernels.CHUNK)
+    return out.tolist()
+
+
+@here
+def test_positions_beyond_31_bits(device):
+    """Tensors too large to have here: where their chunks are is read off the table."""
+    sizes = (5, 2**31 + 10, 0, 2**33 + 1, 2**45)
+    words, chunks = kernels._words(sizes, tuple(range(5)), ((0,) * 5,), ())
+    first = words[8:13]
+    assert chunks == sum(-(-size // kernels.CHUNK) for size in sizes)
+    per = kernels.CHUNK
+    for chunk, expected in [
+        (0, [0, 0, 5]),
+        (1, [1, 0, per]),
+        (first[3] - 1, [1, 2**31, 10]),
+        (first[3], [3, 0, per]),
+        (first[4] - 1, [3, 2**33, 1]),
+        (chunks - 1, [4, 2**45 - per, per]),
+    ]:
+        assert locate(words, 5, chunk, device) == expected
+
+
+@here
+def test_update_beyond_31_bits(device):
+    """The chunk at element 2**33 of tensors that begin 2**33 elements before the memory there is."""
+    import triton.language as tl
+
+    from mars_hf.arithmetic.kernels import gpu_device
+
+    start, length = 2**33, 1300
+    lists = problem([length], device)
+    settings = {"steps": torch.ones(1, device=device), "lr": torch.tensor(1e-2, device=device)}
+    expected = expected_update(lists, **STEP, **settings, rule="adamw")
+    order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
+    addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
+    numbers = (0.4, 0.0, 0.95, kernels._log(0.95), 0.99, kernels._log(0.99), 1e-8, 0.1)
+    words, chunks = kernels._words((start + length,), (0,), addresses, numbers)
+    assert locate(words, 1, chunks - 1, device) == [0, start, length]
+    words[8] = 1 - chunks  # as if the launch began at the last chunk
+    gpu_device.update[(1,)](
+        torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
+        PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32,
+        EXP_AVG_SQ=tl.float32, MAX_EXP_AVG_SQ=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
+        RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True, COMPENSATED=False,
+        CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
+    )  # fmt: skip
+    assert_close(lists, expected)
+
+
+@here
+def test_tables_are_kept_by_content(device):
+    kernels._kept.cache_clear()
+    gradients = draw([10, 20], device=device)
+    kernels.sums(gradients, [])
+    kernels.sums(gradients, [])
+    assert kernels._kept.cache_info().misses == 1
+    moved = [gradients[0].clone(), gradients[1]]
+    assert torch.equal(kernels.sums(moved, []), kernels.sums(gradients, []))
+    assert kernels._kept.cache_info().misses == 2
+
+
+@here
+def test_a_written_table_equals_a_copied_one(device):
+    words = [0, 1, -1, 2**62 + 1, -(2**63), 139872309458945] * 40
+    assert kernels._write(words, torch.device(device)).tolist() == words
+
+
+@here
+def test_only_tensors_with_every_address_aligned_are_called_aligned(device):
+    """An error here is invisible on the CPU and a misaligned access on a GPU."""
+    addresses = ((0, 16, 32, 8), (), (4096, 4100, 48, 16))
+    words, _ = kernels._words((9, 9, 9, 9), (0, 1, 2, 3), addresses, ())
+    assert words[8 + 3 * 4 : 8 + 4 * 4] == [1, 0, 1, 0]
+
+
+@here
+def test_supports(device):
+    device = torch.device(device)
+    assert kernels.supports(device, kernels.DTYPES)
+    assert not kernels.supports(device, [torch.float32, torch.complex64])
+    assert not kernels.supports(torch.device("meta"), [torch.float32])
+
+
+def whole_step(sizes, device):
+    """A whole step on the device: sums, clip factors, update. All of it is a function without arguments."""
+    lists = problem(sizes, device)
+    steps = torch.zeros(len(sizes), device=device)
+    lr = torch.tensor(1e-2, device=device)
+    last_scales = torch.linspace(0.5, 2.0, len(sizes), device=device)
+
+    def step():
+        steps.add_(1)
+        correction = {"last_scales": last_scales, "k": STEP["k"]}
+        found = kernels.sums(lists["gradients"], lists["last_grads"], **correction)
+        factors = clipping.factors(found[3], 1.0)
+        kernels.update(
+            *lists.values(),
+            **STEP,
+            rule="adamw",
+            steps=steps,
+            lr=lr,
+            last_scales=last_scales,
+            factors=factors,
+        )
+
+    return lists, steps, lr, step
+
+
+@here
+def test_a_compiled_step_is_one_graph_and_the_same_step(device):
+    """What mutates is declared: without it functionalization would lose the update."""
+    lists, steps, _, step = whole_step([1500, 0, 7], device)
+    plain, plain_steps, _, plain_step = whole_step([1500, 0, 7], device)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    with torch.no_grad():
+        for _ in range(2):
+            compiled()
+            plain_step()
+    assert torch.equal(steps, plain_steps)
+    assert_close(lists, doubles(plain))
+    assert not torch.equal(lists["params"][0], problem([1500, 0, 7], device)["params"][0])
+
+
+@gpu
+def test_a_step_never_waits_for_the_gpu(device):
+    lists, _, _, step = whole_step([3000, 17], device)
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lists["gradients"] = [gradient.clone() for gradient in lists["gradients"]]  # new addresses: a new table
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize(
+    "settings", [{}, {"take_grad": True}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "take_grad": True}], ids=str
+)
+def test_the_optimizer_never_waits_for_the_gpu(device, settings):
+    shapes = (300, 40), (17,), (64, 64)
+    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    optimizer = Mars(params, lr=0.01, **settings)
+    for step in range(5):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        try:
+            if step > 1:  # states are there, and kernels compiled
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+def test_a_captured_step_replays(device):
+    """With step and lr changing on the device, tables evicted and memory reused between replays."""
+    lists, _, lr, step = whole_step([30_000, 17, 0, 5], device)
+    plain, _, plain_lr, plain_step = whole_step([30_000, 17, 0, 5], device)
+    step()
+    plain_step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    kernels._kept.cache_clear()
+    for rate in (1e-2, 3e-3, 1e-3):
+        lr.fill_(rate)
+        plain_lr.fill_(rate)
+        new = draw([30_000, 17, 0, 5], device=device, seed=int(rate * 1e4))
+        for i, gradient in enumerate(new):
+            lists["gradients"][i].copy_(gradient)
+            plain["gradients"][i].copy_(gradient)
+        graph.replay()
+        plain_step()
+    for name, tensors in plain.items():
+        assert all(map(torch.equal, lists[name], tensors)), name
+
+
+@gpu
+def test_sums_of_a_hundred_million_elements(device):
+    gradient = torch.rand(100_000_000, device=device)
+    last = torch.rand(100_000_000, device=device)
+    first = check_sums([gradient], [last], k=0.4)
+    assert torch.equal(first, kernels.sums([gradient], [last], k=0.4))
+
+
+@gpu
+def test_a_step_on_another_stream(device):
+    lists, _, _, step = whole_step([3000, 17], device)
+    plain, _, _, plain_step = whole_step([3000, 17], device)
+    plain_step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(map(torch.equal, lists["params"], plain["params"]))

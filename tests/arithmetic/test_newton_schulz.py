@@ -1,0 +1,284 @@
+"""Newton-Schulz against float64 in straight lines, and what its result looks like."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from official import newton_schulz_of_mars, newton_schulz_of_mars_m
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mars_hf.arithmetic import newton_schulz as ns
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+ATEN = torch.ops.aten
+PRODUCTS = (ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.matmul)
+# Singular values above these shares of the Frobenius norm end in these ranges.
+RANGES = {"quintic": (2e-3, 0.681, 1.203), "polar-express": (1e-3, 0.852, 1.124)}
+SHAPES = [(32, 32), (32, 80), (80, 32), (1, 9), (9, 1), (1, 1)]
+
+
+def per_step(schedule: str) -> list:
+    coefficients = ns.SCHEDULES[schedule]
+    return [coefficients] * 5 if schedule == "quintic" else list(coefficients)
+
+
+def straight_line(matrix: torch.Tensor, coefficients: list, eps: float = 1e-7) -> torch.Tensor:
+    return reference.newton_schulz(matrix, eps, coefficients)
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ vh
+
+
+def with_condition(rows: int, cols: int, condition: float) -> torch.Tensor:
+    u, _ = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64))
+    v, _ = torch.linalg.qr(torch.randn(cols, rows, dtype=torch.float64))
+    return (u * torch.logspace(0, -math.log10(condition), rows, dtype=torch.float64)) @ v.T
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 2048)], ids=str)
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
+def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
+    if schedule == "polar-express" and min(shape) == 1:
+        bar *= 10  # a singular value of exactly 1, where these polynomials are steep
+    matrix = torch.randn(shape)
+    actual = ns.newton_schulz(matrix.double(), coefficients=ns.SCHEDULES[schedule], dtype=dtype)
+    assert actual.dtype == torch.float64
+    assert distance(actual, straight_line(matrix, per_step(schedule))) < bar
+
+
+@pytest.mark.parametrize("official", [newton_schulz_of_mars, newton_schulz_of_mars_m])
+@pytest.mark.parametrize("shape", [(32, 32), (80, 32), (128, 512)], ids=str)
+def test_bf16_is_nearer_to_the_iteration_than_the_official_code(official, shape):
+    matrix = torch.randn(shape)
+    exact = straight_line(matrix, per_step("quintic"))
+    assert distance(ns.newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
+
+
+@pytest.mark.parametrize("file", ["small_grads", "clipped_grads"])
+@pytest.mark.parametrize("case", ["mars-shampoo.1d_adamw", "mars-m"])
+def test_first_update_of_the_official_code(file, case):
+    """The golden files hold bf16 rounding of 3e-2 and more: the same roundings give 1e-4, no other order does."""
+    shampoo = case != "mars-m"
+    tensors = load_file(GOLDEN / f"{file}.safetensors")
+    description = json.loads((GOLDEN / f"{file}.json").read_text())
+    settings = description["cases"][case]
+    lr, decay = settings["lr"], settings["weight_decay" if shampoo else "wd"]
+    official, eps = (newton_schulz_of_mars, 1e-8) if shampoo else (newton_schulz_of_mars_m, 1e-7)
+    compared = 0
+    for i, shape in enumerate(description["shapes"]):
+        if len(shape) != 2:
+            continue
+        corrected = tensors[f"grad.0.p{i}"] * (1 + settings["gamma"] * 0.95 / (1 - 0.95))
+        momentum = corrected / max(1.0, corrected.norm().item()) * (1 - 0.95)
+        momentum = momentum.mul(1 / (1 - 0.95)) if shampoo else momentum
+        scale = (ns.shampoo_scale if shampoo else ns.muon_scale)(*shape)
+        change = tensors[f"{case}.0.p{i}"].double() - (1 - lr * decay) * tensors[f"init.p{i}"].double()
+        golden = change / (-lr * scale)
+        assert distance(official(momentum, eps), golden) < 1e-4
+        assert distance(ns.newton_schulz(momentum, eps=eps), golden) < 6e-2
+        assert distance(ns.newton_schulz(momentum, eps=eps, dtype=torch.float32), golden) < 7e-2
+        compared += 1
+    assert compared == 3
+
+
+@pytest.mark.parametrize("eps", [1e-7, 1.0])
+def test_eps_is_added_to_the_norm(eps):
+    matrix = torch.randn(6, 10)
+    actual = ns.newton_schulz(matrix, dtype=torch.float32, eps=eps)
+    assert distance(actual, straight_line(matrix, per_step("quintic"), eps)) < 1e-5
+
+
+def test_steps():
+    matrix = torch.randn(6, 10)
+    actual = ns.newton_schulz(matrix, dtype=torch.float32, steps=2)
+    assert distance(actual, straight_line(matrix, [ns.QUINTIC] * 2)) < 1e-5
+    with pytest.raises(ValueError, match="5 triples of coefficients for 4 steps"):
+        ns.newton_schulz(matrix, steps=4, coefficients=ns.POLAR_EXPRESS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_input_is_left_alone_and_its_dtype_returned(dtype):
+    matrix = torch.randn(4, 6, dtype=dtype)
+    before = matrix.clone()
+    assert ns.newton_schulz(matrix).dtype == dtype
+    assert ns.newton_schulz(matrix.mT).shape == (6, 4)
+    [result] = ns.orthogonalize([matrix])
+    assert result.dtype == dtype
+    result.zero_()
+    torch.testing.assert_close(matrix, before, rtol=0, atol=0)
+    assert ns.orthogonalize([matrix], out_dtype=torch.float64)[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("condition", [None, 1.0, 1e1, 1e2, 1e4])
+@pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
+def test_singular_values_are_bounded(schedule, dtype, condition, shape):
+    matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
+    rounding = 0.01 if dtype == torch.bfloat16 else 1e-3
+    share, low, high = RANGES[schedule]
+    result = ns.newton_schulz(matrix, coefficients=ns.SCHEDULES[schedule], dtype=dtype)
+    values = torch.linalg.svdvals(result.double())
+    large = int((torch.linalg.svdvals(matrix.double()) / matrix.norm() > share).sum())
+    assert large >= 40
+    assert values[0] < high + rounding
+    assert values[large - 1] > low - rounding
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+def test_bounds_are_those_of_the_polynomial(schedule):
+    share, low, high = RANGES[schedule]
+    s = torch.logspace(math.log10(share), 0, 200_001, dtype=torch.float64)
+    for a, b, c in per_step(schedule):
+        s = a * s + b * s**3 + c * s**5
+    assert low <= s.min() < low + 1e-3
+    assert high - 1e-3 < s.max() <= high
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+def test_rank_one_stays_bounded_in_bf16(schedule):
+    # The whole norm in one singular value, at the end of the interval the polynomials are made for.
+    matrices = torch.stack([torch.outer(torch.randn(48), torch.randn(80)) for _ in range(20)] + [torch.ones(48, 80)])
+    result = ns.newton_schulz(matrices, coefficients=ns.SCHEDULES[schedule])
+    norms = torch.linalg.matrix_norm(result, 2)
+    assert norms.min() > 0.6
+    assert norms.max() < RANGES[schedule][2] + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("condition", [None, 1e1, 1e2, 1e3, 1e4])
+@pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
+def test_polar_express_is_closer_to_the_polar_factor(dtype, condition, shape):
+    matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
+    near = ns.newton_schulz(matrix, coefficients=ns.POLAR_EXPRESS, dtype=dtype)
+    far = ns.newton_schulz(matrix, dtype=dtype)
+    assert distance(near, polar(matrix)) < 0.95 * distance(far, polar(matrix))
+
+
+def best_quintic(low: float, high: float) -> np.ndarray:
+    """The odd quintic nearest to 1 on [low, high] in the maximum norm, by Remez' exchange."""
+    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
+    for _ in range(50):
+        x = np.array([low, *inner, high])
+        a, b, c, _ = np.linalg.solve(np.stack([x, x**3, x**5, [1, -1, 1, -1]], axis=1), np.ones(4))
+        inner = sorted(np.sqrt(np.roots([5 * c, 3 * b, a])))
+    return np.array([a, b, c])
+
+
+def test_polar_express_is_minimax_on_what_the_steps_before_leave():
+    low, high, powers = 1e-3, 1.0, np.array([1, 3, 5])
+    for step, stored in enumerate(ns.POLAR_EXPRESS):
+        fitted = best_quintic(max(low, 0.02407327424182761 * high), high)
+        ends = [fitted @ end**powers for end in (low, high)]
+        fitted *= 2 / sum(ends)  # the interval centered on 1 again
+        low, high = fitted @ low**powers, fitted @ high**powers
+        high = 2 - low
+        safety = 1.01 if step < 4 else 1.0
+        np.testing.assert_allclose(stored, fitted / safety**powers, rtol=1e-9)
+
+
+def test_zeros_stay_zeros():
+    assert not ns.newton_schulz(torch.zeros(2, 3, 4)).any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_spoils_its_own_matrix_only(bad):
+    matrices = torch.randn(3, 4, 5)
+    matrices[1, 2, 3] = bad
+    results = ns.orthogonalize(list(matrices))
+    assert results[1].isnan().all()
+    assert results[0].isfinite().all()
+    assert results[2].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 4, 5), (2, 0, 5)], ids=str)
+def test_no_elements(shape):
+    assert ns.newton_schulz(torch.randn(shape)).shape == shape
+    empty, full = ns.orthogonalize([torch.randn(shape), torch.randn(4, 5)])
+    assert empty.shape == shape
+    assert full.isfinite().all()
+
+
+def test_batched_is_one_by_one():
+    base = torch.randn(40, 64)
+    matrices = [
+        torch.randn(16, 24),
+        torch.randn(24, 16),
+        torch.randn(24, 16).mT,
+        base[::2, ::4][:, :16],
+        torch.randn(3, 16, 24),
+        torch.randn(2, 2, 24, 16),
+        torch.randn(16, 24, dtype=torch.float64),
+        torch.randn(7, 7),
+        torch.randn(16, 24).mul_(1e-6),
+    ]
+    together = ns.orthogonalize(matrices, dtype=torch.float32)
+    for matrix, result in zip(matrices, together, strict=True):
+        assert result.shape == matrix.shape
+        assert result.dtype == matrix.dtype
+        alone = ns.newton_schulz(matrix, dtype=torch.float32)
+        torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
+        each = torch.stack([straight_line(m, per_step("quintic")) for m in matrix.reshape(-1, *matrix.shape[-2:])])
+        # 1e-7 is seen where the matrix itself is as small as 1e-6.
+        torch.testing.assert_close(result.double(), each.view(matrix.shape), rtol=1e-4, atol=1e-5)
+
+
+def test_handful_of_products_for_a_whole_gpt2():
+    # The four matrices of each of GPT-2's 12 layers, stored (in, out), as (out, in).
+    d = 16
+    stored = [(d, 3 * d), (d, d), (d, 4 * d), (4 * d, d)] * 12
+    matrices = [torch.randn(shape).mT for shape in stored]
+    with CountProducts() as products:
+        ns.orthogonalize(matrices)
+    assert products.count == 3 * 5 * 3  # both projections of the MLP share a batch
+    with CountProducts() as products:
+        ns.orthogonalize(matrices, max_elements=24 * 4 * d * d // 2)
+    assert products.count == 4 * 5 * 3
+
+
+def test_batches():
+    matrices = [torch.empty(4, 6), torch.empty(5, 5), torch.empty(6, 4), torch.empty(4, 6), torch.empty(2, 4, 6)]
+    assert ns.batches(matrices) == [[0, 2, 3, 4], [1]]
+    assert ns.batches(matrices, max_elements=48) == [[0, 2], [1], [3], [4]]
+    assert ns.batches(matrices, max_elements=1) == [[0], [1], [2], [3], [4]]
+    assert ns.batches([torch.empty(4, 6), torch.empty(4, 6, dtype=torch.float64)]) == [[0], [1]]
+    assert ns.batches([]) == []
+    large = [torch.empty(2048, 1024, device="meta") for _ in range(65)]
+    assert [len(batch) for batch in ns.batches(large)] == [64, 1]
+    small = [torch.empty(1, 1).expand(256, 512) for _ in range(3)]  # on a CPU
+    assert [len(batch) for batch in ns.batches(small)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "shampoo", "muon"),
+    [(4, 4, 1.0, 0.4), (16, 4, 2.0, 0.8), (4, 16, 1.0, 0.8), (1, 1, 1.0, 0.2), (4, 0, 1.0, 0.4)],
+)
+def test_scales(rows, cols, shampoo, muon):
+    assert ns.shampoo_scale(rows, cols) == pytest.approx(shampoo)
+    assert ns.muon_scale(rows, cols) == pytest.approx(muon)

@@ -1,0 +1,312 @@
+"""Where pieces of parameters belong; a process group of one stands for all (tests/distributed has real ones)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import mars_hf
+from mars_hf.distributed import placement as sharding
+from mars_hf.distributed.routes import Region
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    return nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements))
+
+
+def zero12(params) -> nn.Parameter:
+    """What ZeRO-1/2 makes of parameters: views of one buffer with padding at its end, and a copy of that to step on."""
+    buffer = torch.cat([param.detach().flatten() for param in params] + [torch.zeros(3)])
+    flat = nn.Parameter(buffer.clone())
+    start = 0
+    for param in params:
+        param.data = buffer[start : start + param.numel()].view_as(param)
+        param._hp_mapping = SimpleNamespace(hp_fragment=flat.detach()[start : start + param.numel()])
+        param._dp_group = None
+        start += param.numel()
+    return flat
+
+
+def test_flat_partitions_get_the_update_of_their_parameters(alone):
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, plain = mars_hf.Mars(params), mars_hf.Mars(twins)
+    flat = zero12(params)
+    optimizer.param_groups[0]["params"] = [flat]
+    optimizer.collect_metrics(True)
+    plain.collect_metrics(True)
+    for scale in (0.1, 3.0, 0.2):  # not clipped, clipped, one of each
+        gradients = [scale * torch.randn(4, 3), torch.randn(2, 5)]
+        for twin, gradient in zip(twins, gradients, strict=True):
+            twin.grad = gradient
+        flat.grad = torch.cat([gradient.flatten() for gradient in gradients] + [torch.zeros(3)])
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(flat[:12].view(4, 3), twins[0], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(flat[12:22].view(2, 5), twins[1], rtol=1e-6, atol=1e-7)
+        assert optimizer.pop_metrics() == pytest.approx(plain.pop_metrics(), rel=1e-5)
+
+
+def test_pieces_that_do_not_make_up_their_parameters_are_refused(alone):
+    param = nn.Parameter(torch.randn(4, 3))
+    optimizer = mars_hf.Mars([param])
+    flat = nn.Parameter(zero12([param]).detach()[:7])  # the other ranks' parts are nowhere
+    param._hp_mapping.hp_fragment = flat.detach()
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    with pytest.raises(RuntimeError, match=r"are 0\.5833 of it, not 1"):
+        optimizer.step()
+
+
+def test_experts_over_several_groups_are_refused(alone):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    optimizer = mars_hf.Mars(params)
+    flat = zero12(params)
+    params[1]._dp_group = dist.new_group([0])
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    with pytest.raises(RuntimeError, match="2 different process groups"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()]])
+def test_dtensors_are_updated_like_plain_tensors(alone, placements, mars_type):
+    param = dtensor((6, 4), (1,), ("shard",), placements)
+    twin = nn.Parameter(param.detach().full_tensor().clone())
+    optimizer, plain = (mars_hf.Mars([own], mars_type=mars_type) for own in (param, twin))
+    for step in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        param.grad, twin.grad = distribute_tensor(gradient, param.device_mesh, placements), gradient
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(param.detach().full_tensor(), twin.detach(), rtol=1e-6, atol=1e-7)
+    assert type(optimizer.state[param]["last_grad"]).__name__ == "DTensor"  # so that checkpoints can be resharded
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names", "placements", "message"),
+    [
+        ((1,), ("tp",), [Shard(0)], "tensor parallelism is not supported"),
+        ((1, 1), ("a", "b"), [Shard(0), Shard(1)], "more than one sharded mesh dimension"),
+    ],
+)
+def test_other_dtensors_are_refused(alone, mesh, names, placements, message):
+    param = dtensor((6, 4), mesh, names, placements)
+    optimizer = mars_hf.Mars([param])
+    param.grad = param.detach().clone()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
+def test_a_gradient_that_is_not_laid_out_like_its_parameter_is_refused(alone):
+    param = dtensor((6, 4), (1,), ("shard",), [Shard(0)])
+    optimizer = mars_hf.Mars([param])
+    param.grad = distribute_tensor(torch.ones(6, 4), param.device_mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match="placed as"):
+        optimizer.step()
+
+
+def test_fsdp1_is_refused(alone):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for use_orig_params in (False, True):
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+        with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*FSDP2"):
+            mars_hf.create(model)
+
+
+def test_pieces_know_their_place_in_the_parameter(alone):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    placement = layout.locate(zero12(params), 0)
+    assert [piece.region for piece in placement.pieces] == [Region(None, 0, 12), Region(None, 0, 10)]
+    assert placement.group is dist.group.WORLD and placement.replicas is None
+    param = dtensor((6, 4), (1,), ("shard",), [Shard(-1)])
+    (piece,) = layout.locate(param, 0).pieces
+    assert piece.region == Region(1, 0, 4)
+
+
+def test_shapes_are_those_of_whole_parameters(alone):
+    emptied = nn.Parameter(torch.empty(0))  # as DeepSpeed's zero.Init leaves it
+    emptied.ds_shape = torch.Size([5, 2])
+    params = [nn.Parameter(torch.randn(4, 3)), emptied, dtensor((6, 4), (1,), ("shard",), [Shard(0)])]
+    layout = sharding.Layout([{"params": params[:1], "role": "matrix"}])
+    layout.extend({"params": params[1:], "role": "matrix"})
+    assert layout.shapes == [torch.Size([4, 3]), torch.Size([5, 2]), torch.Size([6, 4])]
+
+
+def test_one_rank_has_no_replicas(alone):
+    assert sharding.replicas_in_mesh(dtensor((6, 4), (1,), ("replicate",), [Replicate()])) is None
+
+
+def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    for backend, expected in (("nccl", torch.device("cuda")), ("gloo", cpu)):
+        monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
+        assert sharding.wire_device(cpu, None) == expected
+        assert sharding.wire_device(cuda, None) == cuda
+
+
+def test_a_layout_neither_holds_parameters_nor_refers_to_them(alone):
+    params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)), dtensor((6, 4), (1,), ("a",), [Shard(0)])]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    for slot, param in enumerate(params):
+        layout.locate(param, slot)
+    layout.all_seen(params[2:])
+    assert all(not weakref.getweakrefs(param) for param in params)
+    freed = list(map(weakref.ref, params))
+    del param, params
+    gc.collect()
+    assert [reference() for reference in freed] == [None] * 3
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_model_can_be_moved_after_the_optimizer_is_made(swaps, when, mars_type):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    mars = mars_hf.create(model, mars_type=mars_type, optimize_1d=True)
+    params = list(model.parameters())
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        for dtype in (torch.bfloat16,) if when == "before" else (torch.float32, torch.bfloat16, torch.float32):
+            model.to(dtype)
+            before = [param.detach().clone() for param in params]
+            model(torch.ones(5, 4, dtype=dtype)).square().sum().backward()
+            mars.step()
+            mars.zero_grad()
+            assert all(param.dtype == dtype for param in params)
+            assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert list(map(id, model.parameters())) == list(map(id, params))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda mars: pickle.loads(pickle.dumps(mars))])
+def test_a_copied_optimizer_steps_on_its_own_parameters(copied):
+    mars = mars_hf.Mars([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))], optimize_1d=True)
+    twin = copied(mars)
+    for own in (mars, twin):
+        for group in own.param_groups:
+            for param in group["params"]:
+                param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape)
+        own.step()
+    for one, other in zip(mars.param_groups, twin.param_groups, strict=True):
+        for param, copy_ in zip(one["params"], other["params"], strict=True):
+            assert param is not copy_ and torch.equal(param, copy_)
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,)], ids=["same shape", "other shape"])
+def test_a_vector_of_a_module_may_be_replaced(shape):
+    model = nn.Linear(4, 3)
+    mars = mars_hf.create(model, optimize_1d=True)
+    with torch.no_grad():
+        model.bias = nn.Parameter(torch.ones(shape))
+    mars.param_groups[1]["params"][0] = model.bias
+    for _ in range(2):
+        model.bias.grad, model.weight.grad = torch.ones(shape), torch.ones(3, 4)
+        mars.step()
+    assert (model.bias < 1).all()
+
+
+def test_a_plain_vector_may_be_replaced_by_one_of_its_shape():
+    mars = mars_hf.Mars([torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)], optimize_1d=True)
+    vector = torch.ones(3, requires_grad=True)
+    mars.param_groups[1]["params"][0] = vector
+    vector.grad = torch.ones(3)
+    mars.step()
+    assert (vector < 1).all()
+
+
+def test_a_flat_tensor_of_unknown_origin_is_refused():
+    mars = mars_hf.Mars([torch.ones(4, 3, requires_grad=True), torch.ones(3, requires_grad=True)], optimize_1d=True)
+    flat = nn.Parameter(torch.ones(12))
+    flat.grad = torch.ones(12)
+    mars.param_groups[0]["params"] = [flat]
+    with pytest.raises(RuntimeError, match=r"flat tensor of shape \(12,\) that is none of the parameters"):
+        mars.step()
+
+
+def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(alone):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    flat = zero12(params)
+    before = layout.locate(flat, 0)
+    assert layout.locate(flat, 0) is before
+    buffer = params[0].untyped_storage()
+    for param, start in zip(params, (10, 0), strict=True):
+        param.data = torch.empty(0).set_(buffer, start, param.shape)
+    assert [(piece.slot, piece.start) for piece in layout.locate(flat, 0).pieces] == [(0, 10), (1, 0)]
+
+
+def test_parameters_are_found_among_frozen_objects(alone):
+    params = [nn.Parameter(torch.randn(4, 3))]
+    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    flat = zero12(params)
+    gc.freeze()
+    try:
+        assert [piece.slot for piece in layout.locate(flat, 0).pieces] == [0]
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_dtensors_step_after_another_group_was_removed(alone, mars_type):
+    """Then they have other places than at first."""
+    one, two = (dtensor((6, 4), (1,), ("a",), [Shard(0)]) for _ in range(2))
+    twin = nn.Parameter(two.detach().full_tensor().clone())
+    vector = torch.ones(3, requires_grad=True)
+    mars = mars_hf.Mars([{"params": [vector]}, {"params": [one]}, {"params": [two]}], mars_type=mars_type)
+    plain = mars_hf.Mars([twin], mars_type=mars_type)
+    del mars.param_groups[:2]
+    two.grad, twin.grad = distribute_tensor(torch.ones(6, 4), two.device_mesh, [Shard(0)]), torch.ones(6, 4)
+    mars.step()
+    plain.step()
+    torch.testing.assert_close(two.detach().full_tensor(), twin.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_part_of_a_dtensor_that_torch_would_not_cut_is_refused(alone):
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    odd = DTensor.from_local(torch.randn(5, 4), mesh, [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
+    with pytest.raises(RuntimeError, match=r"part of shape \(5, 4\) on this rank"):
+        sharding.Layout([{"params": [odd], "role": "matrix"}]).locate(odd, 0)
+
+
+def test_sums_travel_in_one_dtype_whatever_is_here(alone, monkeypatch):
+    sent = []
+    monkeypatch.setattr(sharding, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
+    for dtype in (torch.float32, torch.float64, None):
+        sums = sharding.WholeSums([0, 2], 1, torch.device("cpu"), dtype)
+        sums.join(sharding.Placement((), None))
+        sums.add(None, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
+        sums.reduce(verify=False)
+        assert sums.of(None, [2]).dtype == (dtype or torch.float64)
+    assert set(sent) == {torch.float64}
+    assert sums.of(None, [2]).item() == sums.total(0).item() == 1e300
+    assert sharding.wide_dtype(torch.device("mps")) == torch.float32

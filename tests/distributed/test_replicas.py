@@ -1,0 +1,146 @@
+"""Which modules repeat parameters over ranks. A process group of one stands for all, and is said to have two ranks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mars_hf.distributed import replicas
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrap(size: int = 8, **settings) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(size // 2)))
+    return nn.parallel.DistributedDataParallel(model, **settings)
+
+
+@pytest.fixture
+def two_ranks(alone, monkeypatch):
+    """As if there were another one."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+
+
+def ids(module: nn.Module) -> set[int]:
+    return set(map(id, module.parameters()))
+
+
+def backward(module: nn.Module) -> None:
+    module(torch.ones(2, 3)).sum().backward()
+
+
+def test_one_rank_repeats_nothing(alone):
+    wrapped = wrap()
+    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+
+
+def test_modules_are_found_whenever_they_are_made(two_ranks):
+    before = wrap()
+    assert replicas.repeated().keys() >= ids(before)
+    after = wrap()
+    assert replicas.repeated().keys() >= ids(before) | ids(after)
+    forgotten = ids(after)
+    del after
+    gc.collect()
+    assert replicas.repeated().keys().isdisjoint(forgotten - ids(before))
+
+
+def test_only_a_pass_that_averages_counts_and_once(two_ranks):
+    wrapped, other = wrap(), wrap()
+    found = replicas.Replicas()
+    assert found.averaged() == {}
+    backward(wrapped)
+    assert found.averaged().keys() == ids(wrapped)
+    assert found.averaged() == {}
+    backward(wrapped.module)
+    assert found.averaged() == {}
+    with wrapped.no_sync():
+        backward(wrapped)
+    assert found.averaged() == {}
+    backward(wrapped)
+    backward(other)
+    second = replicas.Replicas()
+    assert found.averaged().keys() == second.averaged().keys() == ids(wrapped) | ids(other)
+    assert set(map(id, found._times)) >= {id(wrapped), id(other)}
+
+
+def test_a_module_in_join_or_of_few_parameters_does_not_count(two_ranks):
+    wrapped, small = wrap(), wrap(6)
+    found = replicas.Replicas()
+    found.averaged()
+    backward(small)
+    assert found.averaged() == {}
+    backward(wrapped)
+    wrapped._join_config = SimpleNamespace(enable=True)
+    assert found.averaged() == {}
+    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+
+
+def test_parameters_that_were_frozen_when_they_were_wrapped_do_not_count(two_ranks):
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    model[0].requires_grad_(False)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    frozen = ids(model[0])
+    assert replicas.repeated().keys() >= ids(wrapped) - frozen
+    assert replicas.repeated().keys().isdisjoint(frozen)
+    model[0].requires_grad_(True)  # their gradients are not averaged
+    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+
+
+def test_a_static_graph_is_unclear_until_its_second_pass(two_ranks):
+    wrapped = wrap(static_graph=True)
+    found = replicas.Replicas()
+    backward(wrapped)
+    assert found.averaged() == {} and found.unclear >= ids(wrapped)
+    backward(wrapped)
+    assert found.averaged().keys() == ids(wrapped) and found.unclear.isdisjoint(ids(wrapped))
+
+
+def test_a_process_group_that_is_gone_repeats_nothing(alone, monkeypatch):
+    wrapped = wrap()
+
+    def gone(group):
+        raise KeyError(group)
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", gone)
+    assert replicas.repeated() == {}
+    assert ids(wrapped)
+
+
+def test_nothing_counts_as_averaged_where_torch_does_not_tell(two_ranks):
+    wrapped = wrap()
+    backward(wrapped)
+    wrapped.reducer = SimpleNamespace()
+    assert replicas.Replicas().averaged().keys().isdisjoint(ids(wrapped))
+    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+
+
+def test_a_destroyed_process_group_is_gone(alone):
+    group = dist.new_group([0])
+    assert replicas.exists(group) and replicas.exists(None)
+    dist.destroy_process_group(group)
+    assert not replicas.exists(group)
+
+
+def test_no_module_is_kept_alive(two_ranks):
+    wrapped = wrap()
+    found = replicas.Replicas()
+    backward(wrapped)
+    found.averaged()
+    reference = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    assert reference() is None
+    assert found.averaged() == {}

@@ -1,0 +1,378 @@
+"""Roles, learning rates and decay of parameters and models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.trainer_pt_utils import get_parameter_names
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.groups import from_model as param_groups
+
+
+def tiny_gpt2(**settings) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32, **settings))
+
+
+def roles(optimizer) -> list[str]:
+    return [group["role"] for group in optimizer.param_groups]
+
+
+def names(optimizer, role: str) -> list[str]:
+    return [name for group in optimizer.param_groups if group["role"] == role for name in group["param_names"]]
+
+
+def params(*shapes) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in shapes]
+
+
+# --- plain parameters ------------------------------------------------------------------------------------------------
+
+
+def test_matrices_first_then_vectors_each_in_the_order_given():
+    a, b, c, d, e = params((2,), (2, 2), (), (2, 2, 1), (3, 1))
+    optimizer = Mars(iter([a, b, c, d, e]))
+    assert roles(optimizer) == ["matrix", "vector"]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(b), id(d), id(e)]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(a), id(c)]
+
+
+def test_groups_are_split_where_they_stand():
+    a, b, c, d = params((2,), (2, 2), (2, 2), (3,))
+    optimizer = Mars([{"params": [a, b]}, {"params": c}, {"params": [d]}])
+    assert roles(optimizer) == ["matrix", "vector", "matrix", "vector"]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
+
+
+def test_named_parameters_keep_their_names():
+    model = nn.Linear(2, 2)
+    optimizer = Mars(model.named_parameters())
+    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+def test_every_group_holds_every_setting():
+    for group in Mars(params((2, 2), (2,))).param_groups:
+        assert set(group) == {
+            *("params", "role", "lr", "betas", "eps", "weight_decay", "gamma", "mars_type", "is_approx"),
+            *("clip_threshold", "amsgrad", "optimize_1d", "matrix_ndim", "second_moment", "maximize", "foreach"),
+            *("ns_steps", "ns_coefficients", "ns_dtype", "layout"),
+            *("max_grad_norm", "take_grad", "last_grad_dtype", "state_dtype", "rounding", "fused", "capturable"),
+        }
+
+
+def test_vectors_get_their_own_rate_betas_and_decay():
+    optimizer = Mars(params((2, 2), (2,)), lr=6e-3, weight_decay=0.1, lr_1d=1e-3, betas_1d=(0.8, 0.9))
+    matrix, vector = optimizer.param_groups
+    assert (matrix["lr"], matrix["betas"], matrix["weight_decay"]) == (6e-3, (0.95, 0.99), 0.1)
+    assert (vector["lr"], vector["betas"], vector["weight_decay"]) == (1e-3, (0.8, 0.9), 0.0)
+
+
+def test_rate_of_vectors_is_half_by_default_and_follows_the_group():
+    optimizer = Mars([{"params": params((2, 2), (2,))}, {"params": params((2, 2), (2,)), "lr": 1e-4}], lr=6e-3)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([6e-3, 3e-3, 1e-4, 5e-5])
+
+
+def test_rate_of_vectors_keeps_its_ratio_in_groups_with_their_own_rate():
+    groups = [{"params": params((2, 2), (2,)), "lr": 1e-3}, {"params": params((2, 2), (2,)), "lr_1d": 7e-4}]
+    optimizer = Mars(groups, lr=4e-3, lr_1d=1e-3)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, 2.5e-4, 4e-3, 7e-4])
+
+
+def test_optimize_1d_gives_vectors_the_settings_of_matrices():
+    _, vector = Mars(params((2, 2), (2,)), lr=6e-3, lr_1d=1e-3, weight_decay=0.1, optimize_1d=True).param_groups
+    assert (vector["role"], vector["lr"], vector["betas"], vector["weight_decay"]) == (
+        "vector",
+        6e-3,
+        (0.95, 0.99),
+        0.1,
+    )
+
+
+def test_a_group_that_states_its_own_decay_keeps_it():
+    a, b = params((2,), (2,))
+    groups = [{"params": [a], "weight_decay": 0.0}, {"params": [b], "weight_decay": 0.2}]
+    optimizer = Mars(groups, weight_decay=0.1, weight_decay_1d=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+
+
+def test_a_zero_decay_group_does_not_decay():
+    (weight,) = params((2, 2))
+    optimizer = Mars([{"params": [weight], "weight_decay": 0.0}], lr=1.0, weight_decay=0.5)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(("matrix_ndim", "expected"), [(">=2", 3), ("==2", 1)])
+def test_matrix_ndim(matrix_ndim, expected):
+    optimizer = Mars(params((2, 2), (2, 2, 2), (1, 2, 3, 3), (2,)), matrix_ndim=matrix_ndim)
+    assert len(optimizer.param_groups[0]["params"]) == expected
+
+
+def test_a_stated_role_is_taken():
+    (embedding,) = params((5, 2))
+    assert roles(Mars([{"params": [embedding], "role": "vector"}])) == ["vector"]
+    with pytest.raises(ValueError, match=r"role='matrix' for a parameter of shape \(5,\)"):
+        Mars([{"params": params((5,)), "role": "matrix"}])
+    with pytest.raises(ValueError, match="'matrix', 'vector', 'embedding'"):
+        Mars([{"params": params((5,)), "role": "tensor"}])
+
+
+def test_embeddings_take_adamw_with_the_settings_of_vectors_always():
+    groups = [{"params": params((5, 2)), "role": "embedding"}, {"params": params((2,))}, {"params": params((2, 2))}]
+    settings = {"lr_1d": 1e-4, "betas_1d": (0.8, 0.9), "weight_decay_1d": 0.2, "weight_decay": 0.1}
+    for optimize_1d in (False, True):
+        embedding, vector, _ = Mars(groups, optimize_1d=optimize_1d, **settings).param_groups
+        assert (embedding["lr"], embedding["betas"], embedding["weight_decay"]) == (1e-4, (0.8, 0.9), 0.2)
+        assert [param_groups.rule_of(group) for group in (embedding, vector)] == [
+            "adamw",
+            "mars-adamw" if optimize_1d else "adamw",
+        ]
+
+
+def test_one_rate_for_all_is_the_default_of_mars_m():
+    optimizer = Mars(
+        [{"params": params((2, 2), (2,))}, {"params": params((2,)), "lr": 1e-4}], lr=6e-3, mars_type="mars-m"
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([6e-3, 6e-3, 1e-4])
+
+
+def test_roles_come_from_the_shape_before_partitioning():
+    partitioned = nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
+    assert param_groups.role_of(partitioned, ">=2") == "matrix"
+
+
+def test_an_empty_group_stays():
+    optimizer = Mars([{"params": []}, {"params": params((2, 2))}])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    optimizer.step()
+
+
+def test_things_that_are_no_parameters_are_named():
+    with pytest.raises(TypeError, match="int"):
+        Mars([1, 2])
+    with pytest.raises(TypeError, match="set"):
+        Mars([{"params": set(params((2, 2)))}])
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_is_split_and_decayed_as_trainer_would():
+    model = tiny_gpt2()
+    optimizer = mars_hf.create(model, weight_decay=0.1)
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    trainers = set(get_parameter_names(model, [nn.LayerNorm], patterns)) & {n for n, _ in model.named_parameters()}
+    decayed = {n for g in optimizer.param_groups if g["weight_decay"] > 0 for n in g["param_names"]}
+    assert decayed == trainers
+    assert set(names(optimizer, "matrix")) == {n for n, p in model.named_parameters() if p.ndim == 2}
+    assert set(names(optimizer, "vector")) == {n for n, p in model.named_parameters() if p.ndim == 1}
+
+
+def test_tied_weights_appear_once():
+    model = tiny_gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    optimizer = mars_hf.create(model)
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert len(ids) == len(set(ids)) == len(list(model.parameters()))
+    assert names(optimizer, "matrix")[0] == "transformer.wte.weight"
+    untied = tiny_gpt2(tie_word_embeddings=False)
+    assert "lm_head.weight" in names(mars_hf.create(untied), "matrix")
+
+
+def test_frozen_parameters_are_left_out():
+    model = tiny_gpt2()
+    model.transformer.wte.weight.requires_grad_(False)
+    assert "transformer.wte.weight" not in names(mars_hf.create(model), "matrix")
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        mars_hf.create(model.requires_grad_(False))
+
+
+def test_norms_and_biases_are_vectors_whatever_their_shape():
+    model = nn.Sequential(nn.LayerNorm((3, 4)), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.Linear(4, 4))
+    optimizer = mars_hf.create(model)
+    assert set(names(optimizer, "matrix")) == {"2.weight", "3.weight"}
+
+    class BiasTable(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.bias = nn.Parameter(torch.ones(4, 4))
+
+    assert names(mars_hf.create(BiasTable()), "vector") == ["bias"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_other_architectures_split_by_shape_and_module(kind):
+    if kind == "llama":
+        model = LlamaForCausalLM(
+            LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+        )
+    else:
+        model = T5ForConditionalGeneration(
+            T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=16)
+        )
+    optimizer = mars_hf.create(model, weight_decay=0.1)
+    assert all("norm" in name for name in names(optimizer, "vector"))
+    assert not any("norm" in name for name in names(optimizer, "matrix"))
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_no_decay_patterns():
+    model = tiny_gpt2()
+    optimizer = mars_hf.create(model, weight_decay=0.1, no_decay=["*.wte.weight", "*.wpe.weight"])
+    assert [(group["role"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        ("matrix", 0.1),
+        ("matrix", 0.0),
+        ("vector", 0.0),
+    ]
+    assert optimizer.param_groups[1]["param_names"] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    with pytest.raises(ValueError, match=r"\*\.tok_emb\.\*.*transformer\.wte\.weight"):
+        mars_hf.create(model, no_decay=["*.tok_emb.*"])
+    with pytest.raises(ValueError, match="pass the model"):
+        mars_hf.create(model.parameters(), no_decay=["*.wte.weight"])
+
+
+def test_create_takes_parameters_and_settings_as_mars_does():
+    optimizer = mars_hf.create(params((2, 2), (2,)), lr=1e-2, gamma=0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 5e-3]
+    with pytest.raises(TypeError, match=r"'gama'.*gamma"):
+        mars_hf.create(params((2, 2)), gama=0.1)
+    with pytest.raises(ValueError, match="'gama'"):
+        mars_hf.create(params((2, 2)), gama=0.1)
+
+
+def test_model_with_own_matrix_ndim():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 4))
+    assert names(mars_hf.create(model, matrix_ndim="==2"), "matrix") == ["1.weight"]
+
+
+def test_peft_models():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True)
+    model = get_peft_model(tiny_gpt2(), config)
+    optimizer = mars_hf.create(model, lr=1e-3)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sorted(names(optimizer, "matrix") + names(optimizer, "vector")) == sorted(trainable)
+    assert all("lora_" in name for name in names(optimizer, "matrix"))
+    assert all("ln_f" in name for name in names(optimizer, "vector"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = torch.randint(0, 32, (2, 8))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(trainable)
+
+
+class Odd(nn.Module):
+    """A projection, and what is none, with a reason for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.grouped = nn.ModuleList([nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, groups=4)])
+        self.norm = nn.LayerNorm((3, 4))
+        self.latents = nn.Parameter(torch.ones(3, 4))
+        self.r_w_bias = nn.Parameter(torch.ones(2, 4))
+        self.gate = nn.Linear(4, 1)
+        self.score = nn.Linear(4, 3)
+
+
+REASONS = {
+    "table.weight": "embedding",
+    "grouped.0.weight": "depthwise or grouped convolution",
+    "grouped.1.weight": "depthwise or grouped convolution",
+    "norm.weight": "normalization",
+    "norm.bias": "normalization",
+    "latents": "Odd is not known to multiply activations with it",
+    "r_w_bias": "bias",
+    "gate.weight": "a single row or column",
+    "score.weight": "head",
+}
+
+
+def left_out(optimizer) -> dict[str, str]:
+    return {name: why for group in optimizer.param_groups for name, why in group.get("left_out", {}).items()}
+
+
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+def test_groups_say_what_is_not_orthogonalized_and_why(mars_type):
+    optimizer = mars_hf.create(Odd(), mars_type=mars_type)
+    assert left_out(optimizer) == REASONS
+    assert names(optimizer, "matrix") == ["layers.0.weight", "layers.1.weight"]
+    for group in optimizer.param_groups:
+        assert set(group.get("left_out", {})) <= set(group["param_names"])
+        assert group.get("left_out") != {}
+    named = mars_hf.create(Odd(), mars_type=mars_type, adamw="layers.1.*")
+    assert left_out(named) == {**REASONS, "layers.1.weight": "named in adamw"}
+    two = mars_hf.create(Odd(), mars_type=mars_type, matrix_ndim="==2")
+    assert left_out(two)["grouped.0.weight"] == "matrix_ndim='==2'"
+    vouched = mars_hf.create(Odd(), mars_type=mars_type, split_fused={"latents": (1, 2)})
+    assert "latents" in names(vouched, "matrix") and "latents" not in left_out(vouched)
+    for mars_type_without in ("mars-adamw", "mars-lion"):
+        assert left_out(mars_hf.create(Odd(), mars_type=mars_type_without)) == {}
+
+
+def test_frozen_parameters_are_not_said_to_be_left_out():
+    model = Odd()
+    model.table.requires_grad_(False)
+    assert "table.weight" not in left_out(mars_hf.create(model, mars_type="mars-m"))
+
+
+def test_reasons_are_printed_in_order_with_numbers_of_layers_as_stars():
+    text = str(mars_hf.create(Odd(), mars_type="mars-m"))
+    below = text[text.index("not orthogonalized:") :].splitlines()
+    assert below == [
+        "not orthogonalized:",
+        "  Odd is not known to multiply activations with it: latents",
+        "  embedding: table.weight",
+        "  depthwise or grouped convolution: grouped.*.weight (2)",
+        "  a single row or column: gate.weight",
+        "  head: score.weight",
+        "  bias: r_w_bias",
+        "  normalization: norm.weight, norm.bias",
+    ]
+    assert "not orthogonalized" not in str(mars_hf.create(Odd()))
+    assert "not orthogonalized" not in str(mars_hf.create(nn.Linear(4, 4), mars_type="mars-m"))
+
+
+def test_reasons_survive_a_checkpoint(tmp_path):
+    optimizer = mars_hf.create(Odd(), mars_type="mars-m")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    fresh = mars_hf.create(Odd(), mars_type="mars-m")
+    fresh.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert str(fresh) == str(optimizer)
+
+
+def test_what_is_left_out_takes_adamw():
+    model = Odd()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=0.1, lr_1d=0.01)
+    for name, param in model.named_parameters():
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name)))
+    optimizer.step()
+    for name in REASONS:  # the first step of AdamW is lr in each element
+        change = model.get_parameter(name).detach() - before[name]
+        torch.testing.assert_close(change.abs(), torch.full_like(change, 0.01), rtol=1e-4, atol=0)
+
+
+def test_summary_and_repr_show_the_split():
+    text = repr(mars_hf.create(tiny_gpt2(), lr=6e-3, weight_decay=0.1))
+    lines = text.splitlines()
+    assert lines[0] == "Mars"
+    assert lines[2].split() == ["matrix", "mars-adamw", "10", "1,920", "0.006", "(0.95,", "0.99)", "0.1"]
+    assert lines[3].split()[:2] == ["vector", "adamw"]

@@ -1,0 +1,700 @@
+"""mars-shampoo and mars-m in the optimizer: whichever way a matrix is stored, grouped or computed, one update."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import weakref
+
+import pytest
+import torch
+from helpers import gpt2, needs_compiler
+from reference import Reference, newton_schulz
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, orthogonalize, shampoo_scale
+from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.step import directions
+from mars_hf.step.directions import Settings
+
+TYPES = ("mars-shampoo", "mars-m")
+every_type = pytest.mark.parametrize("mars_type", TYPES)
+
+
+def random(shape, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make(*shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(random(shape, index, dtype)) for index, shape in enumerate(shapes)]
+
+
+def run(params, optimizer: Mars, steps: range = range(4), scale: float = 1.0) -> list[torch.Tensor]:
+    """Steps with random gradients, small enough to be clipped at some and not at others."""
+    for step in steps:
+        for index, param in enumerate(params):
+            gradient = random(param.shape, 100 * step + index + 7, torch.float64) * scale * (0.02 + 0.1 * (step % 3))
+            param.grad = gradient.to(param.dtype)
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def changes(model: nn.Module, gradients, **settings) -> dict[str, torch.Tensor]:
+    """What three steps do to each parameter of a model."""
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = mars_hf.create(model, ns_dtype="float32", lr=0.01, **settings)
+    for step in range(3):
+        for name, param in model.named_parameters():
+            param.grad = gradients(name, step)
+        optimizer.step()
+    return {name: param.detach() - before[name] for name, param in model.named_parameters()}
+
+
+def close(found, expected, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> Settings:
+    plain = {"coefficients": (QUINTIC,) * 5, "eps": 1e-7, "dtype": torch.bfloat16}
+    return Settings(rule=rule, layout=layout or MatrixLayout(), **{**plain, **changed})
+
+
+def test_all_at_once_is_one_by_one():
+    momenta = {
+        3: random((6, 18), 0),
+        1: random((6, 6), 1),
+        4: random((2, 6, 6), 2),
+        0: random((6, 4, 3, 2), 3).to(memory_format=torch.channels_last),
+        2: random((6, 6), 4),
+        5: random((6, 6), 5),
+    }
+    settings = {
+        3: settings_of("mars-shampoo", MatrixLayout(transposed=True, parts=(6, 6, 6)), dtype=torch.float32),
+        1: settings_of("mars-m", dtype=torch.float32),
+        4: settings_of("mars-m", MatrixLayout(batched=True), dtype=torch.float32),
+        0: settings_of("mars-shampoo", dtype=torch.float32),
+        2: settings_of("mars-m", coefficients=POLAR_EXPRESS, dtype=torch.float32),
+        5: settings_of("mars-m", eps=1.0, dtype=torch.float32),
+    }
+    copies = {key: m.clone() for key, m in momenta.items()}
+    together = directions.directions(momenta, settings)
+    assert list(together) == list(momenta)
+    for key, m in momenta.items():
+        (alone,) = directions.directions({0: m}, {0: settings[key]}).values()
+        close(together[key], alone)
+        assert together[key].stride() == m.stride()
+        assert torch.equal(m, copies[key])
+    # Each against the formula.
+    query = newton_schulz(momenta[3][:, :6].T, 1e-7).T
+    close(together[3][:, :6].double(), query, 1e-5)
+    close(together[4][1].double(), 0.2 * 6**0.5 * newton_schulz(momenta[4][1], 1e-7), 1e-5)
+    flat = newton_schulz(momenta[0].flatten(1), 1e-7)
+    close(together[0].flatten(1).double(), flat, 1e-5)
+    close(together[5].double(), 0.2 * 6**0.5 * newton_schulz(momenta[5], 1.0), 1e-5)
+
+
+def test_matrices_of_one_shape_share_their_products():
+    momenta = {key: random((8, 24) if key % 2 else (8, 8), key) for key in range(8)}
+    settings = {
+        key: settings_of(TYPES[key % 3 == 0], MatrixLayout(transposed=True, parts=(8, 8, 8) if key % 2 else None))
+        for key in momenta
+    }
+    products = []
+    bmm = torch.bmm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda a, b: products.append(len(a)) or bmm(a, b))
+        directions.directions(momenta, settings)
+    assert products == [4 * 1 + 4 * 3] * 5
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("rule", "scale"), [("mars-shampoo", shampoo_scale), ("mars-m", muon_scale)])
+def test_the_scale_rounds_once(rule, scale, out_dtype):
+    m = random((12, 5), 0).bfloat16()
+    (found,) = directions.directions({0: m}, {0: settings_of(rule)}, out_dtype=out_dtype).values()
+    (plain,) = orthogonalize([m], out_dtype=torch.bfloat16)
+    assert found.dtype == out_dtype
+    torch.testing.assert_close(found, (plain.double() * scale(12, 5)).to(out_dtype), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((6, 18), MatrixLayout(transposed=True, parts=(6, 6, 6))),
+        ((6, 18), MatrixLayout()),
+        ((3, 5, 4), MatrixLayout(batched=True)),
+        ((8, 3, 2, 2), MatrixLayout()),
+    ],
+    ids=str,
+)
+def test_flops(shape, layout):
+    settings = settings_of("mars-m", layout, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        directions.directions({0: random(shape, 0)}, {0: settings})
+    assert directions.flops(shape, layout, steps=5) == counter.get_total_flops()
+
+
+def test_chunks_are_of_one_shape_and_bounded():
+    group = Mars(make((4, 4)), mars_type="mars-m").param_groups[0]
+    fused = {**group, "layout": {"transposed": True, "parts": (4, 4), "batched": False}}
+    chunks = directions.Chunks(limit=64)
+    a, b, c, d, e = (chunks.of(group, param) for param in make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4)))
+    assert a == c != d  # the third would be more than 64 elements
+    assert b == e == chunks.of(fused, torch.zeros(4, 8)) != a
+    big = chunks.of(group, torch.zeros(40, 40))
+    assert big != chunks.of(group, torch.zeros(40, 40))
+    assert chunks.of(group, torch.zeros(4, 4, dtype=torch.float64)) != b
+
+
+def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
+    monkeypatch.setattr(directions.Chunks.__init__, "__defaults__", (128,))
+    params = make(*[(8, 8)] * 6)
+    held, alive = [], []
+    whole = directions.directions
+
+    def watched(momenta, *args, **how):
+        assert not any(reference() is not None for reference in alive)
+        held.append(len(momenta))
+        found = whole(momenta, *args, **how)
+        alive[:] = map(weakref.ref, [*momenta.values(), *found.values()])
+        return found
+
+    monkeypatch.setattr("mars_hf.step.orthogonalized.directions", watched)
+    found = run(params, Mars(params, mars_type="mars-m"), range(2))
+    assert held == [2] * 6
+    for index, param in enumerate(make(*[(8, 8)] * 6)):
+        alone = Mars([param], mars_type="mars-m")
+        for step in range(2):
+            param.grad = random(param.shape, 100 * step + index + 7) * (0.02 + 0.1 * (step % 3))
+            alone.step()
+        close(found[index], param.detach(), 1e-4)
+
+
+def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
+    """Row by row, in float64: which rows are one matrix is written out, as `MatrixLayout` says it."""
+    found = torch.zeros(m.shape, dtype=torch.float64)
+    source, target = m.double(), found
+    if layout.transposed:
+        source, target = (x.transpose(int(layout.batched), int(layout.batched) + 1) for x in (source, target))
+    pairs = zip(source, target, strict=True) if layout.batched else [(source, target)]
+    for stack, out in pairs:
+        parts = layout.parts or (len(stack),)
+        for index, size in enumerate(parts):
+            first = sum(parts[:index])
+            rows = [row for row in range(len(stack)) if first <= row % sum(parts) < first + size]
+            matrix = stack[rows].reshape(len(rows), -1)
+            out[rows] = (newton_schulz(matrix, 1e-7) * scale(*matrix.shape)).view(out[rows].shape)
+    return found
+
+
+LAYOUTS = [
+    ((6, 4), MatrixLayout()),
+    ((6, 12), MatrixLayout(transposed=True, parts=(4, 4, 4))),
+    ((12, 5), MatrixLayout(parts=(2, 1))),
+    ((3, 5, 4), MatrixLayout(batched=True)),
+    ((3, 4, 8), MatrixLayout(batched=True, transposed=True, parts=(1, 1))),
+    ((8, 3, 2, 2), MatrixLayout()),
+    ((3, 8, 2, 2), MatrixLayout(transposed=True)),
+]
+STRIDED = {
+    "sliced": lambda shape: random((*shape[:-1], 2 * shape[-1]), 0)[..., ::2],
+    "rows": lambda shape: random((2 * shape[0], *shape[1:]), 0)[::2],
+    "turned": lambda shape: random(tuple(reversed(shape)), 0).permute(*reversed(range(len(shape)))),
+    "one row": lambda shape: random((1, *shape[1:]), 0).expand(shape),
+    "one column": lambda shape: random((*shape[:-1], 1), 0).expand(shape),
+    "one number": lambda shape: torch.ones(()).expand(shape),
+    "offset": lambda shape: random((shape[0] + 1, *shape[1:]), 0)[1:],
+    "real part": lambda shape: torch.view_as_complex(random((*shape, 2), 0)).real,
+}
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo"])
+@pytest.mark.parametrize("strides", STRIDED)
+@pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
+def test_any_strides(shape, layout, strides, rule):
+    m = STRIDED[strides](shape).double()
+    scale = {"mars-m": muon, "mars-shampoo": shampoo}[rule]
+    (found,) = directions.directions(
+        {0: m}, {0: settings_of(rule, layout, dtype=torch.float64)}, out_dtype=torch.float64
+    ).values()
+    assert found.shape == m.shape
+    assert all(stride > 0 for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1)
+    # One number everywhere is of rank 1: what rounding leaves of the other singular values grows by up to 485.
+    close(found, straight_line(m, layout, scale), 1e-9)
+
+
+def muon(rows: int, cols: int) -> float:
+    return 0.2 * max(rows, cols) ** 0.5
+
+
+def shampoo(rows: int, cols: int) -> float:
+    return max(1.0, rows / cols) ** 0.5
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        *(((0, 4), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((4, 0), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((0, 3, 4), MatrixLayout(batched=True)), ((2, 0, 4), MatrixLayout(batched=True))),
+        *(((0, 4), MatrixLayout(parts=(2, 2))), ((4, 0, 3, 3), MatrixLayout()), ((0, 0), MatrixLayout())),
+    ],
+    ids=str,
+)
+def test_matrices_without_elements_go_along(shape, layout, rule):
+    m = {0: torch.empty(shape), 1: random((5, 4), 0)}
+    with_empty = directions.directions(m, {0: settings_of(rule, layout), 1: settings_of(rule)})
+    assert with_empty[0].shape == shape
+    assert torch.equal(with_empty[1], directions.directions({1: m[1]}, {1: settings_of(rule)})[1])
+    params = [torch.empty(shape, requires_grad=True), random((5, 4), 0).requires_grad_()]
+    mars = Mars([{"params": params[:1], "layout": layout}, {"params": params[1:]}], mars_type=rule)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        mars.step()
+        assert params[1].isfinite().all()
+
+
+def test_autocast_changes_nothing():
+    m, settings = {0: random((20, 12), 0)}, {0: settings_of("mars-m", dtype=torch.float32)}
+    expected = directions.directions(m, settings)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = directions.directions(m, settings)[0]
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found, expected)
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def to_linear(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, Conv1D):
+            linear = nn.Linear(child.nx, child.nf)
+            linear.weight = nn.Parameter(child.weight.detach().T.clone())
+            linear.bias = nn.Parameter(child.bias.detach().clone())
+            setattr(module, name, linear)
+        else:
+            to_linear(child)
+
+
+@every_type
+@pytest.mark.parametrize("split_fused", ["auto", "none"])
+def test_one_function_one_update_however_it_is_stored(mars_type, split_fused):
+    """GPT-2 with Conv1D, whose weights are (in, out), and with nn.Linear."""
+    found = []
+    for convert in (False, True):
+        model = gpt2(n_embd=16).double()
+        if convert:
+            to_linear(model)
+        optimizer = mars_hf.create(model, mars_type=mars_type, split_fused=split_fused, lr=0.02, weight_decay=0.1)
+        ids = torch.randint(0, 64, (3, 12), generator=torch.Generator().manual_seed(3))
+        losses = []
+        for _ in range(4):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, {name: p.detach() for name, p in model.named_parameters()}))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    assert found[0][0][-1] < found[0][0][0]
+    assert len(found[0][1]) == len(found[1][1])
+    for name, weight in found[0][1].items():
+        is_conv1d = any(f"{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
+        close(found[1][1][name].T if is_conv1d else found[1][1][name], weight, 1e-9)
+
+
+@every_type
+def test_fused_is_query_key_and_value_apart(mars_type):
+    fused = nn.Module()
+    fused.attn = gpt2(n_embd=16).transformer.h[0].attn
+    apart = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+    # A clip sees the whole parameter before any split, so it is off here.
+    settings = {"mars_type": mars_type, "clip_threshold": None, "weight_decay": 0.0}
+    gradient = [random((16, 48), seed) for seed in range(3)]
+    together = changes(
+        fused,
+        lambda name, step: gradient[step] if name == "attn.c_attn.weight" else None,
+        **settings,
+    )["attn.c_attn.weight"]
+    separate = changes(
+        apart, lambda name, step: gradient[step].split(16, dim=1)[int(name[0])].T.contiguous(), **settings
+    )
+    expected = torch.cat([separate[f"{index}.weight"].T for index in range(3)], dim=1)
+    close(together, expected)
+    unsplit = gpt2(n_embd=16).transformer.h[0].attn
+    whole = changes(
+        unsplit, lambda name, step: gradient[step] if name == "c_attn.weight" else None, split_fused="none", **settings
+    )["c_attn.weight"]
+    assert (whole - together).norm() > 0.1 * together.norm()
+
+
+def test_the_clip_is_over_the_whole_parameter_before_the_split():
+    (param,) = make((6, 18), dtype=torch.float64)
+    layout = MatrixLayout(transposed=True, parts=(6, 6, 6))
+    rule = Reference(param, rule="mars-lion", lr=0.0, betas=(0.95, 0.99), clip_threshold=0.3)
+    optimizer = Mars([param], mars_type="mars-m", clip_threshold=0.3, layout=layout)
+    for step in range(3):
+        param.grad = random((6, 18), step, torch.float64) * 0.1
+        rule.step(param.grad)
+        optimizer.step()
+    close(optimizer.state[param]["exp_avg"], rule.m, 1e-12)
+
+
+@every_type
+def test_experts_are_updated_like_single_matrices(mars_type):
+    gradients = [random((3, 8, 5), step) for step in range(3)]
+    (stack,) = make((3, 8, 5))
+    singles = [nn.Parameter(expert.clone()) for expert in stack.detach()]
+    settings = {"mars_type": mars_type, "clip_threshold": None, "ns_dtype": "float32"}
+    one, many = Mars([stack], **settings), Mars(singles, **settings)
+    for gradient in gradients:
+        stack.grad = gradient
+        one.step()
+        for param, own in zip(singles, gradient, strict=True):
+            param.grad = own
+        many.step()
+    close(stack.detach(), torch.stack([param.detach() for param in singles]))
+
+
+@every_type
+def test_convolutions_are_flattened_to_their_outputs(mars_type):
+    convolution, transposed = nn.Conv2d(3, 8, (2, 3), bias=False), nn.ConvTranspose2d(3, 8, (2, 3), bias=False)
+    linear = nn.Linear(18, 8, bias=False)
+    gradients = [random((8, 3, 2, 3), step) for step in range(3)]
+    settings = {"mars_type": mars_type}
+    expected = changes(linear, lambda name, step: gradients[step].flatten(1), **settings)["weight"]
+    found = changes(convolution, lambda name, step: gradients[step], **settings)["weight"]
+    close(found.flatten(1), expected)
+    found = changes(transposed, lambda name, step: gradients[step].transpose(0, 1).contiguous(), **settings)["weight"]
+    close(found.transpose(0, 1).flatten(1), expected)
+
+
+def names(optimizer: Mars, role: str) -> set[str]:
+    return {name for group in optimizer.param_groups if group["role"] == role for name in group["param_names"]}
+
+
+@every_type
+def test_embeddings_and_heads_take_adamw(mars_type):
+    tables = {"transformer.wte.weight", "transformer.wpe.weight"}
+    for tied in (True, False):
+        model = gpt2(tie_word_embeddings=tied)
+        optimizer = mars_hf.create(model, mars_type=mars_type, weight_decay=0.1)
+        assert names(optimizer, "embedding") == tables | (set() if tied else {"lm_head.weight"})
+        matrices = names(optimizer, "matrix")
+        assert len(matrices) == 8
+        everything = mars_hf.create(model, mars_type=mars_type, orthogonalize_embeddings=True)
+        assert names(everything, "matrix") == matrices | names(optimizer, "embedding")
+        assert names(everything, "embedding") == set()
+    chosen = mars_hf.create(model, mars_type=mars_type, adamw="*.mlp.*", no_decay=["*.wte.weight"], weight_decay_1d=0.3)
+    assert {name for name in matrices if ".mlp." in name} == names(chosen, "embedding") & matrices
+    decay = {name: group["weight_decay"] for group in chosen.param_groups for name in group["param_names"]}
+    assert (decay["transformer.wte.weight"], decay["transformer.wpe.weight"]) == (0.0, 0.3)
+    # The update is AdamW's, at lr_1d.
+    table, own = model.transformer.wpe.weight, dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    rule = Reference(table, rule="adamw", **own)
+    optimizer = mars_hf.create(model, mars_type=mars_type, lr=3e-3, lr_1d=1e-3, optimize_1d=True)
+    for step in range(3):
+        table.grad = random(table.shape, step) * 3
+        rule.step(table.grad)
+        optimizer.step()
+    close(table.detach().double(), rule.x, 1e-6)
+    assert set(optimizer.state[table]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@every_type
+def test_vectors_under_optimize_1d_take_mars_adamw(mars_type):
+    params = make((5, 4), (4,), dtype=torch.float64)
+    rule = Reference(params[1], rule="mars-adamw", lr=3e-3, betas=(0.95, 0.99))
+    optimizer = Mars(params, mars_type=mars_type, optimize_1d=True)
+    for step in range(4):
+        for param in params:
+            param.grad = random(param.shape, step, torch.float64)
+        rule.step(params[1].grad)
+        optimizer.step()
+    close(params[1].detach(), rule.x, 1e-12)
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "last_grad"}
+    assert set(optimizer.state[params[1]]) == {"step", "exp_avg", "exp_avg_sq", "last_grad"}
+
+
+def test_other_rules_keep_their_groups():
+    model = gpt2()
+    for mars_type in ("mars-adamw", "mars-lion"):
+        groups = mars_hf.create(model, mars_type=mars_type).param_groups
+        assert [(group["role"], len(group["params"]), group["layout"]) for group in groups] == [
+            ("matrix", 10, None),
+            ("vector", 18, None),
+        ]
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+SHAPES = ((6, 6), (6, 9), (12, 5), (2, 6, 6), (5, 3, 2, 2), (7,))
+
+
+@every_type
+@pytest.mark.parametrize("shape", [(24, 24), (24, 96), (96, 24)], ids=str)
+def test_singular_values_of_the_update_are_bounded(mars_type, shape):
+    (param,) = make(shape)
+    optimizer = Mars([param], lr=1.0, mars_type=mars_type)
+    scale = (shampoo_scale if mars_type == "mars-shampoo" else muon_scale)(*shape)
+    for step in range(5):
+        before = param.detach().clone()
+        param.grad = random(shape, step) * 10.0 ** (step - 3)
+        optimizer.step()
+        values = torch.linalg.svdvals((param.detach() - before).double()) / scale
+        assert values.max() < 1.22
+        assert values.median() > 0.67
+
+
+@every_type
+def test_together_is_one_by_one(mars_type):
+    settings = {"mars_type": mars_type, "lr": 0.01, "weight_decay": 0.1}
+    params = make(*SHAPES, dtype=torch.float64)
+    groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.2}]
+    together = run(params, Mars(groups, **settings))
+    for index, found in enumerate(together):
+        alone = make(*SHAPES, dtype=torch.float64)
+        decay = 0.2 if index % 2 else (0.1 if alone[index].ndim > 1 else 0.0)
+        optimizer = Mars([{"params": [alone[index]], "weight_decay": decay}], **settings)
+        run(alone, optimizer)
+        close(found, alone[index].detach(), 1e-12)
+
+
+@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rules_agree_to_the_bit(mars_type, dtype):
+    found = []
+    for engine in ({"foreach": True}, {"foreach": False}, {"fused": False}):
+        params = make(*SHAPES, dtype=dtype)
+        params[1].data = params[1].data.T.contiguous().T
+        found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, lr_1d=0.0, **engine)))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@every_type
+def test_an_engine_for_flat_tensors_does_the_same(monkeypatch, mars_type):
+    class Flat(engines.Engine):
+        is_flat = True
+
+    found = []
+    for engine in (engines.Engine("for-loop"), Flat("flat")):
+        monkeypatch.setattr(engines, "choose", lambda *args, engine=engine, **how: engine)
+        params = make(*SHAPES)
+        params[1].data = params[1].data.T.contiguous().T
+        params[4].data = params[4].data.to(memory_format=torch.channels_last)
+        found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, rounding="kahan")))
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-5)
+
+
+@every_type
+@pytest.mark.parametrize("gamma", [0.0, 0.025, 1.0])
+def test_without_clipping_the_recursion_is_the_plain_form_with_less_state(mars_type, gamma):
+    settings = {"lr": 0.01, "betas": (0.9, 0.95), "gamma": gamma, "weight_decay": 0.1, "clip_threshold": None}
+    (param,) = make((9, 6), dtype=torch.float64)
+    rule = Reference(param, rule=mars_type, **settings)
+    optimizer = Mars([param], mars_type=mars_type, **settings)
+    for step in range(30):
+        param.grad = random((9, 6), step, torch.float64)
+        rule.step(param.grad)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), rule.x, rtol=1e-6, atol=1e-9)
+    assert set(optimizer.state[param]) == {"step", "exp_avg"}
+
+
+@every_type
+def test_clipping_scaling_and_moving_of_gradients(mars_type):
+    """`max_grad_norm`, `take_grad`, `maximize` and a tensor as learning rate are what they are done by hand."""
+    folded, by_hand = make(*SHAPES, dtype=torch.float64), make(*SHAPES, dtype=torch.float64)
+    settings = {"mars_type": mars_type, "weight_decay": 0.1, "lr_1d": 0.005}
+    one = Mars(
+        folded, lr=torch.tensor(0.01, dtype=torch.float64), max_grad_norm=0.5, take_grad=True, maximize=True, **settings
+    )
+    other = Mars(by_hand, lr=0.01, **settings)
+    for step in range(5):
+        for index, (a, b) in enumerate(zip(folded, by_hand, strict=True)):
+            a.grad = random(a.shape, 10 * step + index, torch.float64)
+            b.grad = -a.grad
+        nn.utils.clip_grad_norm_(by_hand, 0.5)
+        one.step()
+        other.step()
+    assert folded[0].grad is None
+    for a, b in zip(folded, by_hand, strict=True):
+        close(a.detach(), b.detach(), 1e-7)
+
+
+@every_type
+@pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
+def test_small_steps_add_up_in_bfloat16(mars_type, fused):
+    """From 100 by steps of 0.05 and less, a tenth of what bfloat16 resolves there."""
+    ends = {}
+    for rounding in ("nearest", "kahan", "stochastic"):
+        param = nn.Parameter(torch.full((32, 32), 100.0, dtype=torch.bfloat16))
+        optimizer = Mars([param], lr=1.0, mars_type=mars_type, rounding=rounding, fused=fused)
+        for _ in range(100):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        ends[rounding] = param.detach().float().mean().item()
+    wide = nn.Parameter(torch.full((32, 32), 100.0))
+    optimizer = Mars([wide], lr=1.0, mars_type=mars_type)
+    for _ in range(100):
+        wide.grad = torch.ones_like(wide)
+        optimizer.step()
+    expected = wide.detach().mean().item()
+    assert expected < 98
+    assert ends["nearest"] == 100.0
+    assert ends["kahan"] == pytest.approx(expected, abs=0.26)  # half a unit in the last place
+    assert ends["stochastic"] == pytest.approx(expected, abs=0.1)
+
+
+@every_type
+def test_metrics_measure_the_update(mars_type):
+    params = make((8, 6), (6, 6), (3,))
+    before = [param.detach().clone() for param in params[:2]]
+    optimizer, plain = Mars(params, mars_type=mars_type), make((8, 6), (6, 6), (3,))
+    optimizer.collect_metrics(True)
+    after = run(params, optimizer, range(1))
+    metrics = optimizer.pop_metrics()
+    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=False)])
+    assert metrics["mars/update_rms"] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-4)
+    assert metrics["mars/corrected_norm_ratio"] == pytest.approx(1.475)
+    unmeasured = run(plain, Mars(plain, mars_type=mars_type), range(1))
+    assert all(torch.equal(a, b) for a, b in zip(after, unmeasured, strict=True))
+
+
+@every_type
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"ns_steps": 4},
+        {"ns_coefficients": "polar-express"},
+        {"ns_coefficients": (3.0, -3.2, 1.2)},
+        {"ns_coefficients": list(POLAR_EXPRESS[:3]), "ns_steps": 3},
+        {"ns_dtype": "bfloat16"},
+        {"layout": MatrixLayout(parts=(4, 4))},
+        {"layout": {"transposed": True, "parts": [2, 3]}},
+    ],
+    ids=str,
+)
+def test_every_option_is_observable(mars_type, option):
+    plain, changed = make((8, 5)), make((8, 5))
+    settings = {"mars_type": mars_type, "ns_dtype": "float32"}
+    (a,), (b,) = run(plain, Mars(plain, **settings)), run(changed, Mars(changed, **{**settings, **option}))
+    assert (a - b).abs().max() > 1e-5
+
+
+def test_eps_of_shampoo_is_that_of_the_scaled_moment():
+    found = []
+    for eps in (1e-8, 1.0):
+        (param,) = make((6, 4), dtype=torch.float64)
+        rule = Reference(param, rule="mars-shampoo", lr=0.01, betas=(0.95, 0.99), eps=eps)
+        found.append(run([param], Mars([param], mars_type="mars-shampoo", lr=0.01, eps=eps), range(1))[0])
+        close(found[-1], rule.step(param.grad), 1e-12)
+    assert (found[0] - found[1]).abs().max() > 1e-4
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+@every_type
+def test_a_state_goes_through_a_file(tmp_path, mars_type):
+    def optimizer_of(model):
+        return mars_hf.create(model, mars_type=mars_type, ns_dtype="float32", ns_coefficients=POLAR_EXPRESS, lr=0.01)
+
+    model = gpt2()
+    optimizer = optimizer_of(model)
+    assert json.loads(json.dumps(optimizer.state_dict()["param_groups"], default=str))
+    run(list(model.parameters()), optimizer, range(3))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    twin = copy.deepcopy(model)
+    loaded = optimizer_of(twin)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    pickled = pickle.loads(pickle.dumps((model, optimizer)))
+    expected = run(list(model.parameters()), optimizer, range(3, 6))
+    for other, own in ((twin, loaded), pickled):
+        found = run(list(other.parameters()), own, range(3, 6))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_state_with_other_layouts_is_refused():
+    params = make((6, 4))
+    layout = MatrixLayout(parts=(3, 3))
+    state = Mars(params, mars_type="mars-m", layout=layout).state_dict()
+    Mars(params, mars_type="mars-m", layout={"parts": [3, 3]}).load_state_dict(state)  # as JSON has it
+    with pytest.raises(ValueError, match=r"layout=\{'transposed': False, 'parts': \(3, 3\).*is None here"):
+        Mars(params, mars_type="mars-m").load_state_dict(state)
+
+
+@every_type
+def test_a_group_can_be_added(mars_type):
+    params = make((4, 4), (6, 4))
+    optimizer = Mars(params[:1], mars_type=mars_type, lr=0.01)
+    optimizer.add_param_group({"params": params[1:], "layout": MatrixLayout(parts=(3, 3)), "lr": 0.02})
+    assert optimizer.param_groups[1]["layout"] == {"transposed": False, "parts": (3, 3), "batched": False}
+    before = [param.detach().clone() for param in params]
+    after = run(params, optimizer, range(2))
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(after, before, strict=True))
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capturable": True}, "capturable=True and mars_type='mars-m'"),
+        ({"layout": MatrixLayout(parts=(4,))}, r"shape \(6, 4\): the parts do not fit its 6 outputs"),
+        ({"layout": {"batched": True}}, r"shape \(6, 4\): too few dimensions"),
+        (
+            {"ns_steps": 4, "ns_coefficients": "polar-express"},
+            "'polar-express' is a schedule of 5 steps and ns_steps=4",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Mars(make((6, 4)), mars_type="mars-m", **settings)
+    with pytest.raises(ValueError, match=message):
+        Mars([{"params": make((6, 4)), **settings}], mars_type="mars-m")
+
+
+def test_a_schedule_is_checked_against_the_steps_it_meets():
+    with pytest.raises(ValueError, match="schedule of 5 steps and ns_steps=3"):
+        Mars([{"params": make((6, 4)), "ns_coefficients": "polar-express"}], mars_type="mars-m", ns_steps=3)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"split_fused": "none"}, {"orthogonalize_embeddings": True}, {"adamw": ["*.wte.weight"]}],
+    ids=str,
+)
+def test_options_for_models_are_refused_elsewhere(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}=.*mars-adamw.*orthogonalizes nothing.*'mars-shampoo', 'mars-m'"):
+        mars_hf.create(gpt2(), **option)
+    with pytest.raises(ValueError, match=f"{name}=.*pass the model"):
+        mars_hf.create(make((4, 4)), mars_type="mars-m", **option)
+
+
+def test_models_have_layouts_of_their_own():
+    with pytest.raises(ValueError, match="use split_fused"):
+        mars_hf.create(gpt2(), mars_type="mars-m", layout=MatrixLayout(transposed=True))
+    with pytest.raises(ValueError, match=r"adamw: \['\*\.nothing'\] match no parameter"):
+        mars_hf.create(gpt2(), mars_type="mars-m", adamw=["*.nothing"])
+    with pytest.raises(ValueError, match="split_fused='all'"):
+        mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all")

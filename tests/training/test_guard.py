@@ -1,0 +1,190 @@
+"""The guard: what steps is Mars, and it trains the model; without any callback being passed."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import arguments, gpt2, mars_trainer, trainer
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+import mars_hf
+from mars_hf.training import guard
+from mars_hf.training import provenance as origins
+
+MAKERS = pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+
+
+def given(model, way):
+    """What Trainer is given beside model and arguments."""
+    if way == "factory":
+        return {"optimizer_cls_and_kwargs": mars_hf.factory()}
+    return {"optimizers": (mars_hf.create(model, lr=1e-2), None)}
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+@MAKERS
+def test_an_optimizer_made_before_lora_stops_the_run(tmp_path, make):
+    """It has base weights only, which LoRA freezes: the run would go through and train nothing."""
+    model = gpt2()
+    optimizers = (mars_hf.create(model), None)
+    run = make(arguments(tmp_path), lora(model), optimizers=optimizers)
+    with pytest.raises(RuntimeError, match=r"has none of the model's \d+ trainable .*lora_A.*mars_hf\.factory"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@MAKERS
+@pytest.mark.parametrize("way", ["instance", "factory"])
+def test_lora_is_trained_by_what_is_made_after_it(tmp_path, make, way):
+    model = lora(gpt2())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    make(arguments(tmp_path, learning_rate=1e-2), model, **given(model, way)).train()
+    changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert changed == {name for name in before if "lora" in name}
+
+
+@MAKERS
+def test_a_new_head_stops_the_run(tmp_path, make):
+    model = gpt2()
+    optimizer = mars_hf.create(model)
+    model.lm_head = torch.nn.Linear(8, 64)
+    run = make(arguments(tmp_path), model, optimizers=(optimizer, None))
+    with pytest.raises(
+        RuntimeError, match=r"28 of the model's 30 .*lacks lm_head\.weight of shape \(64, 8\) and 1 more"
+    ):
+        run.train()
+
+
+@MAKERS
+def test_another_copy_of_the_model_stops_the_run(tmp_path, make):
+    model = gpt2()
+    run = make(arguments(tmp_path), copy.deepcopy(model), optimizers=(mars_hf.create(model), None))
+    with pytest.raises(RuntimeError, match="another copy of the model"):
+        run.train()
+
+
+@MAKERS
+def test_frozen_parameters_are_nobodys_business(tmp_path, make):
+    """Frozen before the optimizer was made, or after; and an optimizer may train more than the model."""
+    model = gpt2()
+    model.transformer.wpe.requires_grad_(False)
+    extra = torch.nn.Linear(2, 2)
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": list(extra.parameters())}]
+    optimizer = mars_hf.create(groups)
+    model.transformer.h[0].requires_grad_(False)
+    make(arguments(tmp_path), model, optimizers=(optimizer, None)).train()
+
+
+def test_tied_and_wrapped_parameters_are_found():
+    model = gpt2()
+    optimizer = mars_hf.create(model)
+    guard.require_parameters(optimizer, model)
+    guard.require_parameters(optimizer, torch.nn.DataParallel(model))
+
+
+def test_of_an_optimizer_with_flat_tensors_those_it_was_made_of_are_compared():
+    """As DeepSpeed's ZeRO leaves it."""
+    model, other = gpt2(), gpt2()
+    optimizer = mars_hf.create(model)
+    origins.remember(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(torch.cat([param.detach().flatten() for param in group["params"]]))]
+    guard.require_parameters(optimizer, model, flattened=True)
+    with pytest.raises(RuntimeError, match="has none"):
+        guard.require_parameters(optimizer, other, flattened=True)
+    with pytest.raises(RuntimeError, match="has none"):
+        guard.require_parameters(optimizer, model)
+
+
+def test_sharded_parameters_are_those_of_the_model(tmp_path):
+    """FSDP2 puts DTensors into the model and accelerate the same ones into the optimizer."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = gpt2()
+        before = mars_hf.create(model)
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        guard.require_parameters(mars_hf.create(model), model)
+        with pytest.raises(RuntimeError, match="has none"):
+            guard.require_parameters(before, model)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Swapping:
+    """Puts another optimizer in Mars's place, as DeepSpeed does."""
+
+    def create_scheduler(self, *args, **kwargs):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return super().create_scheduler(*args, **kwargs)
+
+
+@MAKERS
+@pytest.mark.parametrize("way", ["instance", "factory"])
+def test_a_swapped_optimizer_stops_the_run(tmp_path, make, way):
+    model = gpt2()
+    run = make(arguments(tmp_path), model, **given(model, way))
+    run.__class__ = type("Swapped", (Swapping, type(run)), {})
+    with pytest.raises(RuntimeError, match="SGD, not Mars"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_it_finds_the_trainer_that_calls(tmp_path):
+    found = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            found.append(guard.calling_trainer())
+
+    run = trainer(arguments(tmp_path, max_steps=1), callbacks=[Look()])
+    run.train()
+    assert found == [run]
+    assert guard.calling_trainer() is None
+
+
+def test_the_innermost_optimizer():
+    steps = SimpleNamespace()
+    assert guard.innermost(SimpleNamespace(optimizer=SimpleNamespace(optimizer=steps))) is steps
+
+
+@pytest.mark.parametrize("first", ["mars_hf", "transformers"])
+def test_no_import_order_escapes_it(tmp_path, first):
+    """The callback comes with the import of both, and mars_hf alone imports no transformers."""
+    imports = ["import mars_hf", "from transformers import Trainer, TrainingArguments"]
+    script = f"""
+        import sys
+        {imports[0] if first == "mars_hf" else imports[1]}
+        assert ("transformers" in sys.modules) == {first == "transformers"}
+        {imports[1] if first == "mars_hf" else imports[0]}
+        import torch
+        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        args = TrainingArguments(output_dir={str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
+        data = [{{"x": 1}}]
+        run = Trainer(model, args, train_dataset=data, optimizers=(mars_hf.create(other), None))
+        try:
+            run.train()
+        except RuntimeError as error:
+            assert "has none of the model's 2 trainable parameters" in str(error), error
+        else:
+            raise SystemExit("not guarded")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)

@@ -1,0 +1,419 @@
+"""factory() and register(): MARS where Trainer makes its own optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import optuna
+import pytest
+import torch
+from helpers import arguments, gpt2, trainer
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+import mars_hf
+from mars_hf.training import registry
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    mars_hf.register()
+
+
+def made_by(run) -> mars_hf.Mars:
+    run.create_optimizer()
+    assert type(run.optimizer) is mars_hf.Mars
+    return run.optimizer
+
+
+def rates(optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+# --- TrainingArguments -> hyperparameters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["factory", "optim"])
+@pytest.mark.parametrize("rate", [{}, {"learning_rate": 5e-5}], ids=["untouched", "explicit"])
+def test_the_learning_rate_is_that_of_the_arguments(tmp_path, door, rate):
+    """An explicit 5e-5 cannot be told from an untouched one, and a model that is fine-tuned must not get 3e-3."""
+    by_name = {"optim": "mars_adamw"} if door == "optim" else {}
+    made = {"optimizer_cls_and_kwargs": mars_hf.factory()} if door == "factory" else {}
+    matrix, vector = made_by(trainer(arguments(tmp_path, **by_name, **rate), **made)).param_groups
+    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (5e-5, (0.95, 0.99), 1e-8, 0.0)
+    assert (vector["lr"], vector["betas"], vector["weight_decay"]) == (2.5e-5, (0.9, 0.95), 0.0)
+
+
+@dataclass
+class OtherDefaults(TrainingArguments):
+    """As trl's configs are: a subclass with defaults of its own."""
+
+    learning_rate: float = 1e-6
+    adam_beta1: float = 0.8
+    adam_epsilon: float = 1e-7
+
+
+def with_other_defaults(tmp_path, **settings):
+    shared = {"use_cpu": True, "report_to": "none", "optim": "mars_adamw"}
+    return OtherDefaults(output_dir=str(tmp_path), **{**shared, **settings})
+
+
+def test_defaults_are_those_of_the_arguments_own_class(tmp_path):
+    matrix, _ = made_by(trainer(with_other_defaults(tmp_path))).param_groups
+    assert (matrix["lr"], matrix["betas"], matrix["eps"]) == (1e-6, (0.95, 0.99), 1e-8)
+    matrix, _ = made_by(trainer(with_other_defaults(tmp_path, adam_beta1=0.9, adam_epsilon=1e-8))).param_groups
+    assert matrix["betas"] == (0.9, 0.99)  # TrainingArguments' default is a choice in this class
+
+
+def test_lion_keeps_the_official_defaults(tmp_path):
+    matrix, vector = made_by(trainer(arguments(tmp_path, optim="mars_lion"))).param_groups
+    assert (matrix["lr"], matrix["betas"], vector["lr"], vector["betas"]) == (5e-5, (0.95, 0.99), 2.5e-5, (0.9, 0.95))
+
+
+@pytest.mark.parametrize("door", ["factory", "optim"])
+def test_set_arguments_are_taken(tmp_path, door):
+    settings = {
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.8,
+        "adam_epsilon": 1e-6,
+    }
+    if door == "factory":
+        run = trainer(arguments(tmp_path, **settings), optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1, lr_1d=2e-4))
+    else:
+        run = trainer(arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.1,lr_1d=2e-4", **settings))
+    matrix, vector = made_by(run).param_groups
+    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (1e-3, (0.8, 0.99), 1e-6, 0.1)
+    assert matrix["gamma"] == vector["gamma"] == 0.1
+    assert (vector["lr"], vector["weight_decay"]) == (2e-4, 0.0)
+
+
+def test_each_beta_counts_for_itself(tmp_path):
+    optimizer = made_by(trainer(arguments(tmp_path, adam_beta2=0.9), optimizer_cls_and_kwargs=mars_hf.factory()))
+    assert optimizer.param_groups[0]["betas"] == (0.95, 0.9)
+
+
+def test_contradictions_are_refused(tmp_path):
+    run = trainer(arguments(tmp_path, learning_rate=1e-3), optimizer_cls_and_kwargs=mars_hf.factory(lr=2e-3))
+    with pytest.raises(ValueError, match=r"lr=0\.002.*learning_rate=0\.001.*set learning_rate=0\.002"):
+        run.create_optimizer()
+    run = trainer(arguments(tmp_path), optimizer_cls_and_kwargs=mars_hf.factory(lr=2e-3))
+    with pytest.raises(ValueError, match=r"lr=0\.002.*learning_rate=5e-05.*set learning_rate=0\.002"):
+        run.create_optimizer()
+    with pytest.raises(ValueError, match=r"lr=0\.002.*learning_rate=5e-05"):
+        arguments(tmp_path, optim="mars_adamw", optim_args="lr=2e-3")
+    run = trainer(arguments(tmp_path, adam_beta1=0.8), optimizer_cls_and_kwargs=mars_hf.factory(betas=(0.95, 0.99)))
+    with pytest.raises(ValueError, match="adam_beta1"):
+        run.create_optimizer()
+    same = trainer(arguments(tmp_path, learning_rate=1e-3), optimizer_cls_and_kwargs=mars_hf.factory(lr=1e-3))
+    assert rates(made_by(same)) == [1e-3, 5e-4]
+
+
+def test_arguments_may_be_handed_over(tmp_path):
+    args = arguments(tmp_path, learning_rate=1e-3)
+    make, settings = mars_hf.factory(args, gamma=0.1)
+    assert rates(make()(gpt2(), **settings)) == [1e-3, 5e-4]
+
+
+def test_outside_of_a_trainer_the_defaults_hold():
+    make, settings = mars_hf.factory(gamma=0.1)
+    assert rates(make()(gpt2(), **settings)) == [3e-3, 1.5e-3]
+
+
+def test_wrong_settings_are_refused_where_they_are_given():
+    with pytest.raises(ValueError, match=r"'gama'.*gamma.*beta1"):
+        mars_hf.factory(gama=0.1)
+    with pytest.raises(TypeError, match="'gama'"):
+        mars_hf.factory(gama=0.1)
+    with pytest.raises(ValueError, match="clip_threshold"):
+        mars_hf.factory(clip_threshold=-1)
+    with pytest.raises(ValueError, match="give one"):
+        mars_hf.factory(betas=(0.9, 0.99), beta1=0.9)
+
+
+# --- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(args) -> list[torch.Tensor]:
+    """Weights after the same run with an instance handed to Trainer."""
+    model = gpt2()
+    optimizer = mars_hf.create(model, lr=1e-2, gamma=0.1, weight_decay=0.1)
+    trainer(args, model, optimizers=(optimizer, None)).train()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("door", ["factory", "optim", "model_init"])
+def test_every_door_trains_the_same_model(tmp_path, door):
+    expected = by_hand(arguments(tmp_path))
+    model = gpt2()
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1}
+    if door == "optim":
+        run = trainer(arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.1", **settings), model)
+    elif door == "factory":
+        run = trainer(arguments(tmp_path, **settings), model, optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1))
+    else:
+        run = trainer(
+            arguments(tmp_path, **settings),
+            model_init=lambda: gpt2(),
+            optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1),
+        )
+    run.train()
+    weights = [param.detach() for param in run.model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
+def test_lion_by_name(tmp_path):
+    optimizer = made_by(trainer(arguments(tmp_path, optim="mars_lion", learning_rate=1e-4)))
+    assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-lion"}
+    with pytest.raises(ValueError, match="contradict"):
+        arguments(tmp_path, optim="mars_lion", optim_args="mars_type=mars-adamw")
+
+
+@pytest.mark.parametrize("name", ["mars_shampoo", "mars_m"])
+def test_rules_that_orthogonalize_by_name(tmp_path, name):
+    text = "split_fused=none,adamw=*.mlp.c_fc.weight,ns_steps=3"
+    run = trainer(arguments(tmp_path, optim=name, learning_rate=1e-3, optim_args=text))
+    run.train()
+    groups = [group for group in run.optimizer.optimizer.param_groups if group["params"]]
+    assert [group["role"] for group in groups] == ["matrix", "embedding", "vector"]  # none of the matrices is split
+    assert {(group["mars_type"], group["ns_steps"]) for group in groups} == {(name.replace("_", "-"), 3)}
+    assert [name for name in groups[1]["param_names"] if "c_fc" in name] == [
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.h.1.mlp.c_fc.weight",
+    ]
+
+
+def test_hyperparameter_search_reaches_the_optimizer(tmp_path):
+    seen = []
+
+    class Recorded(registry.MarsFactory):
+        def __call__(self, model, **settings):
+            optimizer = super().__call__(model, **settings)
+            seen.append(optimizer.param_groups[0]["lr"])
+            return optimizer
+
+    _, settings = mars_hf.factory(gamma=0.1)
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    run = trainer(args, model_init=lambda trial: gpt2(), optimizer_cls_and_kwargs=(Recorded, settings))
+    run.eval_dataset = run.train_dataset
+    proposals = []
+
+    def space(trial):
+        proposals.append(trial.suggest_categorical("learning_rate", [1e-3, 5e-5]))
+        return {"learning_rate": proposals[-1]}
+
+    best = run.hyperparameter_search(
+        hp_space=space,
+        backend="optuna",
+        n_trials=2,
+        direction="minimize",
+        compute_objective=lambda m: m["eval_loss"],
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-3, 5e-5]}, seed=0),
+    )
+    assert seen == proposals and set(seen) == {1e-3, 5e-5}
+    assert best.hyperparameters["learning_rate"] in proposals
+
+
+# --- as other trainers call what Trainer makes its optimizer with ----------------------------------------------------
+
+
+def described(optimizer) -> list[tuple]:
+    return [
+        (group["role"], group["lr"], group["weight_decay"], group["gamma"], [id(param) for param in group["params"]])
+        for group in optimizer.param_groups
+    ]
+
+
+def decay_groups(run, **settings) -> list[dict]:
+    """As Trainer and those after it write them."""
+    decayed = set(run.get_decay_parameter_names(run.model))
+    named = list(run.model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n in decayed], "weight_decay": run.args.weight_decay, **settings},
+        {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+    ]
+
+
+SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "optim_args": "gamma=0.1"}
+
+
+@pytest.mark.parametrize("way", ["class", "named", "args", "args again", "optimizer_dict", "params"])
+def test_the_ways_it_is_called(tmp_path, way):
+    run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
+    expected = described(made_by(run))
+    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args)
+    groups = decay_groups(run)
+    optimizer = {
+        "class": lambda: cls(groups, **kwargs),
+        "named": lambda: cls(params=groups, **kwargs),
+        "args": lambda: cls()(run.model, run.args, gamma=0.1),  # Axolotl
+        "args again": lambda: cls()(run.model, run.args, **kwargs),
+        "optimizer_dict": lambda: cls()(run.model, optimizer_dict=groups, **kwargs),  # sentence-transformers
+        "params": lambda: cls()(run.model, params=groups, **kwargs),
+    }[way]()
+    assert type(optimizer) is mars_hf.Mars
+    found = described(optimizer)
+    assert [group[:4] for group in found] == [group[:4] for group in expected]
+    assert [set(group[4]) for group in found] == [set(group[4]) for group in expected]
+
+
+def test_its_keywords_hold_the_rate_as_those_of_other_optimizers_do(tmp_path):
+    args = arguments(tmp_path, optim="mars_adamw", **SETTINGS)
+    _, kwargs = trainer(args).get_optimizer_cls_and_kwargs(args)
+    assert kwargs["lr"] == 1e-3
+
+
+def test_groups_keep_their_own_rates_and_others_weights(tmp_path):
+    """A rate a group, and weights of a loss that the model has not, as sentence-transformers has them."""
+    run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
+    loss = torch.nn.Linear(4, 3)
+    groups = [*decay_groups(run, lr=5e-4), {"params": list(loss.parameters()), "weight_decay": 0.0}]
+    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
+    optimizer = cls()(run.model, optimizer_dict=groups, **kwargs)
+    assert [(group["role"], group["lr"], len(group["params"])) for group in optimizer.param_groups] == [
+        ("matrix", 5e-4, 10),
+        ("vector", 5e-4, 18),
+        ("matrix", 1e-3, 1),
+        ("vector", 5e-4, 1),
+    ]
+
+
+class CreatesFromGroups(Trainer):
+    """A Trainer that makes its optimizer from groups, as subclasses do."""
+
+    def create_optimizer(self, model=None):
+        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
+        self.optimizer = cls(decay_groups(self), **kwargs)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("name", ["mars_adamw", "mars_m"])
+def test_roles_of_groups_are_those_of_the_trainers_model(tmp_path, name):
+    """mars-m must not orthogonalize embeddings because somebody grouped the parameters."""
+    run = trainer(arguments(tmp_path, optim=name, **SETTINGS))
+    expected = {(g["role"], repr(g["layout"])): {id(p) for p in g["params"]} for g in made_by(run).param_groups}
+    other = CreatesFromGroups(run.model, arguments(tmp_path, optim=name, **SETTINGS))
+    found = {}
+    for group in made_by(other).param_groups:
+        found.setdefault((group["role"], repr(group["layout"])), set()).update(id(p) for p in group["params"])
+    assert found == expected
+
+
+def test_groups_without_a_model_say_what_is_orthogonalized(tmp_path, caplog):
+    args = arguments(tmp_path, optim="mars_m")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    model = gpt2()
+    optimizer = cls([{"params": list(model.parameters())}], **kwargs)
+    assert [group["role"] for group in optimizer.param_groups] == ["matrix", "vector"]
+    assert "embeddings and heads included" in caplog.text
+    caplog.clear()
+    cls([{"params": list(model.parameters())}], model=model, **kwargs)
+    assert not caplog.text
+    with pytest.raises(ValueError, match="neither a model nor parameters"):
+        cls(**kwargs)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_registering_twice_is_once():
+    before = list(OptimizerNames)
+    mars_hf.register()
+    assert list(OptimizerNames) == before
+    assert [member.value for member in OptimizerNames].count("mars_adamw") == 1
+
+
+def test_the_name_behaves_like_a_built_in(tmp_path):
+    args = arguments(tmp_path, optim="mars_adamw")
+    assert args.optim is OptimizerNames("mars_adamw") is OptimizerNames.MARS_ADAMW
+    assert args.to_dict()["optim"] == "mars_adamw"
+    assert copy.deepcopy(args).optim is args.optim
+    parser = HfArgumentParser(TrainingArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", "mars_lion"])
+    assert parsed.optim == "mars_lion"
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", "mars_sgd"])
+
+
+def test_training_args_load_where_mars_hf_is_not(tmp_path):
+    args = arguments(tmp_path, optim="mars_adamw")
+    assert pickle.loads(pickle.dumps(args.optim)) == "mars_adamw"
+    torch.save(args, tmp_path / "training_args.bin")
+    script = (
+        "import sys, torch\n"
+        f"args = torch.load({str(tmp_path / 'training_args.bin')!r}, weights_only=False)\n"
+        "assert args.optim == 'mars_adamw', args.optim\n"
+        "assert 'mars_hf' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("gamma=0.025", "gamma", 0.025),
+        ("gamma=5e-2", "gamma", 0.05),
+        ("clip_threshold=none", "clip_threshold", None),
+        ("amsgrad=True", "amsgrad", True),
+        ("optimize_1d=false", "optimize_1d", False),
+        ("foreach=1", "foreach", True),
+        ("second_moment=gradient", "second_moment", "gradient"),
+        ("beta1=0.8", "betas", (0.8, 0.99)),
+        ("beta2_1d=0.8", "betas_1d", (0.9, 0.8)),
+        ("lr_1d=1e-4", "lr_1d", 1e-4),
+        ("fused=false", "fused", False),
+        ("state_dtype=bfloat16", "state_dtype", "bfloat16"),
+        ("ns_steps=6", "ns_steps", 6),
+        ("ns_coefficients=polar-express", "ns_coefficients", "polar-express"),
+        ("ns_dtype=none", "ns_dtype", None),
+        ("split_fused=none", "split_fused", "none"),
+        ("orthogonalize_embeddings=true", "orthogonalize_embeddings", True),
+        ("adamw=*.c_proj.weight|*.c_fc.weight", "adamw", ["*.c_proj.weight", "*.c_fc.weight"]),
+        ("no_decay=*.wte.weight|*.wpe.weight", "no_decay", ["*.wte.weight", "*.wpe.weight"]),
+        ("matrix_ndim=ge2", "matrix_ndim", ">=2"),
+        ("matrix_ndim=EQ2", "matrix_ndim", "==2"),
+    ],
+)
+def test_optim_args_are_read(text, key, value):
+    parsed = registry.parse_optim_args(registry.split_optim_args(text))
+    assert registry.resolve(parsed, None)[key] == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gama=1", r"'gama'.*gamma"),
+        ("betas=0.9", r"'betas'.*beta1"),
+        ("gamma=much", "not a number"),
+        ("amsgrad=maybe", "true, false"),
+        ("ns_steps=2.5", "not a number"),
+        ("layout=none", "unknown 'layout'"),
+        ("mars_type=mars-sgd", "mars_adamw, mars_lion"),
+        ("gamma=-1", r"gamma=-1\.0 is out of range"),
+        ("gamma", "'gamma' is not key=value"),
+        ("gamma=0.1=2", "'gamma=0.1=2' is not key=value"),
+        ("gamma=", "'gamma=' is not key=value"),
+        ("gamma=0.1,", "'' is not key=value"),
+        ("gamma=0.1,gamma=0.2", r"gamma is given twice \(0.1 and 0.2\)"),
+        ("matrix_ndim===2", "'matrix_ndim===2' is not key=value.*eq2"),
+        ("matrix_ndim=2", "accepted: ge2 .*, eq2"),
+    ],
+)
+def test_optim_args_that_cannot_be_read(tmp_path, text, message):
+    """When arguments are made, not when training begins an hour later."""
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, optim="mars_adamw", optim_args=text)
+
+
+def test_optim_args_that_do_not_fit_the_model(tmp_path):
+    run = trainer(arguments(tmp_path, optim="mars_adamw", optim_args="adamw=*.wte.weight"))
+    with pytest.raises(ValueError, match="orthogonalizes nothing"):
+        run.create_optimizer()
+
+
+def test_optim_args_of_others_are_left_alone(tmp_path):
+    assert arguments(tmp_path, optim="adamw_torch", optim_args="anything").optim_args == "anything"
