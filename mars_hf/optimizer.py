@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mars_hf import universal
-from mars_hf.distributed import placement as sharding
-from mars_hf.groups import from_model as param_groups
-from mars_hf.groups import matrix_layouts as layouts
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.groups.from_model import takes_mars
+from mars_hf.distributed import dtensors
+from mars_hf.distributed.locator import Locator
+from mars_hf.distributed.placement import Placement
+from mars_hf.groups import matrix_layouts
+from mars_hf.groups.from_model import from_model
 from mars_hf.groups.matrix_layouts import MatrixLayout
-from mars_hf.step import looks
-from mars_hf.step import state as states
+from mars_hf.groups.roles import orthogonalizes, split_by_role, takes_mars, warn_of_one_rate
+from mars_hf.groups.settings import DEFAULTS, GROUP_KEYS, KEYS_1D, MODEL_DEFAULTS, check, plain, reject_unknown
+from mars_hf.groups.summary import summary
+from mars_hf.groups.values import patterns
+from mars_hf.step import looks, states
 from mars_hf.step.buckets import Batch, Entry, Order, Recipe, entries_of, make, sort
 from mars_hf.step.metrics import HERE, StepMetrics
 from mars_hf.step.norms import Norms
@@ -84,8 +86,8 @@ class Mars(torch.optim.Optimizer):
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
             same cost; or three numbers, or a list of as many triples as steps.
         ns_dtype: of the iteration, a torch.dtype or its name; None for bfloat16, and float64 for float64 parameters.
-        layout: the (out, in) matrices in each matrix parameter: a `layouts.MatrixLayout` or a dict of its fields, as
-            which groups keep it. None goes by shape: two dimensions are (out, in), three a batch of such, more are
+        layout: the (out, in) matrices in each matrix parameter: a `MatrixLayout` or a dict of its fields, as which
+            groups keep it. None goes by shape: two dimensions are (out, in), three a batch of such, more are
             (out, all others).
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
@@ -141,7 +143,7 @@ class Mars(torch.optim.Optimizer):
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
-    _layout: sharding.Layout | None = None
+    _locator: Locator | None = None
     _grad_norm: Tensor | None = None
     _order: Order | None = None
     _stale_gradients_given = False
@@ -185,39 +187,10 @@ class Mars(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         """See the class."""
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "gamma": gamma,
-            "mars_type": mars_type,
-            "is_approx": is_approx,
-            "clip_threshold": clip_threshold,
-            "amsgrad": amsgrad,
-            "optimize_1d": optimize_1d,
-            "lr_1d": lr_1d,
-            "betas_1d": betas_1d,
-            "weight_decay_1d": weight_decay_1d,
-            "matrix_ndim": matrix_ndim,
-            "second_moment": second_moment,
-            "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients,
-            "ns_dtype": ns_dtype,
-            "layout": layout,
-            "max_grad_norm": max_grad_norm,
-            "take_grad": take_grad,
-            "last_grad_dtype": last_grad_dtype,
-            "state_dtype": state_dtype,
-            "rounding": rounding,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-        }
-        hyperparameters.check(defaults)
-        defaults = hyperparameters.plain(defaults)
-        defaults["layout"] = layouts.to_plain(layout)
+        given = {name: value for name, value in locals().items() if name in DEFAULTS}
+        check(given)
+        defaults = plain(given)
+        defaults["layout"] = matrix_layouts.to_plain(layout)
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, whose order changes from run to run; use a list")
         if not isinstance(params, Tensor):  # torch's own error for that is good
@@ -246,20 +219,20 @@ class Mars(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         before = len(self.param_groups)
         try:
-            for part in param_groups.split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
+            for part in split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
                 if self._is_made and before:
                     self._match_names(part)
                 super().add_param_group(part)
-                for key in hyperparameters.KEYS_1D:
+                for key in KEYS_1D:
                     self.param_groups[-1].pop(key)
         except BaseException:
             del self.param_groups[before:]
             raise
-        if self._layout is None:
-            self._layout = sharding.Layout(self.param_groups)
+        if self._locator is None:
+            self._locator = Locator(self.param_groups)
         else:
             for group in self.param_groups[before:]:
-                self._layout.extend(group)
+                self._locator.extend(group)
 
     def _of_the_loop(self) -> dict[str, Any]:
         """Settings that whoever runs the loop may have changed in all groups."""
@@ -284,15 +257,15 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer; settings that are younger than the pickle take their defaults."""
         super().__setstate__(state)
         self._is_made = True
-        if self._layout is None:
-            self._layout = sharding.Layout(self.param_groups)
+        if self._locator is None:
+            self._locator = Locator(self.param_groups)
         for group in self.param_groups:
-            for key in hyperparameters.GROUP_KEYS:
+            for key in GROUP_KEYS:
                 group.setdefault(key, DEFAULTS[key])
 
     def __repr__(self) -> str:
         """One line per group: role, rule, sizes, learning rate, betas, decay."""
-        return f"{type(self).__name__}\n{param_groups.summary(self.param_groups)}"
+        return f"{type(self).__name__}\n{summary(self.param_groups)}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied and keep the dtypes they were saved in.
@@ -309,7 +282,7 @@ class Mars(torch.optim.Optimizer):
         own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
-        def check(_: Any, given: dict[str, Any]) -> None:
+        def check_loaded(_: Any, given: dict[str, Any]) -> None:
             self._check_loaded(given)
             found.update(given)
 
@@ -321,7 +294,7 @@ class Mars(torch.optim.Optimizer):
 
         # The last one before torch loads, and the first one after it.
         handles = [
-            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_pre_hook(check_loaded),
             self.register_load_state_dict_post_hook(keep, prepend=True),
         ]
         try:
@@ -345,7 +318,7 @@ class Mars(torch.optim.Optimizer):
                         "optimizer from the same parameters, in the same order and with the same settings, as when it "
                         "was saved"
                     )
-            if layouts.from_plain(saved.get("layout")) != layouts.from_plain(own["layout"]):
+            if matrix_layouts.from_plain(saved.get("layout")) != matrix_layouts.from_plain(own["layout"]):
                 raise ValueError(
                     f"param group {index} was saved with layout={saved.get('layout')!r} and is {own['layout']!r} here; "
                     "build the optimizer with the split_fused it was saved with"
@@ -387,7 +360,7 @@ class Mars(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         entries = entries_of(self.param_groups, self.state)
-        placements: dict[Tensor, sharding.Placement] = {}
+        placements: dict[Tensor, Placement] = {}
         recipes = None
         if self._order is not None and self._order.fits(self.param_groups, entries):
             recipes = self._order.recipes
@@ -407,15 +380,13 @@ class Mars(torch.optim.Optimizer):
 
     def _stand_aside(self) -> None:
         """Answer other ranks, which may want to share the work on matrices in this step, with nothing."""
-        if any(map(param_groups.orthogonalizes, self.param_groups)):
+        if any(map(orthogonalizes, self.param_groups)):
             assert self._matrices is not None
             self._matrices.sort(self.param_groups, {})
             for _ in self._matrices.in_order([]):
                 raise AssertionError("nothing was given to be updated")
 
-    def _update_all(
-        self, batches: list[Batch], entries: Sequence[Entry], placements: dict[Tensor, sharding.Placement]
-    ) -> None:
+    def _update_all(self, batches: list[Batch], entries: Sequence[Entry], placements: dict[Tensor, Placement]) -> None:
         self._take_norms(batches, placements)
         if self.is_exact:
             self._keep_params()
@@ -448,7 +419,7 @@ class Mars(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        hyperparameters.check({"max_grad_norm": value})
+        check({"max_grad_norm": value})
         for group in self.param_groups:
             group["max_grad_norm"] = value
 
@@ -460,7 +431,7 @@ class Mars(torch.optim.Optimizer):
         """
         if self._grad_norm is None:
             params = [param for group in self.param_groups for param in group["params"]]
-            device = sharding.local(params[0]).device if params else torch.device("cpu")
+            device = dtensors.local(params[0]).device if params else torch.device("cpu")
             self._grad_norm = torch.full((), float("nan"), device=device)
         return self._grad_norm
 
@@ -506,11 +477,11 @@ class Mars(torch.optim.Optimizer):
                 if param.grad is not None:
                     _check_gradient(param)
                     dtype = states.last_grad_dtype(param, group, self.state[param])
-                    gradient = sharding.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
+                    gradient = dtensors.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
                     kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                    sharding.local(kept).copy_(gradient)
+                    dtensors.local(kept).copy_(gradient)
                     if group["maximize"]:
-                        sharding.local(kept).neg_()
+                        dtensors.local(kept).neg_()
                     self.state[param]["previous_grad"] = kept
 
     def update_last_grad(self) -> None:
@@ -579,29 +550,29 @@ class Mars(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if "previous_param" in self.state.get(param, ()):
-                    here, kept = sharding.local(param), sharding.local(self.state[param]["previous_param"])
+                    here, kept = dtensors.local(param), dtensors.local(self.state[param]["previous_param"])
                     current = here.clone()
                     here.copy_(kept)
                     kept.copy_(current)
 
-    def _locate(self) -> dict[Tensor, sharding.Placement]:
+    def _locate(self) -> dict[Tensor, Placement]:
         """Where the pieces of the tensors whose norms may be asked for belong; whole parameters are not in it."""
-        if self._layout is None:  # unpickled
-            self._layout = sharding.Layout(self.param_groups)
+        if self._locator is None:  # unpickled
+            self._locator = Locator(self.param_groups)
         if self._matrices is None:
-            self._matrices = Matrices(self._layout)
+            self._matrices = Matrices(self._locator)
         found = {}
         slot = 0
         for group in self.param_groups:
             for param in group["params"]:
                 if takes_mars(group) or self.max_grad_norm is not None:
-                    placement = self._layout.locate(param, slot)
+                    placement = self._locator.locate(param, slot)
                     if placement is not None:
                         found[param] = placement
                 slot += 1
         return found
 
-    def _sort(self, entries: list[Entry], placements: dict[Tensor, sharding.Placement]) -> list[Recipe]:
+    def _sort(self, entries: list[Entry], placements: dict[Tensor, Placement]) -> list[Recipe]:
         """Check gradients and states, and decide what is updated together; kept for the next step where that can be."""
         for entry in entries:
             _check_gradient(entry.param)
@@ -612,7 +583,7 @@ class Mars(torch.optim.Optimizer):
             entry.group for entry in entries if states.is_recursive(self.param_groups[entry.group], entry.state)
         }
         self._check_averages(averaging)
-        param_groups.warn_of_one_rate(self.param_groups, self.defaults)
+        warn_of_one_rate(self.param_groups, self.defaults)
         assert self._matrices is not None
         chunks = self._matrices.sort(self.param_groups, placements)
         recipes = sort(self.param_groups, entries, placements, chunks)
@@ -640,7 +611,7 @@ class Mars(torch.optim.Optimizer):
                     "clips nothing and keeps the last gradient"
                 )
 
-    def _take_norms(self, batches: list[Batch], placements: dict[Tensor, sharding.Placement]) -> None:
+    def _take_norms(self, batches: list[Batch], placements: dict[Tensor, Placement]) -> None:
         """Set scale and factors of the batches; nothing where nobody asks for norms."""
         max_grad_norm = self.max_grad_norm
         asked = [batch for batch in batches if self._wants_norms(batch.group)]
@@ -652,8 +623,8 @@ class Mars(torch.optim.Optimizer):
         groups = [group for group in self.param_groups if self._wants_norms(group)]
         sharded = [param for group in groups for param in group["params"] if param in placements]
         if sharded:
-            assert self._layout is not None
-            if max_grad_norm is not None and not all(sharding.is_dtensor(param) for param in sharded):
+            assert self._locator is not None
+            if max_grad_norm is not None and not all(dtensors.is_dtensor(param) for param in sharded):
                 raise RuntimeError(
                     f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
                     "in its JSON, and max_grad_norm=None"
@@ -661,9 +632,9 @@ class Mars(torch.optim.Optimizer):
             vectors = max_grad_norm is not None or any(group["optimize_1d"] for group in groups)
             norms.reduce(
                 [placements[param] for param in sharded],
-                self._layout.slots(vectors=vectors),
-                sharding.local(sharded[0]).device,
-                verify=not self._layout.all_seen(sharded),
+                self._locator.slots(vectors=vectors),
+                dtensors.local(sharded[0]).device,
+                verify=not self._locator.all_seen(sharded),
             )
         norm = norms.apply()
         if norm is not None:
@@ -709,18 +680,6 @@ def _full_precision(entries: Sequence[Entry]) -> Iterator[None]:
         yield
 
 
-# Every hyperparameter of Mars and its default, as its constructor has them.
-DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(Mars.__init__).parameters.items()
-    if name not in ("self", "params")
-}
-
-
-# What `create` takes besides, for models, and the defaults.
-MODEL_DEFAULTS = {"no_decay": [], "split_fused": "auto", "orthogonalize_embeddings": False, "adamw": []}
-
-
 def create(
     model_or_params: nn.Module | Iterable[Any],
     *,
@@ -733,7 +692,7 @@ def create(
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
     With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
-    `param_groups.from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
+    `from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
     they also decide what is one (out, in) matrix. These rules orthogonalize weights that activations are multiplied
     with; everything else takes AdamW, heads too, and `print(optimizer)` says why. Of plain parameters nothing
     is known but their shapes.
@@ -742,7 +701,8 @@ def create(
         model_or_params: a module, or what `Mars` takes as `params`.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
-            projections apart, `"none"` nothing; or patterns of names to sizes, see `layouts.of_model`. Needs a model.
+            projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`. Needs a
+            model.
         orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
@@ -752,12 +712,12 @@ def create(
         ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing; what needs a model
             with parameters, or a rule that orthogonalizes with another one.
     """
-    hyperparameters.reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
+    reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
     options: dict[str, Any] = {
-        "no_decay": _patterns(no_decay),
+        "no_decay": patterns(no_decay),
         "split_fused": split_fused,
         "orthogonalize_embeddings": orthogonalize_embeddings,
-        "adamw": _patterns(adamw),
+        "adamw": patterns(adamw),
     }
     if not isinstance(model_or_params, nn.Module):
         given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
@@ -770,12 +730,8 @@ def create(
             "split_fused, or Mars with parameter groups of your own"
         )
     shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
-    hyperparameters.check(shared)
-    return Mars(param_groups.from_model(model_or_params, **shared, **options), **hyperparameters_)
-
-
-def _patterns(given: Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+    check(shared)
+    return Mars(from_model(model_or_params, **shared, **options), **hyperparameters_)
 
 
 def _check_gradient(param: Tensor) -> None:
@@ -800,7 +756,7 @@ def _check_gradient(param: Tensor) -> None:
             f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
         )
     for what, tensor in (("parameter", param), ("gradient", grad)):
-        here = sharding.local(tensor)
+        here = dtensors.local(tensor)
         if looks.is_plain(here) and not looks.has_memory(here):
             raise RuntimeError(f"the memory of a {what} of shape {shape} has been freed; restore it before step()")
     if param.is_neg():
@@ -810,7 +766,7 @@ def _check_gradient(param: Tensor) -> None:
             f"a parameter of shape {shape} is expanded (strides {param.stride()}): its elements share memory and "
             "cannot be updated; use its .clone()"
         )
-    sharding.check_gradient_placement(param, grad)
+    dtensors.check_gradient_placement(param, grad)
 
 
 def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

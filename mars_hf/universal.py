@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mars_hf.groups.matrix_layouts import shape_of
-from mars_hf.step.state import lacks_last_grad
+from mars_hf.distributed.placement import shape_of
+from mars_hf.step.states import lacks_last_grad
 
 if TYPE_CHECKING:
     from mars_hf.optimizer import Mars

@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
-from mars_hf.groups import from_model as param_groups
+from mars_hf.groups.summary import summary
 from mars_hf.training import hub
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
     optimizer = optimizers.for_trainer(run.optimizer, training)
     mars = run.optimizer.optimizer != "adamw"
-    approx = run.optimizer.is_approx is not False if mars else None
+    approx = vars(run.optimizer)["is_approx"] is not False if mars else None
     trainer = PretrainingTrainer(
         model=gpt2,
         args=training,
@@ -170,7 +170,7 @@ def _introduce(
         groups = make()(gpt2, **settings).param_groups
         approx = groups[0]["is_approx"]
         print(f"mars        is_approx={approx}: {'one gradient' if approx else 'two gradients'} a step")
-        print(param_groups.summary(groups))
+        print(summary(groups))
     sys.stdout.flush()
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.distributed.placement import Group, wire_device
+from mars_hf.distributed.placement import Group
 from mars_hf.distributed.routes import Item, Region, Routes
+from mars_hf.distributed.whole_sums import wire_device
 
 Work = Callable[[dict[int, Tensor]], dict[int, Tensor]]
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-# ProcessGroup, or None for the default one.
-Group = Any
+from mars_hf.distributed.placement import Group
 
 # `Replicas` tells one backward pass from the next by the time at which each gradient was ready. Of fewer parameters
 # than this, two passes might agree to the nanosecond.

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
+from mars_hf.distributed.placement import shape_of
 from mars_hf.groups import heads, known_models
 
 
@@ -36,11 +36,6 @@ class MatrixLayout:
     parts: tuple[int, ...] | None = None
     batched: bool = False
     stacked: int = 1
-
-
-def shape_of(param: Tensor) -> torch.Size:
-    """The parameter's own shape, also where DeepSpeed's `zero.Init` has left an empty tensor in its place."""
-    return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def to_plain(layout: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,56 +1,165 @@
-"""The hyperparameters of MARS: their names, their defaults and what values they accept."""
+"""Every setting of MARS, in one table: name, default, accepted values, and who else reads it."""
 
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from mars_hf.arithmetic.newton_schulz import SCHEDULES, Coefficients
-from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import values
+from mars_hf.groups.values import DTYPES, is_triple, one_of, optional, optional_dtype
 
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
 ROLES = ("matrix", "vector", "embedding")
-MATRIX_NDIMS = (">=2", "==2")
-SECOND_MOMENTS = ("corrected", "gradient")
-ROUNDINGS = ("nearest", "stochastic", "kahan")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-NS_DTYPES = DTYPES[1:]  # the entries of a first moment are below what float16 holds
 
-# What a parameter group may state besides its parameters. `*_1d` settings are consumed when the group is split by
-# role: the vector group's own lr, betas and weight_decay take their values, so that schedulers see one of each.
-GROUP_KEYS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "gamma",
-    "mars_type",
-    "is_approx",
-    "clip_threshold",
-    "amsgrad",
-    "optimize_1d",
-    "matrix_ndim",
-    "second_moment",
-    "ns_steps",
-    "ns_coefficients",
-    "ns_dtype",
-    "layout",
-    "max_grad_norm",
-    "take_grad",
-    "last_grad_dtype",
-    "state_dtype",
-    "rounding",
-    "maximize",
-    "foreach",
-    "fused",
-    "capturable",
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: keyword of `Mars` or `create`, and key of a parameter group.
+        default: as in the signature.
+        kind: accepted values.
+        scope: `"group"`: a key of every parameter group. `"1d"`: consumed when a group is split by role, because the
+            vectors' own `lr`, `betas` and `weight_decay` take its value and schedulers see one of each. `"model"`: an
+            option of `create`, for models only.
+        is_live: whether every step reads it anew. A change of any other setting sorts the buckets again, so that a
+            forgotten entry costs time and never correctness.
+        is_orthogonal: whether only rules that orthogonalize have it.
+        in_card: whether the model card has a column for it.
+        is_announced: whether the first line of a run names it among the defaults in force.
+        help: for command lines; one line.
+    """
+
+    name: str
+    default: Any
+    kind: values.Kind
+    help: str
+    scope: Literal["group", "1d", "model"] = "group"
+    is_live: bool = False
+    is_orthogonal: bool = False
+    in_card: bool = False
+    is_announced: bool = False
+
+
+_NON_NEGATIVE, _FLAG = values.NON_NEGATIVE, values.FLAG
+_OFTEN: dict[str, Any] = {"is_live": True, "in_card": True}
+_TABLE = (
+    Setting("lr", 3e-3, _NON_NEGATIVE, "Learning rate of the matrices.", **_OFTEN),
+    Setting("betas", (0.95, 0.99), values.BETAS, "Decay rates of the moments.", **_OFTEN, is_announced=True),
+    Setting("eps", 1e-8, _NON_NEGATIVE, "Added to the root of the second moment.", **_OFTEN, is_announced=True),
+    Setting("weight_decay", 0.0, _NON_NEGATIVE, "Decoupled decay of the matrices.", **_OFTEN, is_announced=True),
+    Setting("gamma", 0.025, _NON_NEGATIVE, "Scale of the correction.", **_OFTEN, is_announced=True),
+    Setting("mars_type", "mars-adamw", one_of(*MARS_TYPES), "Update rule of the matrices.", in_card=True),
+    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step.", in_card=True),
+    Setting(
+        "clip_threshold",
+        1.0,
+        values.THRESHOLD,
+        "Largest norm of a corrected gradient.",
+        in_card=True,
+        is_announced=True,
+    ),
+    Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment.", in_card=True),
+    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well.", in_card=True),
+    Setting(
+        "lr_1d",
+        None,
+        optional(_NON_NEGATIVE),
+        "Learning rate of what takes AdamW: vectors, and with mars-shampoo and mars-m embeddings. Left out: half "
+        "of the matrices', all of it with mars-m.",
+        scope="1d",
+        is_announced=True,
+    ),
+    Setting("betas_1d", (0.9, 0.95), values.BETAS, "Their decay rates.", scope="1d", is_announced=True),
+    Setting("weight_decay_1d", 0.0, _NON_NEGATIVE, "Their decoupled decay.", scope="1d", is_announced=True),
+    Setting(
+        "matrix_ndim",
+        ">=2",
+        one_of(">=2", "==2", words={"ge2": ">=2", "eq2": "==2"}),
+        "Dimensions of a matrix: ge2 (two or more) or eq2 (two).",
+    ),
+    Setting(
+        "second_moment",
+        "corrected",
+        one_of("corrected", "gradient"),
+        "What the second moment averages the squares of: corrected or gradient.",
+        in_card=True,
+    ),
+    Setting("ns_steps", 5, values.POSITIVE_INTEGER, "Steps of Newton-Schulz.", in_card=True, is_orthogonal=True),
+    Setting(
+        "ns_coefficients",
+        "quintic",
+        values.COEFFICIENTS,
+        f"Of Newton-Schulz: {' or '.join(SCHEDULES)}.",
+        in_card=True,
+        is_orthogonal=True,
+    ),
+    # The entries of a first moment are below what float16 holds.
+    Setting("ns_dtype", None, optional_dtype(*DTYPES[1:]), "Of Newton-Schulz; left out: bfloat16.", is_orthogonal=True),
+    Setting(
+        "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True
+    ),
+    Setting("max_grad_norm", None, values.THRESHOLD, "Largest global norm of all gradients.", is_live=True),
+    Setting("take_grad", False, _FLAG, "Move gradients into the state where that saves a copy."),
+    Setting("last_grad_dtype", None, optional_dtype(*DTYPES), "Of last gradients; left out: that of the other states."),
+    Setting("state_dtype", None, optional_dtype(*DTYPES), "Of the states; left out: float32, or float64."),
+    Setting(
+        "rounding",
+        "nearest",
+        one_of("nearest", "stochastic", "kahan"),
+        "Of bfloat16 parameters: nearest, stochastic or kahan.",
+    ),
+    Setting("maximize", False, _FLAG, "Ascend instead of descend."),
+    Setting("foreach", None, optional(_FLAG), "True: many tensors per kernel launch; False: one after the other."),
+    Setting("fused", None, optional(_FLAG), "True: the kernels made for the device, or an error; False: none."),
+    Setting("capturable", False, _FLAG, "Step counts live on the device, for CUDA graphs."),
+    Setting(
+        "no_decay", [], values.PATTERNS, "Shell patterns of names of matrices that are not decayed.", scope="model"
+    ),
+    Setting(
+        "split_fused",
+        "auto",
+        values.SPLIT_FUSED,
+        "auto: orthogonalize query, key and value apart; none: as one matrix.",
+        scope="model",
+        is_orthogonal=True,
+    ),
+    Setting(
+        "orthogonalize_embeddings",
+        False,
+        _FLAG,
+        "Orthogonalize embeddings and heads too, in place of AdamW.",
+        scope="model",
+        is_orthogonal=True,
+    ),
+    Setting(
+        "adamw",
+        [],
+        values.PATTERNS,
+        "Shell patterns of names of further parameters that take AdamW.",
+        scope="model",
+        is_orthogonal=True,
+    ),
 )
-KEYS_1D = ("lr_1d", "betas_1d", "weight_decay_1d")
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
+# Of `Mars`, and of `create` besides.
+DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
+MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
+# What a parameter group may state besides its parameters.
+GROUP_KEYS = tuple(setting.name for setting in _TABLE if setting.scope == "group")
+KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
+ORTHOGONAL_KEYS = tuple(setting.name for setting in _TABLE if setting.is_orthogonal)
+# Those whose change sorts the buckets again.
+STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if not SETTINGS[name].is_live))
+# The halves of a pair, for what holds neither commas nor tuples in a value.
+PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
 # Bookkeeping of groups, ours and torch's; it changes no arithmetic. `gamma_of_average` is the gamma of the steps behind
 # exp_avg, where no last gradient is kept; `left_out` says which matrices are not orthogonalized, and why.
 LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out")
@@ -96,107 +205,15 @@ def reject_misspelled(names: Iterable[str], where: str) -> None:
             )
 
 
-def _number(name: str, value: Any, accepted: str, ok: Callable[[float], bool]) -> None:
-    if isinstance(value, torch.Tensor):
-        if name not in ("lr", "lr_1d"):
-            raise ValueError(
-                f"{name}={value!r} is a tensor; accepted: {accepted}, as a number (lr alone may be a tensor)"
-            )
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name}={tuple(value.shape)}-shaped tensor: a number or a tensor of one element is needed"
-            )
-    if isinstance(value, (str, bytes, bool)):
-        raise ValueError(f"{name}={value!r} is not a number; accepted: {accepted}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number; accepted: {accepted}") from None
-    if not (math.isfinite(number) and ok(number)):
-        raise ValueError(f"{name}={value!r} is out of range; accepted: {accepted}")
-
-
-def _non_negative(name: str, value: Any) -> None:
-    _number(name, value, "a finite number >= 0", lambda number: number >= 0)
-
-
-def _optional_non_negative(name: str, value: Any) -> None:
-    if value is not None:
-        _non_negative(name, value)
-
-
-def _threshold(name: str, value: Any) -> None:
-    if value is not None:
-        _number(name, value, "a finite number > 0, or None for no clipping", lambda number: number > 0)
-
-
-def _betas(name: str, value: Any) -> None:
-    if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
-        raise ValueError(f"{name}={value!r} is not a pair; accepted: two numbers in [0, 1)")
-    for index, beta in enumerate(value):
-        _number(f"{name}[{index}]", beta, "a number in [0, 1)", lambda number: 0 <= number < 1)
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is not a bool; accepted: True, False")
-
-
-def _optional_flag(name: str, value: Any) -> None:
-    if value is not None:
-        _flag(name, value)
-
-
-def _one_of(accepted: tuple[str, ...]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value not in accepted:
-            raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}")
-
-    return check
-
-
-def dtype_of(value: str | torch.dtype) -> torch.dtype:
-    """The dtype that a setting names ("bfloat16", "torch.bfloat16"), or is."""
-    return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
-
-
-def _optional_dtype(accepted: tuple[str, ...]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value is not None and str(value).removeprefix("torch.") not in accepted:
-            raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}, or None")
-
-    return check
-
-
-def _positive_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} is out of range; accepted: an integer >= 1")
-
-
-def _coefficients(name: str, value: Any) -> None:
-    triples = isinstance(value, (list, tuple)) and len(value) > 0 and all(map(_is_triple, value))
-    if not (triples or _is_triple(value) or (isinstance(value, str) and value in SCHEDULES)):
-        raise ValueError(
-            f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, SCHEDULES))}, three finite numbers, or a "
-            "list of such triples, one a step"
-        )
-
-
-def _is_triple(value: Any) -> bool:
-    if not isinstance(value, (list, tuple)) or len(value) != 3:
-        return False
-    return all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
-
-
 def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
-    """The coefficients of each Newton-Schulz step, from `ns_coefficients` and `ns_steps`.
+    """Return the coefficients of each Newton-Schulz step, from `ns_coefficients` and `ns_steps`.
 
     Raises:
         ValueError: a schedule whose length is not `ns_steps`.
     """
     given, steps = settings["ns_coefficients"], settings["ns_steps"]
     schedule: Any = SCHEDULES[given] if isinstance(given, str) else given
-    if _is_triple(schedule):
+    if is_triple(schedule):
         schedule = [schedule] * steps
     if len(schedule) != steps:
         raise ValueError(
@@ -206,46 +223,19 @@ def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in schedule)
 
 
-def _layout(name: str, value: Any) -> None:
-    try:
-        layouts.from_plain(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name}={value!r} is not a layout ({error}); accepted: a MatrixLayout, a dict of its fields, or None"
-        ) from None
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "lr": _non_negative,
-    "betas": _betas,
-    "eps": _non_negative,
-    "weight_decay": _non_negative,
-    "gamma": _non_negative,
-    "mars_type": _one_of(MARS_TYPES),
-    "is_approx": _flag,
-    "clip_threshold": _threshold,
-    "amsgrad": _flag,
-    "optimize_1d": _flag,
-    "lr_1d": _optional_non_negative,
-    "betas_1d": _betas,
-    "weight_decay_1d": _non_negative,
-    "matrix_ndim": _one_of(MATRIX_NDIMS),
-    "second_moment": _one_of(SECOND_MOMENTS),
-    "ns_steps": _positive_integer,
-    "ns_coefficients": _coefficients,
-    "ns_dtype": _optional_dtype(NS_DTYPES),
-    "layout": _layout,
-    "max_grad_norm": _threshold,
-    "take_grad": _flag,
-    "last_grad_dtype": _optional_dtype(DTYPES),
-    "state_dtype": _optional_dtype(DTYPES),
-    "rounding": _one_of(ROUNDINGS),
-    "maximize": _flag,
-    "foreach": _optional_flag,
-    "fused": _optional_flag,
-    "capturable": _flag,
-    "role": _one_of(ROLES),
-}
+def check(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError at the first setting with a value MARS cannot use; other keys are not looked at."""
+    for name, value in settings.items():
+        if name == "role":
+            one_of(*ROLES).check(name, value)
+        elif name in SETTINGS:
+            SETTINGS[name].kind.check(name, value)
+    if settings.get("foreach") and settings.get("fused"):
+        raise ValueError("foreach=True and fused=True contradict each other; give one of them")
+    if settings.get("capturable") and settings.get("rounding") == "stochastic":
+        raise ValueError("capturable=True and rounding='stochastic' cannot be had together; rounding='kahan' can")
+    if "ns_steps" in settings and "ns_coefficients" in settings:
+        ns_coefficients(settings)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,24 +248,26 @@ def _plain(name: str, value: Any) -> Any:
         return tuple(_plain("beta", beta) for beta in value)
     if type(value) in (int, float, bool, str, type(None)) or isinstance(value, torch.Tensor):
         return value
-    if name == "beta" or _CHECKS.get(name) in (_non_negative, _optional_non_negative, _threshold):
-        return float(value)
-    return value
+    is_number = name == "beta" or (name in SETTINGS and SETTINGS[name].kind.is_number)
+    return float(value) if is_number else value
 
 
-def check(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError at the first setting with a value MARS cannot use."""
-    for name, value in settings.items():
-        if name in _CHECKS:
-            _CHECKS[name](name, value)
-    if settings.get("foreach") and settings.get("fused"):
-        raise ValueError("foreach=True and fused=True contradict each other; give one of them")
-    if settings.get("capturable") and settings.get("rounding") == "stochastic":
-        raise ValueError("capturable=True and rounding='stochastic' cannot be had together; rounding='kahan' can")
-    if "ns_steps" in settings and "ns_coefficients" in settings:
-        ns_coefficients(settings)
+def read(name: str, text: str) -> Any:
+    """Return the value that a string stands for, such as a value of `optim_args`: `none` is None.
+
+    Args:
+        name: of a setting, or of half a pair (`beta1`).
+        text: of its value.
+
+    Raises:
+        ValueError: the string is no value of this kind.
+    """
+    if text.lower() in ("none", "null") and name != "split_fused":
+        return None
+    kind = values.NON_NEGATIVE if name in PAIR_KEYS else SETTINGS[name].kind
+    return kind.read(name, text)
 
 
 def lr_1d_ratio(mars_type: str) -> float:
-    """The share of lr that lr_1d=None stands for: that of every published configuration."""
+    """Return the share of lr that lr_1d=None stands for: that of every published configuration."""
     return 1.0 if mars_type == "mars-m" else 0.5

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from mars_hf.arithmetic import backends as engines
 from mars_hf.arithmetic import bf16_rounding as rounding
 from mars_hf.arithmetic import rules
-from mars_hf.distributed import placement as sharding
-from mars_hf.distributed.placement import Group, Placement
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.groups.from_model import rule_of, takes_mars
-from mars_hf.step import looks
-from mars_hf.step import state as states
+from mars_hf.distributed import dtensors
+from mars_hf.distributed.placement import Group, Placement, cut, shares
+from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.groups.settings import STRUCTURAL_KEYS
+from mars_hf.step import looks, states
 from mars_hf.step.directions import iteration_dtype
 
 # The list of a batch that each state is in.
@@ -128,7 +127,7 @@ class Batch:
         Returns:
             m of each of the optimizer's tensors, of its shape and strides, in the dtype of Newton-Schulz.
         """
-        here = [sharding.local(owner.detach()) for owner in self.placements]
+        here = [dtensors.local(owner.detach()) for owner in self.placements]
         momenta = [torch.empty_like(tensor, dtype=iteration_dtype(self.group, tensor)) for tensor in here]
         self._update(self._cut(momenta), "momentum")
         return momenta
@@ -169,20 +168,20 @@ class Batch:
             copied: whether the gradient is taken as a copy laid out like the parameter.
         """
         param, state = entry.param, entry.state
-        here = sharding.local(param.detach()) if placement is not None or sharding.is_dtensor(param) else param
-        gradient = sharding.local(entry.gradient)
+        here = dtensors.local(param.detach()) if placement is not None or dtensors.is_dtensor(param) else param
+        gradient = dtensors.local(entry.gradient)
         if copied:
             gradient = _laid_out_like(here, gradient)
-        self.params += sharding.cut(here, placement)
-        self.gradients += sharding.cut(gradient, placement)
+        self.params += cut(here, placement)
+        self.gradients += cut(gradient, placement)
         for key in keys:
-            getattr(self, _LISTS[key]).extend(sharding.cut(sharding.local(state[key]), placement))
+            getattr(self, _LISTS[key]).extend(cut(dtensors.local(state[key]), placement))
         self.placements[param] = placement
         count = len(self.params) - len(self.steps)
         self.owners += [param] * count
         self.owned += [state] * count
         self.steps += [state["step"]] * count
-        self.shares += sharding.shares(placement)
+        self.shares += shares(placement)
         self.slots += [entry.slot] if placement is None else [piece.slot for piece in placement.pieces]
         self.starts += [0] if placement is None else [piece.region.start for piece in placement.pieces]
         if placement is not None:
@@ -192,7 +191,7 @@ class Batch:
         """Pieces, as `params` has them, of tensors like the optimizer's."""
         pieces = []
         for tensor, placement in zip(tensors, self.placements.values(), strict=True):
-            pieces += sharding.cut(tensor, placement)
+            pieces += cut(tensor, placement)
         return pieces
 
     def _move(self, params: list[Tensor], **how: Any) -> None:
@@ -311,12 +310,7 @@ class Order:
 
 def structure(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     """Return the settings that decide how tensors are sorted, group by group, and the groups' sizes."""
-    return [(len(group["params"]), *[group[name] for name in _STRUCTURE]) for group in param_groups]
-
-
-# Settings that are read anew at every step; a change of any other one sorts anew.
-_LIVE = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
-_STRUCTURE = ("role", *(key for key in hyperparameters.GROUP_KEYS if key not in _LIVE))
+    return [(len(group["params"]), *[group[name] for name in STRUCTURAL_KEYS]) for group in param_groups]
 
 
 def sort(
@@ -349,7 +343,7 @@ def sort(
             chunks.get(param),
         )
         found.setdefault(key, []).append(place)
-    numel = sum(sharding.local(entry.param).numel() for entry in entries)
+    numel = sum(dtensors.local(entry.param).numel() for entry in entries)
     recipes = []
     for (index, device, dtype, gradient_dtype, needs, _, moves, dense, chunk), places in found.items():
         group = param_groups[index]
@@ -418,7 +412,7 @@ def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
     grad, last = entry.param.grad, entry.state.get("last_grad")
     if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:
         return False
-    if sharding.is_dtensor(grad) or grad.requires_grad or grad._is_view() or not looks.is_plain(grad):
+    if dtensors.is_dtensor(grad) or grad.requires_grad or grad._is_view() or not looks.is_plain(grad):
         return False
     owns = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     return owns and grad.dtype == last.dtype and grad.stride() == last.stride()
@@ -440,7 +434,7 @@ def _sharing(entries: Sequence[Entry], needed: Sequence[Iterable[str]]) -> set[i
     tensors, places = [], []
     for place, (entry, keys) in enumerate(zip(entries, needed, strict=True)):
         own = [entry.param, entry.gradient, *(entry.state[key] for key in keys)]
-        tensors += [sharding.local(tensor) for tensor in own]
+        tensors += [dtensors.local(tensor) for tensor in own]
         places += [place] * len(own)
     return {places[index] for index in looks.overlapping(tensors)}
 
@@ -449,7 +443,7 @@ def _is_dense(entry: Entry, keys: Iterable[str]) -> bool:
     """Whether parameter and states lie in memory as kernels need them; of gradients a copy can be made."""
     if "compensation" in entry.state and entry.state["compensation"].dtype != torch.bfloat16:
         return False
-    tensors = [sharding.local(tensor) for tensor in (entry.param, *(entry.state[key] for key in keys))]
+    tensors = [dtensors.local(tensor) for tensor in (entry.param, *(entry.state[key] for key in keys))]
     return all(map(looks.is_plain, tensors)) and looks.fill_alike(tensors)
 
 
@@ -459,7 +453,7 @@ def _laid_out_like(param: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _gradient_fits(entry: Entry, engine: engines.Engine) -> bool:
-    param, gradient = sharding.local(entry.param), sharding.local(entry.gradient)
+    param, gradient = dtensors.local(entry.param), dtensors.local(entry.gradient)
     if not engine.is_flat:
         return not gradient.is_neg()  # which PyTorch forgets between float16 and float32
     return looks.is_plain(gradient) and looks.fill_alike([param, gradient])

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, Coefficients, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.groups import matrix_layouts as layouts
-from mars_hf.groups import settings as hyperparameters
+from mars_hf.groups import matrix_layouts
 from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.groups.settings import ns_coefficients
+from mars_hf.groups.values import dtype_of
 
 _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 _MUON_EPS = 1e-7
@@ -46,14 +47,14 @@ def settings_of(group: Mapping[str, Any], param: Tensor) -> Settings:
     """
     rule = group["mars_type"]
     eps = _MUON_EPS if rule == "mars-m" else group["eps"] * (1 - group["betas"][0])
-    layout = layouts.from_plain(group["layout"]) or layouts.of_shape(param.shape)
-    return Settings(rule, layout, hyperparameters.ns_coefficients(group), float(eps), iteration_dtype(group, param))
+    layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(param.shape)
+    return Settings(rule, layout, ns_coefficients(group), float(eps), iteration_dtype(group, param))
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
     """The dtype of the iteration: `ns_dtype`, or bfloat16, and float64 for float64 parameters."""
     if group["ns_dtype"] is not None:
-        return hyperparameters.dtype_of(group["ns_dtype"])
+        return dtype_of(group["ns_dtype"])
     return torch.float64 if param.dtype == torch.float64 else torch.bfloat16
 
 
@@ -80,13 +81,13 @@ def directions(
         alike.setdefault((own.coefficients, own.eps, own.dtype), []).append(key)
     found = {}
     for (coefficients, eps, dtype), keys in alike.items():
-        matrices = [matrix for key in keys for matrix in layouts.split(momenta[key], settings[key].layout)]
+        matrices = [matrix for key in keys for matrix in matrix_layouts.split(momenta[key], settings[key].layout)]
         how = {"steps": len(coefficients), "coefficients": coefficients, "eps": eps}
         with torch.autocast(matrices[0].device.type, enabled=False):
             results = iter(orthogonalize(matrices, dtype=dtype, out_dtype=dtype, **how))
         for key in keys:
             found[key] = torch.empty_like(momenta[key], dtype=out_dtype)
-            for view in layouts.views(found[key], settings[key].layout):
+            for view in matrix_layouts.views(found[key], settings[key].layout):
                 result = next(results)
                 view.copy_(result.reshape(view.shape)).mul_(_SCALES[settings[key].rule](*result.shape[-2:]))
     return {key: found[key] for key in momenta}
@@ -95,7 +96,7 @@ def directions(
 def flops(shape: tuple[int, ...], layout: MatrixLayout, steps: int) -> float:
     """Multiplications and additions of Newton-Schulz on a parameter of this shape."""
     total = 0.0
-    for matrix in layouts.matrix_shapes(shape, layout):
+    for matrix in matrix_layouts.matrix_shapes(shape, layout):
         small, large = sorted(matrix[-2:])
         count = matrix[0] if layout.batched else 1
         # x xᵀ and its product with x, and the square of a (small, small) matrix.
@@ -117,8 +118,8 @@ class Chunks:
 
     def of(self, group: Mapping[str, Any], param: Tensor) -> tuple[Any, ...]:
         """The chunk of the next parameter, told by a key."""
-        layout = layouts.from_plain(group["layout"]) or layouts.of_shape(param.shape)
-        shapes = frozenset(tuple(sorted(shape[-2:])) for shape in layouts.matrix_shapes(param.shape, layout))
+        layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(param.shape)
+        shapes = frozenset(tuple(sorted(shape[-2:])) for shape in matrix_layouts.matrix_shapes(param.shape, layout))
         kind = (param.device, param.dtype, iteration_dtype(group, param), shapes)
         number, elements = self._sizes.get(kind, (0, 0))
         limit = self._limit or (CHUNK_CPU if param.device.type == "cpu" else MAX_ELEMENTS)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.rules import sum_dtype
-from mars_hf.distributed.placement import Group, all_reduce
+from mars_hf.distributed.placement import Group
+from mars_hf.distributed.whole_sums import all_reduce
 
 HERE = object()  # a group of this rank alone; None is the default process group
 

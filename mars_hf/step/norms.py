@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import clipping, rules
-from mars_hf.distributed import placement as sharding
 from mars_hf.distributed.placement import Placement
+from mars_hf.distributed.whole_sums import WholeSums
 from mars_hf.step.buckets import Batch
 from mars_hf.step.metrics import HERE, StepMetrics
 
@@ -37,7 +37,7 @@ class Norms:
         self._sums = [(batch, self._take(batch)) for batch in batches]
         # With a global norm, <c, c> depends on the sums of all parameters.
         self._rows = slice(GG, LL + 1) if max_grad_norm is not None else slice(CC, CC + 1)
-        self._whole: sharding.WholeSums | None = None
+        self._whole: WholeSums | None = None
 
     def _take(self, batch: Batch) -> Tensor:
         """Sums over the pieces of a batch, without its last gradients where nothing asks for them."""
@@ -57,10 +57,10 @@ class Norms:
             placements: of the sharded parameters, those without gradient included.
             slots: of all parameters that may be sharded; the same ones on every rank.
             device: of the parameters.
-            verify: as `sharding.WholeSums.reduce`.
+            verify: as `WholeSums.reduce`.
         """
         rows = self._rows.stop - self._rows.start
-        self._whole = sharding.WholeSums(slots, rows, device, rules.sum_dtype(device))
+        self._whole = WholeSums(slots, rows, device, rules.sum_dtype(device))
         for placement in placements:
             self._whole.join(placement)
             if self._metrics is not None:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.distributed import placement as sharding
-from mars_hf.distributed import replicas
+from mars_hf.distributed import dtensors, replicas
 from mars_hf.distributed.exchange import Exchange, agree, digest, disagreement, gather_objects
-from mars_hf.distributed.placement import Group, Placement
+from mars_hf.distributed.locator import Locator
+from mars_hf.distributed.placement import Group, Placement, cut
 from mars_hf.distributed.routes import Region
-from mars_hf.groups import matrix_layouts as layouts
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.groups.from_model import orthogonalizes
+from mars_hf.groups import matrix_layouts
+from mars_hf.groups.roles import orthogonalizes
+from mars_hf.groups.settings import ns_coefficients
 from mars_hf.step.buckets import Batch
 from mars_hf.step.directions import Chunks, directions, flops, iteration_dtype, settings_of
 
@@ -91,9 +91,9 @@ class Matrices:
     them can go on alone: all raise RuntimeError.
     """
 
-    def __init__(self, layout: sharding.Layout) -> None:
+    def __init__(self, layout: Locator) -> None:
         """With the parameters that the optimizer was built with."""
-        self._layout = layout
+        self._locator = layout
         # From `sort` on, by the id of a tensor. Nothing here keeps one alive.
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
@@ -127,12 +127,12 @@ class Matrices:
         self._groups = list(param_groups)
         slotted = enumerate((place, param) for place, group in enumerate(self._groups) for param in group["params"])
         wanted = [(slot, *pair) for slot, pair in slotted if orthogonalizes(self._groups[pair[0]])]
-        repeated = replicas.repeated() if any(not sharding.is_dtensor(param) for *_, param in wanted) else {}
+        repeated = replicas.repeated() if any(not dtensors.is_dtensor(param) for *_, param in wanted) else {}
         for slot, place, param in wanted:
             group = self._groups[place]
             dtype = iteration_dtype(group, param)
             key: Hashable = None
-            if param in placements or sharding.is_dtensor(param):
+            if param in placements or dtensors.is_dtensor(param):
                 key = self._join(slot, place, param, placements.get(param), dtype)
             else:
                 self._plain[id(param)] = _Plain(slot, place, param.device, dtype)
@@ -171,10 +171,10 @@ class Matrices:
         if placement is not None:
             repeating = placement.replicas
         else:
-            repeating = sharding.replicas_in_mesh(param)
+            repeating = dtensors.replicas_in_mesh(param)
         if shards is None and repeating is None:
             return None
-        team = Team(shards, repeating, sharding.local(param).device, dtype, not sharding.is_dtensor(param))
+        team = Team(shards, repeating, dtensors.local(param).device, dtype, not dtensors.is_dtensor(param))
         self._teams[id(param)] = team
         members = self._members.setdefault(team, [])  # also without a gradient here: others may have one
         if param.grad is not None:
@@ -201,7 +201,7 @@ class Matrices:
                 elif id(tensor) in self._plain:
                     own = self._plain[id(tensor)]
                     present.append(own.slot)
-                    shares_all = shares_all and (id(tensor) in averaged or id(tensor) in self._layout.replicas.unclear)
+                    shares_all = shares_all and (id(tensor) in averaged or id(tensor) in self._locator.replicas.unclear)
                     if id(tensor) in averaged:
                         place = repeated
                         team = Team(None, averaged[id(tensor)], own.device, own.dtype)
@@ -224,7 +224,7 @@ class Matrices:
         """The process group of each plain parameter on whose ranks this step is shared, by id."""
         if not self._plain:
             return {}
-        averaged = self._layout.replicas.averaged()
+        averaged = self._locator.replicas.averaged()
         return {key: averaged[key] for key in self._plain if key in averaged}
 
     def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
@@ -293,12 +293,14 @@ class Matrices:
         place_of: dict[int, int] = {}
         for theirs in gather_objects({slot: m.place for m in members for slot in _held(m)}, team.shards):
             place_of |= theirs
-        shapes = {slot: self._layout.shapes[slot] for slot in place_of} if team.uniform else {}
+        shapes = {slot: self._locator.shapes[slot] for slot in place_of} if team.uniform else {}
         shapes |= {member.slot: member.shape for member in members if not team.uniform}
         costs = {}
         for slot in place_of:
             _, layout, steps = _kind(groups[place_of[slot]])
-            costs[slot] = flops(shapes[slot], layouts.from_plain(layout) or layouts.of_shape(shapes[slot]), steps)
+            costs[slot] = flops(
+                shapes[slot], matrix_layouts.from_plain(layout) or matrix_layouts.of_shape(shapes[slot]), steps
+            )
         exchange = Exchange(
             {slot: shapes[slot] for slot in place_of},
             costs,
@@ -324,7 +326,7 @@ class Matrices:
                 if member.id in found:  # an engine's tensor may be all padding
                     _, _, momentum = found.pop(member.id)
                     slots = [member.slot] if member.placement is None else [p.slot for p in member.placement.pieces]
-                    pieces |= zip(slots, sharding.cut(momentum, member.placement), strict=True)
+                    pieces |= zip(slots, cut(momentum, member.placement), strict=True)
             results = work.exchange.run(pieces, functools.partial(_orthogonalize_wholes, work))
             if pieces:
                 torch._foreach_copy_(list(pieces.values()), [results[slot] for slot in pieces])
@@ -344,7 +346,7 @@ def _orthogonalize_wholes(work: _Work, wholes: dict[int, Tensor]) -> dict[int, T
 
 def _is_alone(param: Tensor, placement: Placement) -> bool:
     """Whether a sharded parameter is whole, in its own shape, because there is one rank only."""
-    return sharding.is_dtensor(param) and dist.get_world_size(placement.group) == 1
+    return dtensors.is_dtensor(param) and dist.get_world_size(placement.group) == 1
 
 
 def _held(member: _Member) -> dict[int, Region]:
@@ -356,7 +358,7 @@ def _held(member: _Member) -> dict[int, Region]:
 
 def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
     """The settings of a group that all ranks need to have in common."""
-    return group["mars_type"], group["layout"], len(hyperparameters.ns_coefficients(group))
+    return group["mars_type"], group["layout"], len(ns_coefficients(group))
 
 
 def _order(team: Team) -> tuple[Any, ...]:

@@ -7,16 +7,22 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from mars_hf.groups import from_model as param_groups
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.optimizer import DEFAULTS, Mars
+from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.groups.settings import DEFAULTS, PAIR_KEYS, SETTINGS, lr_1d_ratio
+from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors", "embedding": "embeddings"}
-# What the line names among the defaults, in this order; of the first, each beta counts for itself.
-_NAMED = ("beta1", "beta2", "eps", "weight_decay", "gamma", "clip_threshold")
-_NAMED_1D = ("lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d")
-_HALVES = {"beta1": ("betas", 0), "beta2": ("betas", 1), "beta1_1d": ("betas_1d", 0), "beta2_1d": ("betas_1d", 1)}
+
+
+def _announced(scope: str) -> list[str]:
+    """The settings that the first line names among the defaults; each beta counts for itself."""
+    names = [name for name, setting in SETTINGS.items() if setting.is_announced and setting.scope == scope]
+    halves = {pair: [half for half, (of, _) in PAIR_KEYS.items() if of == pair] for pair in ("betas", "betas_1d")}
+    return [own for name in names for own in halves.get(name, [name])]
+
+
+_NAMED, _NAMED_1D = _announced("group"), _announced("1d")
 
 
 def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
@@ -36,7 +42,7 @@ def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
     merged: dict[str, list[Any]] = {}
     for index, group in enumerate(mars.param_groups):
         count = len(group["params"]) if sizes is None or index >= len(sizes) else sizes[index]
-        rule = param_groups.rule_of(group)
+        rule = rule_of(group)
         own = "" if rule == shared["mars_type"] else f" under {rule}"
         rest = (
             f"{own}: lr={origins.rate(group):g}, betas=({group['betas'][0]:g}, {group['betas'][1]:g}), "
@@ -53,10 +59,10 @@ def defaults_in_force(mars: Mars) -> str:
     """Return which settings are MARS's defaults, each with the argument of the user's that it stands in for."""
     origin = origins.of(mars)
     matrix = _shared(mars)
-    vector = next((group for group in mars.param_groups if not param_groups.takes_mars(group)), None)
+    vector = next((group for group in mars.param_groups if not takes_mars(group)), None)
     found = []
     for name in (*_NAMED, *(_NAMED_1D if vector is not None else ())):
-        key, half = _HALVES.get(name, (name, None))
+        key, half = PAIR_KEYS.get(name, (name, None))
         default = DEFAULTS[key] if half is None else DEFAULTS[key][half]
         if origin.stated is None:
             given = mars.defaults[key] if half is None else mars.defaults[key][half]
@@ -66,7 +72,7 @@ def defaults_in_force(mars: Mars) -> str:
             continue
         runs = vector if vector is not None and name in _NAMED_1D else matrix
         if name == "lr_1d":
-            default = hyperparameters.lr_1d_ratio(matrix["mars_type"])
+            default = lr_1d_ratio(matrix["mars_type"])
             value = origins.rate(runs) / origins.rate(matrix) if origins.rate(matrix) else default
             text = f"lr_1d={'lr' if default == 1 else f'{default:g} lr'}"
         else:
@@ -157,7 +163,7 @@ def card_entries(mars: Mars) -> dict[str, Any]:
     """Return what ran, in place of what transformers' model card takes from TrainingArguments."""
     from mars_hf import __version__
 
-    matrices = [group for group in mars.param_groups if param_groups.takes_mars(group)] or mars.param_groups
+    matrices = [group for group in mars.param_groups if takes_mars(group)] or mars.param_groups
     sizes = origins.of(mars).sizes
     return {
         "learning_rate": origins.rate(matrices[0]),
@@ -167,15 +173,15 @@ def card_entries(mars: Mars) -> dict[str, Any]:
 
 def _shared(mars: Mars) -> Mapping[str, Any]:
     """The settings of the first group under the MARS rule, or of the first."""
-    return next((group for group in mars.param_groups if param_groups.takes_mars(group)), mars.param_groups[0])
+    return next((group for group in mars.param_groups if takes_mars(group)), mars.param_groups[0])
 
 
 def _share_of_lr(mars: Mars, group: Mapping[str, Any]) -> float:
-    if param_groups.takes_mars(group):
+    if takes_mars(group):
         return 1.0
     lr, lr_1d = float(mars.defaults["lr"]), mars.defaults["lr_1d"]
     if lr_1d is None or not lr:
-        return hyperparameters.lr_1d_ratio(group["mars_type"])
+        return lr_1d_ratio(group["mars_type"])
     return float(lr_1d / lr)
 
 

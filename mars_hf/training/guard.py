@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from mars_hf.groups.matrix_layouts import shape_of
+from mars_hf.distributed.placement import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 

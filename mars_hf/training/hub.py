@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars_hf.groups import from_model as param_groups
+from mars_hf.groups.roles import orthogonalizes
+from mars_hf.groups.settings import SETTINGS
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 from mars_hf.training.guard import innermost
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-_SETTINGS = ("mars_type", "gamma", "is_approx", "clip_threshold", "eps", "amsgrad", "optimize_1d", "second_moment")
-_NEWTON_SCHULZ = ("ns_steps", "ns_coefficients", "layout")
 
 
 def write_model_card(trainer: Trainer) -> Path:
@@ -92,9 +90,10 @@ def _describe(optimizer: Any) -> str:
 def _optimizer_table(optimizer: Any, trainer: Trainer) -> list[str]:
     """One row a parameter group, with the peak learning rate where a scheduler keeps it."""
     groups = getattr(optimizer, "param_groups", [])
-    names = ["lr", "betas", "weight_decay", *(_SETTINGS if isinstance(optimizer, Mars) else ("eps",))]
-    if isinstance(optimizer, Mars) and any(map(param_groups.orthogonalizes, groups)):
-        names += _NEWTON_SCHULZ
+    names = ["lr", "betas", "eps", "weight_decay"]
+    if isinstance(optimizer, Mars):
+        orthogonal = any(map(orthogonalizes, groups))
+        names = [name for name, own in SETTINGS.items() if own.in_card and (orthogonal or not own.is_orthogonal)]
     header = ["group", *names]
     rows = [header, ["---"] * len(header)]
     for index, group in enumerate(groups):

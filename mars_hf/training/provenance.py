@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mars_hf.groups import settings as hyperparameters
+from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.optimizer import Mars
 
 # The loop's business, not the optimizer's; and the modules' shapes, which loading checks.
@@ -77,7 +77,7 @@ def of(mars: Mars) -> Origin:
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a group that training runs with; `lr` is the rate its schedule starts from."""
-    found = {key: group[key] for key in hyperparameters.GROUP_KEYS if key in group and key not in _NOT_COMPARED}
+    found = {key: group[key] for key in GROUP_KEYS if key in group and key not in _NOT_COMPARED}
     found["lr"] = rate(group)
     return found
 

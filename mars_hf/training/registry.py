@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from mars_hf.groups import from_model as param_groups
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.optimizer import DEFAULTS, MODEL_DEFAULTS, Mars, create
+from mars_hf.groups.from_model import from_model
+from mars_hf.groups.settings import (
+    DEFAULTS,
+    MARS_TYPES,
+    MODEL_DEFAULTS,
+    ORTHOGONAL_TYPES,
+    PAIR_KEYS,
+    check,
+    read,
+    reject_unknown,
+)
+from mars_hf.optimizer import Mars, create
 from mars_hf.training import provenance as origins
 
 if TYPE_CHECKING:
@@ -22,15 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # `--optim` names and the rule each one chooses.
-OPTIM_NAMES = {f"{kind.replace('-', '_')}": kind for kind in hyperparameters.MARS_TYPES}
+OPTIM_NAMES = {f"{kind.replace('-', '_')}": kind for kind in MARS_TYPES}
 
-# One float of a pair, because `optim_args` can hold neither commas nor tuples in a value.
-_PAIR_KEYS = {
-    "beta1": ("betas", 0),
-    "beta2": ("betas", 1),
-    "beta1_1d": ("betas_1d", 0),
-    "beta2_1d": ("betas_1d", 1),
-}
 # TrainingArguments' name of a setting -> ours. Left at the default of their class, these leave MARS's in force.
 _ARGUMENT_NAMES = {
     "weight_decay": "weight_decay",
@@ -38,10 +40,8 @@ _ARGUMENT_NAMES = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-# `optim_args` cannot hold "=" in a value either.
-_MATRIX_NDIM_WORDS = {"ge2": ">=2", "eq2": "==2"}
 # layout is that of one matrix: a model has its own.
-_ACCEPTED = tuple(key for key in (*DEFAULTS, *_PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout")
+_ACCEPTED = tuple(key for key in (*DEFAULTS, *PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout")
 
 
 class MarsFactory:
@@ -128,25 +128,25 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
 def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
     """Return hyperparameters for `create` from settings and TrainingArguments; see `factory`."""
     flat = _flatten(settings, args)
-    resolved = {key: value for key, value in flat.items() if key not in _PAIR_KEYS}
-    for key, (pair, index) in _PAIR_KEYS.items():
+    resolved = {key: value for key, value in flat.items() if key not in PAIR_KEYS}
+    for key, (pair, index) in PAIR_KEYS.items():
         if key in flat:
             values = list(resolved.get(pair, DEFAULTS[pair]))
             values[index] = flat[key]
             resolved[pair] = tuple(values)
-    hyperparameters.check(resolved)
+    check(resolved)
     return resolved
 
 
 def _flatten(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
     """Return what the user has stated, here or in TrainingArguments, with each beta for itself."""
-    hyperparameters.reject_unknown(settings, _ACCEPTED, "mars_hf.factory")
+    reject_unknown(settings, _ACCEPTED, "mars_hf.factory")
     flat = {key: value for key, value in settings.items() if key not in ("betas", "betas_1d")}
-    for key, (pair, index) in _PAIR_KEYS.items():
+    for key, (pair, index) in PAIR_KEYS.items():
         if pair in settings:
             if key in settings:
                 raise ValueError(f"both {pair}={settings[pair]!r} and {key}={settings[key]!r} are given; give one")
-            hyperparameters.check({pair: settings[pair]})
+            check({pair: settings[pair]})
             flat[key] = settings[pair][index]
     if args is None:
         return flat
@@ -186,7 +186,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[
     own = {key: value for key, value in resolved.items() if key not in MODEL_DEFAULTS}
     shared = {key: own.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
     if model is None:
-        if shared["mars_type"] in hyperparameters.ORTHOGONAL_TYPES:
+        if shared["mars_type"] in ORTHOGONAL_TYPES:
             logger.warning(
                 "mars_type=%r from plain parameter groups orthogonalizes every matrix, embeddings and heads included: "
                 "nothing but their shapes is known; pass model=... to leave those to AdamW",
@@ -195,7 +195,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[
         return create(groups, **resolved)
     stated = {
         id(param): {key: value for key, value in group.items() if key != "params"}
-        for group in param_groups.from_model(model, **shared, **options)
+        for group in from_model(model, **shared, **options)
         for _, param in group["params"]
     }
     split: list[dict[str, Any]] = []
@@ -220,8 +220,8 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
         ValueError: a value that cannot be read.
     """
     accepted = [key for key in _ACCEPTED if key not in ("betas", "betas_1d")]
-    hyperparameters.reject_unknown(optim_args, accepted, "optim_args")
-    return {key: _parse_value(key, text) for key, text in optim_args.items()}
+    reject_unknown(optim_args, accepted, "optim_args")
+    return {key: read(key, text) for key, text in optim_args.items()}
 
 
 def split_optim_args(text: str | None) -> dict[str, str]:
@@ -359,27 +359,3 @@ def _calling_trainer() -> Any:
     from mars_hf.training.guard import calling_trainer
 
     return calling_trainer()
-
-
-def _parse_value(key: str, text: str) -> Any:
-    lowered = text.lower()
-    if key == "matrix_ndim":
-        if lowered not in _MATRIX_NDIM_WORDS:
-            raise ValueError(f"optim_args: {key}={text!r} is unknown; accepted: ge2 (>=2), eq2 (==2)")
-        return _MATRIX_NDIM_WORDS[lowered]
-    default = {**DEFAULTS, **MODEL_DEFAULTS}.get(key)
-    if lowered in ("none", "null") and key != "split_fused":
-        return None
-    if isinstance(default, list):
-        return text.split("|")
-    if isinstance(default, bool) or key in ("foreach", "fused"):
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if lowered not in words:
-            raise ValueError(f"optim_args: {key}={text!r} is not a bool; accepted: true, false")
-        return words[lowered]
-    if isinstance(default, str) or key.endswith("_dtype"):
-        return text
-    try:
-        return int(text) if isinstance(default, int) else float(text)
-    except ValueError:
-        raise ValueError(f"optim_args: {key}={text!r} is not a number") from None

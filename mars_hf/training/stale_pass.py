@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
-from mars_hf.distributed import placement as sharding
+from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import innermost
 from mars_hf.training.random_state import RandomState
@@ -110,7 +110,7 @@ class StalePass:
         with torch.no_grad():
             for param in self._trainer.model_wrapped.parameters():
                 if param.grad is not None:
-                    here = sharding.local(param.grad)
+                    here = dtensors.local(param.grad)
                     here.add_((norm * 0).to(here))  # 0, or NaN
 
     def _compare(self, expected: list[Any], inputs: Any) -> None:
@@ -183,7 +183,7 @@ class StalePass:
         if norm is not None and limit > 0:
             nn.utils.clip_grads_with_norm_(params, limit, norm)
         if norm is not None and scaler is not None:
-            self._norm = norm.full_tensor() if sharding.is_dtensor(norm) else norm
+            self._norm = norm.full_tensor() if dtensors.is_dtensor(norm) else norm
         mars.update_previous_grad()
         mars.update_last_grad()
         for param in params:

@@ -6,13 +6,15 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
+
+from mars_hf.groups.settings import PAIR_KEYS, SETTINGS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
@@ -56,50 +58,53 @@ class DataArguments:
 
 
 @dataclass
-class OptimizerArguments:
+class _Optimizer:
     """Which optimizer, and its settings; the learning rate and the decay are --learning_rate and --weight_decay.
 
-    What is left out takes the optimizer's own default: that of `mars_hf.Mars`, or of `torch.optim.AdamW`.
+    A setting left out takes the optimizer's own default: that of `mars_hf.Mars`, or of `torch.optim.AdamW`.
     """
 
     optimizer: str = field(default="mars_adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
-    beta1: float | None = field(default=None, metadata={"help": "Decay rate of the first moment."})
-    beta2: float | None = field(default=None, metadata={"help": "Decay rate of the second moment."})
-    eps: float | None = field(default=None, metadata={"help": "Added to the root of the second moment."})
-    gamma: float | None = field(default=None, metadata={"help": "Scale of the variance reduction."})
-    clip_threshold: float | None = field(
-        default=None, metadata={"help": "Largest norm of a corrected gradient; left out: 1.0; 0: no clipping."}
-    )
-    is_approx: bool | None = field(
-        default=None,
-        metadata={"help": "False: exact MARS, which takes two gradients a step."},
-    )
-    optimize_1d: bool | None = field(default=None, metadata={"help": "True: vectors take the MARS rule as well."})
-    lr_1d: float | None = field(
-        default=None,
-        metadata={
-            "help": "Learning rate of what takes AdamW: vectors, with mars_shampoo and mars_m embeddings too. "
-            "Left out: half of the matrices', all of it with mars_m."
-        },
-    )
-    beta1_1d: float | None = field(default=None, metadata={"help": "beta1 of the same."})
-    beta2_1d: float | None = field(default=None, metadata={"help": "beta2 of the same."})
-    weight_decay_1d: float | None = field(default=None, metadata={"help": "Decay of the same."})
-    second_moment: str | None = field(default=None, metadata={"help": "corrected or gradient."})
-    ns_steps: int | None = field(
-        default=None,
-        metadata={"help": "Steps of Newton-Schulz; this and the next three: mars_shampoo and mars_m only."},
-    )
-    ns_coefficients: str | None = field(default=None, metadata={"help": "quintic or polar-express."})
-    split_fused: str | None = field(
-        default=None, metadata={"help": "auto: query, key and value are orthogonalized apart; none: as one matrix."}
-    )
-    orthogonalize_embeddings: bool | None = field(
-        default=None, metadata={"help": "True: embeddings are orthogonalized too, in place of AdamW."}
-    )
-    no_decay: list[str] | None = field(
-        default=None, metadata={"help": "Shell patterns of names of matrices that are not decayed (mars only)."}
-    )
+
+
+# Settings that transformers.TrainingArguments, --optimizer or the recipe itself decide.
+_DECIDED_ELSEWHERE = (
+    "lr",
+    "weight_decay",
+    "max_grad_norm",
+    "mars_type",
+    "layout",
+    "take_grad",
+    "maximize",
+    "capturable",
+)
+_HELP = {
+    "betas": "Decay rate of the {} moment.",
+    "betas_1d": "Decay rate of the {} moment of what takes AdamW.",
+    "clip_threshold": "Largest norm of a corrected gradient; left out: 1.0; 0: no clipping.",
+}
+
+
+def _mars_fields() -> list[tuple[str, Any, Any]]:
+    """The settings of MARS as fields of a dataclass: a pair as its halves, None for a setting left out."""
+    fields = []
+    for name, setting in SETTINGS.items():
+        if name in _DECIDED_ELSEWHERE:
+            continue
+        text = _HELP.get(name, setting.help)
+        halves = [half for half, (pair, _) in PAIR_KEYS.items() if pair == name]
+        for half, moment in zip(halves, ("first", "second"), strict=False):
+            fields.append((half, float | None, field(default=None, metadata={"help": text.format(moment)})))
+        if not halves:
+            fields.append((name, setting.kind.type | None, field(default=None, metadata={"help": text})))
+    return fields
+
+
+if TYPE_CHECKING:
+    OptimizerArguments = _Optimizer
+else:
+    OptimizerArguments = make_dataclass("OptimizerArguments", _mars_fields(), bases=(_Optimizer,))
+    OptimizerArguments.__doc__ = _Optimizer.__doc__
 
 
 @dataclass

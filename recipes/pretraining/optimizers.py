@@ -8,15 +8,13 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.groups import from_model as param_groups
-from mars_hf.groups import settings as hyperparameters
+from mars_hf.groups.from_model import from_model
+from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
 from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
 # Settings that AdamW has too.
 _SHARED = ("beta1", "beta2", "eps", "no_decay")
-# Settings of those that orthogonalize.
-_ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in hyperparameters.ORTHOGONAL_TYPES)
-_ORTHOGONAL_SETTINGS = ("ns_steps", "ns_coefficients", "split_fused", "orthogonalize_embeddings")
+_ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in ORTHOGONAL_TYPES)
 
 
 class AdamWFactory:
@@ -27,7 +25,7 @@ class AdamWFactory:
         decay = {"matrix": settings["weight_decay"], "vector": 0.0}
         groups = [
             {"params": group["params"], "weight_decay": group.get("weight_decay", decay[group["role"]])}
-            for group in param_groups.from_model(model, no_decay=no_decay)
+            for group in from_model(model, no_decay=no_decay)
         ]
         return torch.optim.AdamW(groups, **settings)
 
@@ -50,10 +48,11 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
             "eps": settings.get("eps", training.adam_epsilon),
             "no_decay": settings.get("no_decay", []),
         }
-    foreign = [name for name in settings if name in _ORTHOGONAL_SETTINGS]
+    foreign = [name for name in settings if name in ORTHOGONAL_KEYS]
     if foreign and arguments.optimizer not in _ORTHOGONAL_OPTIMIZERS:
         owners = " and ".join(_ORTHOGONAL_OPTIMIZERS)
         raise ValueError(f"optimizer={arguments.optimizer} has no {', '.join(foreign)}, which {owners} have")
+    settings = {name: read(name, value) if isinstance(value, str) else value for name, value in settings.items()}
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
     return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)

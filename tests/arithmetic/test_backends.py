@@ -10,7 +10,7 @@ from torch import nn
 from mars_hf import Mars
 from mars_hf.arithmetic import backends as engines
 from mars_hf.arithmetic.kernels import cpu as compiled
-from mars_hf.distributed.placement import Layout
+from mars_hf.distributed.locator import Locator
 from mars_hf.step.buckets import gather
 from mars_hf.step.orthogonalized import Matrices
 
@@ -23,7 +23,7 @@ def names(optimizer: Mars) -> list[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-    chunks = Matrices(Layout()).sort(optimizer.param_groups, {})
+    chunks = Matrices(Locator()).sort(optimizer.param_groups, {})
     return [batch.engine.name for batch in gather(optimizer.param_groups, optimizer.state, {}, chunks)]
 
 

@@ -433,7 +433,7 @@ def run_alive(name: str) -> dict[str, Any]:
     tensors += [t.to_local() for t in tensors if isinstance(t, DTensor)]
     # By their memory, since a weak reference sees one Python object of several.
     storages = {t.untyped_storage()._cdata for t in tensors if torch.is_tensor(t) and not isinstance(t, DTensor)}
-    layout, keeper = mars._layout, mars._matrices
+    layout, keeper = mars._locator, mars._matrices
     before = live_bytes(storages)
     mars.state.clear()
     mars.param_groups.clear()

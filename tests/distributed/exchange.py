@@ -29,9 +29,9 @@ from worker import import_deepspeed, main
 from workload import ACCUMULATION, CASES, Tokens, build_model
 
 import mars_hf
-from mars_hf.distributed import placement as sharding
-from mars_hf.distributed import replicas
+from mars_hf.distributed import dtensors, replicas
 from mars_hf.distributed.exchange import Exchange
+from mars_hf.distributed.placement import cut
 from mars_hf.distributed.routes import Region
 
 # By slot; slots need not be without gaps. Some have fewer rows or columns than there are ranks.
@@ -245,17 +245,17 @@ def step_in_deepspeed(name: str, model: nn.Module, mars: mars_hf.Mars, look_at: 
 
 def look(mars: mars_hf.Mars, names: list[str], expected: dict[str, Tensor], wholes: dict[str, list[bool]]) -> None:
     """Put together what the optimizer's groups hold now, and note whether it is what is expected."""
-    layout = mars._layout
+    layout = mars._locator
     assert layout is not None
     params = [param for group in mars.param_groups for param in group["params"]]
     placements = [layout.locate(param, slot) for slot, param in enumerate(params)]
     regions, pieces = {}, {}
     for slot, (tensor, placement) in enumerate(zip(params, placements, strict=True)):
-        here = sharding.local(tensor.detach())
+        here = dtensors.local(tensor.detach())
         if placement is None:
             regions[slot], pieces[slot] = Region.everything(tensor.shape), here
             continue
-        parts = sharding.cut(here, placement) if placement.pieces else []
+        parts = cut(here, placement) if placement.pieces else []
         for piece, part in zip(placement.pieces, parts, strict=True):
             regions[piece.slot], pieces[piece.slot] = piece.region, part
     (groups,) = {
@@ -360,7 +360,7 @@ def replicas_of(params: list[Tensor]) -> list[Any]:
     """The process group on whose ranks each whole parameter is repeated."""
     wrapped = replicas.repeated()
     return [
-        sharding.replicas_in_mesh(param) if sharding.is_dtensor(param) else wrapped.get(id(param)) for param in params
+        dtensors.replicas_in_mesh(param) if dtensors.is_dtensor(param) else wrapped.get(id(param)) for param in params
     ]
 
 

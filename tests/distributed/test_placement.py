@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mars_hf
-from mars_hf.distributed import placement as sharding
+from mars_hf.distributed import dtensors, whole_sums
+from mars_hf.distributed.locator import Locator
+from mars_hf.distributed.placement import Placement
 from mars_hf.distributed.routes import Region
+from mars_hf.distributed.whole_sums import WholeSums, wide_dtype, wire_device
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +143,7 @@ def test_fsdp1_is_refused(alone):
 
 def test_pieces_know_their_place_in_the_parameter(alone):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    layout = Locator([{"params": params, "role": "matrix"}])
     placement = layout.locate(zero12(params), 0)
     assert [piece.region for piece in placement.pieces] == [Region(None, 0, 12), Region(None, 0, 10)]
     assert placement.group is dist.group.WORLD and placement.replicas is None
@@ -153,26 +156,26 @@ def test_shapes_are_those_of_whole_parameters(alone):
     emptied = nn.Parameter(torch.empty(0))  # as DeepSpeed's zero.Init leaves it
     emptied.ds_shape = torch.Size([5, 2])
     params = [nn.Parameter(torch.randn(4, 3)), emptied, dtensor((6, 4), (1,), ("shard",), [Shard(0)])]
-    layout = sharding.Layout([{"params": params[:1], "role": "matrix"}])
+    layout = Locator([{"params": params[:1], "role": "matrix"}])
     layout.extend({"params": params[1:], "role": "matrix"})
     assert layout.shapes == [torch.Size([4, 3]), torch.Size([5, 2]), torch.Size([6, 4])]
 
 
 def test_one_rank_has_no_replicas(alone):
-    assert sharding.replicas_in_mesh(dtensor((6, 4), (1,), ("replicate",), [Replicate()])) is None
+    assert dtensors.replicas_in_mesh(dtensor((6, 4), (1,), ("replicate",), [Replicate()])) is None
 
 
 def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
     for backend, expected in (("nccl", torch.device("cuda")), ("gloo", cpu)):
         monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
-        assert sharding.wire_device(cpu, None) == expected
-        assert sharding.wire_device(cuda, None) == cuda
+        assert wire_device(cpu, None) == expected
+        assert wire_device(cuda, None) == cuda
 
 
 def test_a_layout_neither_holds_parameters_nor_refers_to_them(alone):
     params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)), dtensor((6, 4), (1,), ("a",), [Shard(0)])]
-    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    layout = Locator([{"params": params, "role": "matrix"}])
     for slot, param in enumerate(params):
         layout.locate(param, slot)
     layout.all_seen(params[2:])
@@ -252,7 +255,7 @@ def test_a_flat_tensor_of_unknown_origin_is_refused():
 
 def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(alone):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    layout = Locator([{"params": params, "role": "matrix"}])
     flat = zero12(params)
     before = layout.locate(flat, 0)
     assert layout.locate(flat, 0) is before
@@ -264,7 +267,7 @@ def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(a
 
 def test_parameters_are_found_among_frozen_objects(alone):
     params = [nn.Parameter(torch.randn(4, 3))]
-    layout = sharding.Layout([{"params": params, "role": "matrix"}])
+    layout = Locator([{"params": params, "role": "matrix"}])
     flat = zero12(params)
     gc.freeze()
     try:
@@ -295,18 +298,18 @@ def test_a_part_of_a_dtensor_that_torch_would_not_cut_is_refused(alone):
     mesh = init_device_mesh("cpu", (1,))
     odd = DTensor.from_local(torch.randn(5, 4), mesh, [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
     with pytest.raises(RuntimeError, match=r"part of shape \(5, 4\) on this rank"):
-        sharding.Layout([{"params": [odd], "role": "matrix"}]).locate(odd, 0)
+        Locator([{"params": [odd], "role": "matrix"}]).locate(odd, 0)
 
 
 def test_sums_travel_in_one_dtype_whatever_is_here(alone, monkeypatch):
     sent = []
-    monkeypatch.setattr(sharding, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
+    monkeypatch.setattr(whole_sums, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
     for dtype in (torch.float32, torch.float64, None):
-        sums = sharding.WholeSums([0, 2], 1, torch.device("cpu"), dtype)
-        sums.join(sharding.Placement((), None))
+        sums = WholeSums([0, 2], 1, torch.device("cpu"), dtype)
+        sums.join(Placement((), None))
         sums.add(None, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
         sums.reduce(verify=False)
         assert sums.of(None, [2]).dtype == (dtype or torch.float64)
     assert set(sent) == {torch.float64}
     assert sums.of(None, [2]).item() == sums.total(0).item() == 1e300
-    assert sharding.wide_dtype(torch.device("mps")) == torch.float32
+    assert wide_dtype(torch.device("mps")) == torch.float32

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import matrix_layouts
 
 
 @dataclass(frozen=True)
@@ -1000,7 +1000,7 @@ def cell_of(reason: str | None) -> str:
 
 def check(model: nn.Module, cells: Mapping[str, str]) -> None:
     """Every parameter of two or more dimensions is in the cell it should be, and every pattern has one."""
-    reasons = layouts.left_out(model)
+    reasons = matrix_layouts.left_out(model)
     patterns = {(cell, one) for cell, text in cells.items() for whole in text.split() for one in alternatives(whole)}
     used, wrong = set(), []
     for name, param in model.named_parameters():
@@ -1059,22 +1059,22 @@ MATRICES = {
 @pytest.mark.parametrize("row", MATRICES)
 def test_matrices_are_those_that_the_code_multiplies_with(row):
     model = build(TABLE[row])
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     for pattern, expected in MATRICES[row].items():
         names = fnmatch.filter(found, pattern)
         assert names
         for name in names:
-            assert layouts.matrix_shapes(model.get_parameter(name).shape, found[name]) == expected
+            assert matrix_layouts.matrix_shapes(model.get_parameter(name).shape, found[name]) == expected
 
 
 def test_stacked_experts_do_what_they_are_taken_for():
     row = TABLE["dbrx"]
     model = getattr(transformers, row.name)(getattr(transformers, row.config)(**row.settings)).eval()
     experts = model.transformer.blocks[0].ffn.experts
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     inputs, chosen = torch.randn(5, 32), torch.tensor([[0], [2], [1], [2], [0]])
     names = {leaf: f"transformer.blocks.0.ffn.experts.mlp.{leaf}" for leaf in ("w1", "v1", "w2")}
-    stacks = {leaf: layouts.split(model.get_parameter(name), found[name])[0] for leaf, name in names.items()}
+    stacks = {leaf: matrix_layouts.split(model.get_parameter(name), found[name])[0] for leaf, name in names.items()}
     outputs = experts(inputs, chosen, torch.ones(5, 1))
     for token, (expert,) in enumerate(chosen.tolist()):
         gate, up, down = (stacks[leaf][expert] for leaf in ("w1", "v1", "w2"))
@@ -1085,13 +1085,13 @@ def test_stacked_experts_do_what_they_are_taken_for():
 def test_xlnet_reads_its_projections_as_one_square_matrix_each():
     model = transformers.XLNetModel(transformers.XLNetConfig(d_model=12, n_head=3, d_inner=8, n_layer=1, vocab_size=9))
     attention = model.layer[0].rel_attn
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     hidden = torch.randn(4, 1, 12)
     for leaf in "qkvr":
-        (matrix,) = layouts.split(getattr(attention, leaf), found[f"layer.0.rel_attn.{leaf}"])
+        (matrix,) = matrix_layouts.split(getattr(attention, leaf), found[f"layer.0.rel_attn.{leaf}"])
         expected = torch.einsum("ibh,hnd->ibnd", hidden, getattr(attention, leaf)).flatten(2)
         torch.testing.assert_close(hidden @ matrix, expected)
-    (matrix,) = layouts.split(attention.o, found["layer.0.rel_attn.o"])
+    (matrix,) = matrix_layouts.split(attention.o, found["layer.0.rel_attn.o"])
     heads = torch.randn(4, 1, 3, 4)
     expected = torch.einsum("ibnd,hnd->ibh", heads, attention.o)
     torch.testing.assert_close(heads.flatten(2) @ matrix.T, expected)

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.groups import from_model as param_groups
+from mars_hf.groups.roles import role_of, rule_of
 
 
 def tiny_gpt2(**settings) -> GPT2LMHeadModel:
@@ -134,7 +134,7 @@ def test_embeddings_take_adamw_with_the_settings_of_vectors_always():
     for optimize_1d in (False, True):
         embedding, vector, _ = Mars(groups, optimize_1d=optimize_1d, **settings).param_groups
         assert (embedding["lr"], embedding["betas"], embedding["weight_decay"]) == (1e-4, (0.8, 0.9), 0.2)
-        assert [param_groups.rule_of(group) for group in (embedding, vector)] == [
+        assert [rule_of(group) for group in (embedding, vector)] == [
             "adamw",
             "mars-adamw" if optimize_1d else "adamw",
         ]
@@ -150,7 +150,7 @@ def test_one_rate_for_all_is_the_default_of_mars_m():
 def test_roles_come_from_the_shape_before_partitioning():
     partitioned = nn.Parameter(torch.empty(0))
     partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
-    assert param_groups.role_of(partitioned, ">=2") == "matrix"
+    assert role_of(partitioned, ">=2") == "matrix"
 
 
 def test_an_empty_group_stays():

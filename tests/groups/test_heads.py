@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import matrix_layouts
 
 
 def heads(model: nn.Module) -> set[str]:
-    return {name for name, reason in layouts.left_out(model).items() if reason == "head"}
+    return {name for name, reason in matrix_layouts.left_out(model).items() if reason == "head"}
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -163,4 +163,4 @@ def test_what_is_tied_to_a_head_is_left_out_with_it():
 def test_heads_and_embeddings_are_orthogonalized_on_request():
     model = Model(table=nn.Embedding(5, 4), score=nn.Linear(4, 3), last=nn.Linear(4, 1))
     model.score.scale = nn.Parameter(torch.ones(3, 4))
-    assert layouts.takes_adamw(model, orthogonalize_embeddings=True) == {"score.scale", "last.weight"}
+    assert matrix_layouts.takes_adamw(model, orthogonalize_embeddings=True) == {"score.scale", "last.weight"}

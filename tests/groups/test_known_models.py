@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from mars_hf.groups import known_models
-from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import known_models, matrix_layouts
 
 UNKNOWN = "{} is not known to multiply activations with it"
 GROUPED = "depthwise or grouped convolution"
@@ -17,8 +16,10 @@ PART = "part of a parametrized weight"
 
 def reasons(model: nn.Module, **options) -> dict[str, str | None]:
     """Why each parameter of two or more dimensions is not orthogonalized; None if it is."""
-    found = layouts.left_out(model, **options)
-    return {name: found.get(name) for name, param in model.named_parameters() if len(layouts.shape_of(param)) > 1}
+    found = matrix_layouts.left_out(model, **options)
+    return {
+        name: found.get(name) for name, param in model.named_parameters() if len(matrix_layouts.shape_of(param)) > 1
+    }
 
 
 class Holds(nn.Module):
@@ -106,8 +107,8 @@ def test_parametrized_weights(inside):
 
 def test_layouts_of_parametrized_weights_are_those_of_their_modules():
     model = nn.ModuleDict({"up": parametrizations.weight_norm(nn.ConvTranspose1d(4, 3, 5))})
-    found = layouts.of_model(model)["up.parametrizations.weight.original1"]
-    assert layouts.matrix_shapes((4, 3, 5), found) == [(3, 20)]
+    found = matrix_layouts.of_model(model)["up.parametrizations.weight.original1"]
+    assert matrix_layouts.matrix_shapes((4, 3, 5), found) == [(3, 20)]
 
 
 def test_unknown_parametrizations_take_adamw():
@@ -158,7 +159,7 @@ def test_code_that_hands_a_parameter_to_linear():
     }
     model = MultipliesExperts(stack=(2, 3, 4))
     assert reasons(model) == {"stack": None}
-    assert layouts.matrix_shapes((2, 3, 4), layouts.of_model(model)["stack"]) == [(2, 3, 4)]
+    assert matrix_layouts.matrix_shapes((2, 3, 4), matrix_layouts.of_model(model)["stack"]) == [(2, 3, 4)]
     assert set(reasons(DoesOtherThings(first=(3, 4), normal=(3, 4))).values()) == {UNKNOWN.format("DoesOtherThings")}
 
 

@@ -12,8 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mars_hf import Mars
 from mars_hf.arithmetic.newton_schulz import muon_scale, newton_schulz, orthogonalize, shampoo_scale
-from mars_hf.groups import known_models
-from mars_hf.groups import matrix_layouts as layouts
+from mars_hf.groups import known_models, matrix_layouts
 from mars_hf.groups.matrix_layouts import MatrixLayout
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
@@ -30,8 +29,8 @@ def of(name: str, config: str, settings: dict) -> nn.Module:
 def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> dict:
     """What the orthogonalizing rules do to each parameter, by its layout."""
     found = {}
-    for name, layout in layouts.of_model(model, **options).items():
-        matrices = layouts.split(gradients[name], layout)
+    for name, layout in matrix_layouts.of_model(model, **options).items():
+        matrices = matrix_layouts.split(gradients[name], layout)
         results = orthogonalize(matrices, dtype=gradients[name].dtype)
         found[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
     return found
@@ -40,7 +39,7 @@ def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> di
 def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
     """The parameter-shaped tensor whose matrices these are."""
     joined = torch.empty_like(like, dtype=matrices[0].dtype)
-    for view, matrix in zip(layouts.views(joined, layout), matrices, strict=True):
+    for view, matrix in zip(matrix_layouts.views(joined, layout), matrices, strict=True):
         view.copy_(matrix.reshape(view.shape))
     return joined
 
@@ -77,8 +76,8 @@ def test_split_and_join(shape, layout, shapes, strides):
     elif strides == "strided":
         tensor = torch.randn(*shape, 2)[..., 1]
     before = tensor.clone()
-    matrices = layouts.split(tensor, layout)
-    assert [tuple(m.shape) for m in matrices] == shapes == layouts.matrix_shapes(shape, layout)
+    matrices = matrix_layouts.split(tensor, layout)
+    assert [tuple(m.shape) for m in matrices] == shapes == matrix_layouts.matrix_shapes(shape, layout)
     joined = join([m.clone() for m in matrices], layout, like=tensor)
     torch.testing.assert_close(joined, before, rtol=0, atol=0)
     assert joined.data_ptr() != tensor.data_ptr() or not tensor.numel()
@@ -87,60 +86,60 @@ def test_split_and_join(shape, layout, shapes, strides):
 @pytest.mark.parametrize(("shape", "layout", "shapes"), LAYOUTS, ids=str)
 def test_views_write_through(shape, layout, shapes):
     tensor = torch.randn(shape)
-    matrices = layouts.split(tensor.clone(), layout)
-    for view, matrix in zip(layouts.views(tensor, layout), matrices, strict=True):
+    matrices = matrix_layouts.split(tensor.clone(), layout)
+    for view, matrix in zip(matrix_layouts.views(tensor, layout), matrices, strict=True):
         view.sub_(matrix.view_as(view))
     assert not tensor.any()
 
 
 def test_split_of_one_projection_is_a_view():
     weight = torch.randn(24, 72)
-    for matrix in layouts.split(weight, MatrixLayout(transposed=True, parts=(24, 24, 24))):
+    for matrix in matrix_layouts.split(weight, MatrixLayout(transposed=True, parts=(24, 24, 24))):
         assert matrix._base is weight
 
 
 def test_join_keeps_strides_and_takes_the_matrices_dtype():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    joined = join([m.bfloat16() for m in layouts.split(weight, MatrixLayout())], MatrixLayout(), like=weight)
+    joined = join([m.bfloat16() for m in matrix_layouts.split(weight, MatrixLayout())], MatrixLayout(), like=weight)
     assert joined.stride() == weight.stride()
     assert joined.dtype == torch.bfloat16
 
 
 def test_interleaved_parts_are_taken_head_by_head():
     weight = torch.arange(12.0)[:, None].expand(12, 2)
-    query, key = layouts.split(weight, MatrixLayout(parts=(2, 1)))
+    query, key = matrix_layouts.split(weight, MatrixLayout(parts=(2, 1)))
     assert query[:, 0].tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
     assert key[:, 0].tolist() == [2, 5, 8, 11]
 
 
 def test_stacked_matrices_are_below_one_another():
     weight = torch.arange(6.0)[:, None].expand(6, 2)
-    (experts,) = layouts.split(weight, MatrixLayout(stacked=3))
+    (experts,) = matrix_layouts.split(weight, MatrixLayout(stacked=3))
     assert experts[:, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_layouts_as_plain_values():
-    assert layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
+    assert matrix_layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
     for layout in (MatrixLayout(stacked=3, transposed=True), MatrixLayout(parts=(2, 1)), MatrixLayout(), None):
-        assert layouts.from_plain(layouts.to_plain(layout)) == layout
+        assert matrix_layouts.from_plain(matrix_layouts.to_plain(layout)) == layout
 
 
 @pytest.mark.parametrize("stacked", [0, -1, True, 2.0, "2"])
 def test_numbers_of_stacked_matrices_are_checked(stacked):
     with pytest.raises(ValueError, match=r"stacked=.*: an integer > 0 is needed"):
-        layouts.from_plain({"stacked": stacked})
+        matrix_layouts.from_plain({"stacked": stacked})
 
 
 def test_stacked_layouts_that_do_not_fit():
     with pytest.raises(ValueError, match="batched=True and stacked=2"):
-        layouts.from_plain({"stacked": 2, "batched": True})
+        matrix_layouts.from_plain({"stacked": 2, "batched": True})
     with pytest.raises(ValueError, match=r"shape \(6, 4\): 6 is no multiple of `stacked`"):
-        layouts.check((6, 4), MatrixLayout(stacked=4))
+        matrix_layouts.check((6, 4), MatrixLayout(stacked=4))
     with pytest.raises(ValueError, match="too few dimensions"):
-        layouts.check((6,), MatrixLayout(stacked=2))
-    layouts.check((6, 4), MatrixLayout(stacked=2, parts=(3,)))
+        matrix_layouts.check((6,), MatrixLayout(stacked=2))
+    matrix_layouts.check((6, 4), MatrixLayout(stacked=2, parts=(3,)))
     with pytest.raises(ValueError, match="the parts do not fit its 3 outputs"):
-        layouts.check((6, 4), MatrixLayout(stacked=2, parts=(2,)))
+        matrix_layouts.check((6, 4), MatrixLayout(stacked=2, parts=(2,)))
 
 
 # Updates through layouts
@@ -231,7 +230,7 @@ def test_stacked_matrices_step_as_batched_ones(mars_type, transposed):
 
 def test_gpt2():
     model = of("GPT2LMHeadModel", "GPT2Config", {**GPT2, "add_cross_attention": True})
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     block = {name.removeprefix("transformer.h.1."): layout for name, layout in found.items() if ".h.1." in name}
     assert block == {
         "attn.c_attn.weight": MatrixLayout(transposed=True, parts=(24, 24, 24)),
@@ -244,58 +243,58 @@ def test_gpt2():
     }
     assert found["transformer.wte.weight"] == MatrixLayout()
     assert set(found) == {name for name, p in model.named_parameters() if p.ndim >= 2}
-    assert layouts.takes_adamw(model) == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert layouts.takes_adamw(model, orthogonalize_embeddings=True) == set()
-    assert all(layout.parts is None for layout in layouts.of_model(model, split_fused="none").values())
+    assert matrix_layouts.takes_adamw(model) == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert matrix_layouts.takes_adamw(model, orthogonalize_embeddings=True) == set()
+    assert all(layout.parts is None for layout in matrix_layouts.of_model(model, split_fused="none").values())
 
 
 def test_llama():
     model = of("LlamaForCausalLM", "LlamaConfig", GQA)
-    assert set(layouts.of_model(model).values()) == {MatrixLayout()}
-    assert layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert layouts.takes_adamw(model, adamw=["*.1.mlp.*"]) == {
+    assert set(matrix_layouts.of_model(model).values()) == {MatrixLayout()}
+    assert matrix_layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert matrix_layouts.takes_adamw(model, adamw=["*.1.mlp.*"]) == {
         "model.embed_tokens.weight",
         "lm_head.weight",
         *(f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     }
     with pytest.raises(ValueError, match=r"adamw: \['wte'\] match no parameter"):
-        layouts.takes_adamw(model, adamw=["wte"])
+        matrix_layouts.takes_adamw(model, adamw=["wte"])
 
 
 def test_mixtral():
     model = of("MixtralForCausalLM", "MixtralConfig", {**GQA, "num_local_experts": 3})
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == MatrixLayout(parts=(40, 40), batched=True)
     assert found["model.layers.0.mlp.experts.down_proj"] == MatrixLayout(batched=True)
     assert found["model.layers.0.mlp.gate.weight"] == MatrixLayout()
-    assert layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert matrix_layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_gpt_neox():
     model = of("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GQA, "max_position_embeddings": 16})
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     assert found["gpt_neox.layers.0.attention.query_key_value.weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert layouts.takes_adamw(model) == {"gpt_neox.embed_in.weight", "lm_head.weight"}
+    assert matrix_layouts.takes_adamw(model) == {"gpt_neox.embed_in.weight", "lm_head.weight"}
 
 
 def test_classifiers_and_tables_take_adamw():
     tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
     bert = of("BertForSequenceClassification", "BertConfig", {**tiny, "vocab_size": 50})
     table = "bert.embeddings.{}_embeddings.weight"
-    assert layouts.takes_adamw(bert) == {
+    assert matrix_layouts.takes_adamw(bert) == {
         *(table.format(kind) for kind in ("word", "position", "token_type")),
         "classifier.weight",
     }
     masked = of("BertForMaskedLM", "BertConfig", {**tiny, "vocab_size": 50})
-    assert layouts.takes_adamw(masked) == {table.format(kind) for kind in ("word", "position", "token_type")}
+    assert matrix_layouts.takes_adamw(masked) == {table.format(kind) for kind in ("word", "position", "token_type")}
     vit = of("ViTForImageClassification", "ViTConfig", {**tiny, "image_size": 8, "patch_size": 4})
     embeddings = "vit.embeddings"
-    assert layouts.takes_adamw(vit) == {
+    assert matrix_layouts.takes_adamw(vit) == {
         f"{embeddings}.cls_token",
         f"{embeddings}.position_embeddings",
         "classifier.weight",
     }
-    assert layouts.of_model(vit)[f"{embeddings}.patch_embeddings.projection.weight"] == MatrixLayout()
+    assert matrix_layouts.of_model(vit)[f"{embeddings}.patch_embeddings.projection.weight"] == MatrixLayout()
 
 
 def test_torch_modules():
@@ -309,7 +308,7 @@ def test_torch_modules():
             "query_key_value": nn.Linear(8, 24),  # of nobody knows what
         }
     )
-    found = layouts.of_model(model)
+    found = matrix_layouts.of_model(model)
     assert found["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
     assert found["crossed.k_proj_weight"] == MatrixLayout()
     assert found["bilinear.weight"] == MatrixLayout()
@@ -320,15 +319,15 @@ def test_torch_modules():
 
 def test_stated_parts():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mixed": nn.Linear(8, 24)})
-    found = layouts.of_model(model, split_fused={"mixed.*": (8, 2, 2)})
+    found = matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 2, 2)})
     assert found["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
     assert found["qkv.weight"] == MatrixLayout()
     with pytest.raises(ValueError, match=r"sizes \(8, 8\) do not fit the 24 outputs of 'mixed.weight'"):
-        layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
+        matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
     with pytest.raises(ValueError, match=r"\['wqkv'\] match no parameter .* names are like 'qkv.weight'"):
-        layouts.of_model(model, split_fused={"wqkv": (8, 8, 8)})
+        matrix_layouts.of_model(model, split_fused={"wqkv": (8, 8, 8)})
     with pytest.raises(ValueError, match="'auto', 'none' or a mapping"):
-        layouts.of_model(model, split_fused="thirds")
+        matrix_layouts.of_model(model, split_fused="thirds")
 
 
 # Each part does what it is taken for: without the keys no query matters, and so on
@@ -394,7 +393,7 @@ QUERY_AND_KEY = {"codegen": (0, 2)}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_do_what_they_are_taken_for(family):
     model = of(*FAMILIES[family])
-    fused = {name: layout for name, layout in layouts.of_model(model).items() if layout.parts}
+    fused = {name: layout for name, layout in matrix_layouts.of_model(model).items() if layout.parts}
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name in fused:
@@ -410,7 +409,7 @@ def test_parts_do_what_they_are_taken_for(family):
         for name, layout in fused.items():
             param = model.get_parameter(name)
             param.copy_(weights[name])
-            parts = layouts.views(param, layout) if leaf in name.split(".") else []
+            parts = matrix_layouts.views(param, layout) if leaf in name.split(".") else []
             if zeroed is not None and parts:
                 parts[zeroed].zero_()
             if changed is not None and parts:
@@ -449,6 +448,6 @@ def test_shapes_of_parameters_that_zero_init_has_emptied():
     for param in model.parameters():
         param.ds_shape = param.shape
         param.data = torch.empty(0)
-    found = layouts.of_model(model, split_fused={"c.weight": (8, 16)})
+    found = matrix_layouts.of_model(model, split_fused={"c.weight": (8, 16)})
     assert found == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": MatrixLayout()}
-    assert layouts.takes_adamw(model) == {"embed.weight"}
+    assert matrix_layouts.takes_adamw(model) == {"embed.weight"}

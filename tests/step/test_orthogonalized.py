@@ -66,7 +66,7 @@ def test_no_tensor_is_held_between_steps(alone, kind, mars_type):
         for param in params:
             param.grad = torch.ones_like(param)
         mars.step()
-        assert held_by(mars._matrices) == [] and held_by(mars._layout) == []
+        assert held_by(mars._matrices) == [] and held_by(mars._locator) == []
 
 
 @pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])

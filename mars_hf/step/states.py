@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.groups import settings as hyperparameters
-from mars_hf.groups.from_model import rule_of, takes_mars
+from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.groups.values import dtype_of as dtype_of_name
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Tensors of a state that look like the parameter.
@@ -28,7 +28,7 @@ def dtype_of(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> tor
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
-        return hyperparameters.dtype_of(group["state_dtype"])
+        return dtype_of_name(group["state_dtype"])
     return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
 
 
@@ -37,7 +37,7 @@ def last_grad_dtype(param: Tensor, group: dict[str, Any], state: dict[str, Any])
     if "last_grad" in state:
         return state["last_grad"].dtype
     if group["last_grad_dtype"] is not None:
-        return hyperparameters.dtype_of(group["last_grad_dtype"])
+        return dtype_of_name(group["last_grad_dtype"])
     return dtype_of(param, group, state)
 
 

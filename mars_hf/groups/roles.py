@@ -1,0 +1,148 @@
+"""Which rule the parameters of a group take, and how a group is split by role."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mars_hf.distributed.placement import reject_fsdp1, shape_of
+from mars_hf.groups import matrix_layouts
+from mars_hf.groups.settings import (
+    KEYS_1D,
+    ORTHOGONAL_TYPES,
+    ROLES,
+    check,
+    lr_1d_ratio,
+    ns_coefficients,
+    plain,
+    reject_misspelled,
+)
+
+
+def role_of(param: Tensor, matrix_ndim: str) -> str:
+    """`matrix` or `vector` by the number of dimensions: two or more (`">=2"`), or exactly two (`"==2"`)."""
+    ndim = len(shape_of(param))
+    return "matrix" if (ndim == 2 if matrix_ndim == "==2" else ndim >= 2) else "vector"
+
+
+def takes_mars(group: Mapping[str, Any]) -> bool:
+    """Whether the parameters of an optimizer's group take the MARS rule; plain AdamW otherwise."""
+    return bool(group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"]))
+
+
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The rule that the parameters of an optimizer's group take: a `mars_type`, or plain `adamw`."""
+    if not takes_mars(group):
+        return "adamw"
+    if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
+        return "mars-adamw"  # as in the official code
+    return str(group["mars_type"])
+
+
+def orthogonalizes(group: Mapping[str, Any]) -> bool:
+    """Whether the first moments of an optimizer's group are orthogonalized."""
+    return rule_of(group) in ORTHOGONAL_TYPES
+
+
+def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split one parameter group into matrices, vectors and embeddings, in this order, each in the order given.
+
+    A part without parameters is left out (a group that had none stays, as a matrix group). A group that states its
+    `role` is not split. What a group states itself holds for all of its parameters, except that vectors take
+    `lr_1d`, `betas_1d` and `weight_decay_1d` where the group states those, and that a stated `lr` is the matrices':
+    vectors take it times the ratio lr_1d / lr of the defaults (where lr_1d is None 1/2, or 1 for mars-m). Embeddings,
+    which are only what a group states to be such, have the settings of vectors.
+
+    Args:
+        group: a dict with `params` (a tensor, an iterable of tensors, or of (name, tensor) pairs) and any
+            hyperparameter of `Mars`; other keys are carried along.
+        defaults: every hyperparameter of `Mars`.
+
+    Raises:
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group whose role is
+            `matrix`, a layout that does not fit, `capturable` with a rule that orthogonalizes.
+    """
+    reject_misspelled(group, "parameter group")
+    check(group)
+    group = {**group, **plain({key: value for key, value in group.items() if key != "params"})}
+    settings = {**defaults, **group}
+    ns_coefficients(settings)
+    params = group["params"]
+    if isinstance(params, set):
+        raise TypeError("params is a set, whose order changes from run to run; use a list")
+    entries = [params] if isinstance(params, Tensor) else list(params)
+
+    parts: dict[str, list[Any]] = {role: [] for role in ROLES}
+    for entry in entries:
+        param = entry[1] if isinstance(entry, tuple) else entry
+        if not isinstance(param, Tensor):
+            raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+        reject_fsdp1(param)
+        role = group.get("role") or role_of(param, settings["matrix_ndim"])
+        if role == "matrix" and len(shape_of(param)) < 2:
+            raise ValueError(
+                f"role='matrix' for a parameter of shape {tuple(shape_of(param))}; "
+                "a matrix has two or more dimensions, use role='vector'"
+            )
+        parts[role].append(entry)
+    if not entries:
+        parts = {group.get("role", "matrix"): []}
+    stated = {key: value for key, value in group.items() if key not in KEYS_1D}
+    stated["layout"] = matrix_layouts.to_plain(settings["layout"])
+    split = []
+    for role, part in parts.items():
+        if part or not entries:
+            own = {"params": part, "role": role}
+            _check_orthogonal({**settings, **own})
+            if not takes_mars({**settings, **own}):
+                own |= _vector_settings(group, defaults)
+            split.append({**stated, **own})
+    return split
+
+
+def _check_orthogonal(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for matrices that are to be orthogonalized and cannot be."""
+    if not orthogonalizes(group):
+        return
+    if group["capturable"]:
+        raise ValueError(
+            f"capturable=True and mars_type={group['mars_type']!r}: the step of its matrices cannot be captured; use "
+            "capturable=False"
+        )
+    layout = matrix_layouts.from_plain(group["layout"])
+    for entry in group["params"]:
+        shape = shape_of(entry[1] if isinstance(entry, tuple) else entry)
+        matrix_layouts.check(shape, layout or matrix_layouts.of_shape(shape))
+
+
+def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Learning rate, betas and decay of the vectors or embeddings of a group, which take AdamW."""
+    ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
+    if group.get("lr_1d") is not None:
+        lr = group["lr_1d"]
+    elif lr_1d is None:
+        lr = group.get("lr", ratio_base) * lr_1d_ratio(group.get("mars_type", defaults["mars_type"]))
+    elif "lr" in group and ratio_base > 0:
+        lr = group["lr"] * (lr_1d / ratio_base)
+    else:
+        lr = lr_1d
+    return {
+        "lr": lr,
+        "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
+        "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
+    }
+
+
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Warn if a cyclic schedule has given matrices and vectors one rate, where their rates have another ratio."""
+    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    lr_1d = _vector_settings({}, defaults)["lr"]
+    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+        warnings.warn(
+            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
+            stacklevel=4,
+        )

@@ -1,0 +1,39 @@
+"""What `print(optimizer)` shows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mars_hf.distributed.placement import shape_of
+from mars_hf.groups.roles import rule_of
+
+
+def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
+    """A table of parameter groups, and below it what is not orthogonalized: names by reason, digits as `*`."""
+    rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
+    left_out: dict[str, list[str]] = {}
+    for group in param_groups:
+        rows.append(
+            (
+                group["role"],
+                rule_of(group),
+                str(len(group["params"])),
+                f"{sum(shape_of(param).numel() for param in group['params']):,}",
+                f"{float(group['lr']):g}",
+                "({:g}, {:g})".format(*group["betas"]),
+                f"{group['weight_decay']:g}",
+            )
+        )
+        for name, reason in (group.get("left_out") or {}).items():
+            left_out.setdefault(reason, []).append(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if left_out:
+        lines.append("not orthogonalized:")
+    for reason, names in left_out.items():
+        counts = [f"{name} ({count})" if count > 1 else name for name, count in Counter(names).items()]
+        lines.append(f"  {reason}: {', '.join(counts)}")
+    return "\n".join(lines)
