@@ -104,9 +104,15 @@ class AdamWEngine(Engine):
         return torch.stack([square, zeros, zeros, square])
 
     def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`, without last gradients and factors."""
+        """As `rules.update`, without last gradients and factors.
+
+        Gradients of low precision that are to be scaled take the rules, which scale them in float32.
+        """
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
         scale = settings["scale"]
+        if scale is not None and gradients[0].dtype.itemsize < 4:  # a scaled copy would be rounded, or underflow
+            super().update(*lists, steps=steps, lr=lr, **settings)
+            return
         torch_adamw(
             params,
             gradients if scale is None else list(torch._foreach_mul(gradients, scale.to(gradients[0].dtype))),

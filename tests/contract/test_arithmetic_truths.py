@@ -127,6 +127,27 @@ def test_norms_above_256_in_float16(implementation, shape):
         assert (params[0].double() - before.double()).norm() > 0.1 * LR_1D
 
 
+@pytest.mark.parametrize("shape", [(1000,), (40, 25)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_implementation
+def test_low_precision_rounds_the_result_and_not_the_scaled_gradient(implementation, dtype, shape):
+    """Gradients are scaled to the global norm in float32: a state is off by half a unit in its last place."""
+    param = nn.Parameter(normal(shape, 1, dtype))
+    settings = {"max_grad_norm": 0.7, "clip_threshold": None, "betas_1d": (0.95, 0.99)}
+    optimizer = Mars([param], state_dtype=dtype, **settings, **IMPLEMENTATIONS[implementation])
+    gradient = normal(shape, 2, dtype)
+    param.grad = gradient.clone()
+    optimizer.step()
+    g = gradient.double() * (0.7 / (gradient.double().norm() + 1e-6))
+    c = g if len(shape) == 1 else g * (1 + 0.025 * 0.95 / 0.05)
+    info = torch.finfo(dtype)
+    for key, expected in (("exp_avg", 0.05 * c), ("exp_avg_sq", 0.01 * c**2)):
+        found = optimizer.state[param][key]
+        assert found.dtype == dtype
+        half = info.eps / 2
+        torch.testing.assert_close(found.double(), expected, rtol=half + 1e-5, atol=info.smallest_normal * half)
+
+
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 @every_implementation
 def test_matrices_in_float16_are_clipped_on_their_own(implementation, mars_type):

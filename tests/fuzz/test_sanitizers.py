@@ -67,6 +67,9 @@ def cache(tmp_path_factory) -> Path:
     [
         ["test_layout_fuzz.py", "-k", "(compiled and not long) or million"],
         ["test_edit_fuzz.py", "-k", "test_1500_edits and (compiled or auto)"],
+        pytest.param(
+            ["test_edit_fuzz.py", "-m", "soak", "-k", "test_edits_of_large_parameters and 0"], marks=pytest.mark.soak
+        ),
     ],
     ids=lambda chosen: " ".join(chosen),
 )
