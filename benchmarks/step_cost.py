@@ -236,16 +236,16 @@ class Player:
         """Take a step: the most bytes it holds beyond what there was before."""
         return self._take(lambda step: peak_memory(step, device))
 
-    def engine(self) -> str:
+    def backend(self) -> str:
         """What does the arithmetic of a Mars; nothing for other optimizers."""
         self._work.present(self._turn)
-        batches = [
-            batch
+        buckets = [
+            bucket
             for optimizer in self.optimizers
             if isinstance(optimizer, mars_hf.Mars)
-            for batch in gather(optimizer.param_groups, optimizer.state, {})
+            for bucket in gather(optimizer.param_groups, optimizer.state, {})
         ]
-        return ", ".join(dict.fromkeys(batch.engine.name for batch in batches))
+        return ", ".join(dict.fromkeys(bucket.backend.name for bucket in buckets))
 
     def state_bytes(self) -> int:
         """Bytes of all states."""
@@ -345,7 +345,7 @@ def measure(
             "against_clipped_adamw_quartiles": interleave.quartiles(seconds[name], seconds[CLIPPED_ADAMW]),
             "steps": sum(one is not None for one in seconds[name]),
             "clips": player.contender.clips,
-            "engine": player.engine(),
+            "backend": player.backend(),
             "state_bytes": player.state_bytes(),
             "peak_bytes": player.peak(device),
         }
@@ -411,7 +411,7 @@ def table(result: Mapping[str, Any]) -> str:
     """A size's results in Markdown."""
     header = [
         "optimizer",
-        "engine",
+        "backend",
         "ms",
         "host ms",
         "AdamW's ms then",
@@ -429,7 +429,7 @@ def table(result: Mapping[str, Any]) -> str:
             ratios = [f"{row['against_adamw']:.2f}x", f"{row['against_clipped_adamw']:.2f}x"]
             sizes = [f"{row['state_bytes'] / numel:.2f}", f"{row['peak_bytes'] / numel:.2f}"]
             times = [f"{row[key]:.2f}" for key in ("ms", "host_ms", "adamw_ms")]
-            rows.append([name, row["engine"], *times, *rate, *ratios, *sizes])
+            rows.append([name, row["backend"], *times, *rate, *ratios, *sizes])
     return interleave.markdown(header, rows)
 
 

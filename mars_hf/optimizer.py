@@ -16,15 +16,19 @@ from mars_hf.distributed.placement import Placement
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.matrix_layouts import MatrixLayout
-from mars_hf.groups.roles import orthogonalizes, split_by_role, takes_mars, warn_of_one_rate
+from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_one_rate
 from mars_hf.groups.settings import DEFAULTS, GROUP_KEYS, KEYS_1D, MODEL_DEFAULTS, check, plain, reject_unknown
 from mars_hf.groups.summary import summary
 from mars_hf.groups.values import patterns
-from mars_hf.step import looks, states
-from mars_hf.step.buckets import Batch, Entry, Order, Recipe, entries_of, make, sort
-from mars_hf.step.metrics import HERE, StepMetrics
-from mars_hf.step.norms import Norms
+from mars_hf.step import exact, states
+from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
+from mars_hf.step.checks import check_averages, check_gradient, check_state
+from mars_hf.step.locate import locate
+from mars_hf.step.metrics import StepMetrics
+from mars_hf.step.norms import take_norms
+from mars_hf.step.order import Order
 from mars_hf.step.orthogonalized import Matrices, Team
+from mars_hf.step.update import keep_gradients, update_bucket
 
 
 class Mars(torch.optim.Optimizer):
@@ -234,6 +238,14 @@ class Mars(torch.optim.Optimizer):
             for group in self.param_groups[before:]:
                 self._locator.extend(group)
 
+    def _helpers(self) -> tuple[Locator, Matrices]:
+        """Return what outlives a step; a loaded or unpickled optimizer begins anew."""
+        if self._locator is None:
+            self._locator = Locator(self.param_groups)
+        if self._matrices is None:
+            self._matrices = Matrices(self._locator)
+        return self._locator, self._matrices
+
     def _of_the_loop(self) -> dict[str, Any]:
         """Settings that whoever runs the loop may have changed in all groups."""
         found = {}
@@ -360,50 +372,87 @@ class Mars(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         entries = entries_of(self.param_groups, self.state)
-        placements: dict[Tensor, Placement] = {}
-        recipes = None
-        if self._order is not None and self._order.fits(self.param_groups, entries):
-            recipes = self._order.recipes
-        else:
-            placements = self._locate()
+        recipes, placements = self._order_for(entries), {}
+        if recipes is None:
+            locator, _ = self._helpers()
+            placements = locate(self.param_groups, locator, self.max_grad_norm)
             if not entries and not placements:
                 self._stand_aside()
                 return loss
         with _full_precision(entries):
             if recipes is None:
-                recipes = self._sort(entries, placements)
-            else:
-                self._check_averages(recipe.group for recipe in recipes if "last_grad" not in recipe.keys)
-            batches = [make(recipe, self.param_groups, entries, placements) for recipe in recipes]
-            self._update_all([batch for batch in batches if batch.params], entries, placements)
+                recipes = self._plan(entries, placements)
+            buckets = [fill_bucket(recipe, self.param_groups, entries, placements) for recipe in recipes]
+            self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
         return loss
+
+    def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
+        """Return how the step before sorted its tensors, if these look the same; None if they do not."""
+        if self._order is None or not self._order.fits(self.param_groups, entries):
+            return None
+        recipes = self._order.recipes
+        averaging = [recipe.group for recipe in recipes if "last_grad" not in recipe.keys]
+        check_averages(self.param_groups, self.state, averaging)
+        return recipes
+
+    def _plan(self, entries: Sequence[Entry], placements: Mapping[Tensor, Placement]) -> Sequence[Recipe]:
+        """Check gradients and states, and decide what is updated together; kept for the next step where that can be."""
+        for entry in entries:
+            check_gradient(entry.param)
+            check_state(entry.param, entry.state, self.param_groups[entry.group])
+        if self.is_exact:
+            exact.require_stale_gradients(self.param_groups, self.state, given=self._stale_gradients_given)
+        averaging = {
+            entry.group for entry in entries if states.is_recursive(self.param_groups[entry.group], entry.state)
+        }
+        check_averages(self.param_groups, self.state, averaging)
+        warn_of_one_rate(self.param_groups, self.defaults)
+        _, matrices = self._helpers()
+        chunks = matrices.assign(self.param_groups, placements)
+        recipes = plan_buckets(self.param_groups, entries, placements, chunks)
+        for entry in entries:
+            self.state[entry.param] = entry.state
+        for index in averaging:
+            self.param_groups[index]["gamma_of_average"] = float(self.param_groups[index]["gamma"])
+        alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
+        self._order = Order(recipes, self.param_groups, entries) if alone and Order.covers(entries) else None
+        return recipes
+
+    def _update_buckets(
+        self, buckets: list[Bucket], entries: Sequence[Entry], placements: Mapping[Tensor, Placement]
+    ) -> None:
+        """Take norms, orthogonalize, update, keep what the next step needs."""
+        locator, matrices = self._helpers()
+        corrections, norm = take_norms(
+            *(buckets, self.param_groups, placements, locator),
+            max_grad_norm=self.max_grad_norm,
+            metrics=self._metrics,
+        )
+        if norm is not None:
+            self.grad_norm.copy_(norm)
+        if self.is_exact:
+            exact.keep_params(self.param_groups, self.state)
+        counted = False
+        # The first one may refuse what ranks bring, before anything changes.
+        for update in matrices.in_order(buckets, corrections):
+            if not counted:
+                _count_step(entries)
+                counted = True
+            update_bucket(update, self._metrics)
+            keep_gradients(update.bucket, update.correction)
+            del update  # with its directions, before the next ones are made
+        if not counted:  # every tensor with a gradient is empty on this rank
+            _count_step(entries)
+        exact.drop_stale_gradients(self.param_groups, self.state)
+        self._stale_gradients_given = False
 
     def _stand_aside(self) -> None:
         """Answer other ranks, which may want to share the work on matrices in this step, with nothing."""
         if any(map(orthogonalizes, self.param_groups)):
-            assert self._matrices is not None
-            self._matrices.sort(self.param_groups, {})
-            for _ in self._matrices.in_order([]):
+            _, matrices = self._helpers()
+            matrices.assign(self.param_groups, {})
+            for _ in matrices.in_order([], []):
                 raise AssertionError("nothing was given to be updated")
-
-    def _update_all(self, batches: list[Batch], entries: Sequence[Entry], placements: dict[Tensor, Placement]) -> None:
-        self._take_norms(batches, placements)
-        if self.is_exact:
-            self._keep_params()
-        assert self._matrices is not None
-        counted = False
-        for batch in self._matrices.in_order(batches):  # which may refuse what ranks bring, before anything changes
-            if not counted:
-                torch._foreach_add_([entry.state["step"] for entry in entries], 1)
-                counted = True
-            self._update(batch)
-            self._keep_gradients(batch)
-        if entries and not counted:  # of which nothing is on this rank
-            torch._foreach_add_([entry.state["step"] for entry in entries], 1)
-        for param in self._exact_params():  # stale gradients are used up
-            for key in ("last_grad", "last_grad_scale"):
-                self.state.get(param, {}).pop(key, None)
-        self._stale_gradients_given = False
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -456,13 +505,12 @@ class Mars(torch.optim.Optimizer):
         """
         if not self.has_previous_params:
             raise RuntimeError("there are no previous parameters: they are kept by step(), with is_approx=False")
-        self._exchange_params()
+        exact.exchange_params(self.param_groups, self.state)
         try:
             yield
         finally:
-            self._exchange_params()
+            exact.exchange_params(self.param_groups, self.state)
 
-    @torch.no_grad()
     def update_previous_grad(self) -> None:
         """Keep a copy of the gradients, as the stale ones of this batch; nothing to do in approx mode.
 
@@ -470,32 +518,15 @@ class Mars(torch.optim.Optimizer):
 
         Source: the official implementation's method of this name.
         """
-        for group in self.param_groups:
-            for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
-                self._stale_gradients_given = True
-                self.state.get(param, {}).pop("previous_grad", None)
-                if param.grad is not None:
-                    _check_gradient(param)
-                    dtype = states.last_grad_dtype(param, group, self.state[param])
-                    gradient = dtensors.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
-                    kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                    dtensors.local(kept).copy_(gradient)
-                    if group["maximize"]:
-                        dtensors.local(kept).neg_()
-                    self.state[param]["previous_grad"] = kept
+        if exact.keep_stale_gradients(self.param_groups, self.state):
+            self._stale_gradients_given = True
 
     def update_last_grad(self) -> None:
         """Commit what `update_previous_grad()` has kept to the next `step()`; nothing to do in approx mode.
 
         Source: the official implementation's method of this name.
         """
-        exact = [self.state[param] for param in self._exact_params() if param in self.state]
-        if any("previous_grad" in state for state in exact):
-            for state in exact:
-                state.pop("last_grad", None)
-                state.pop("last_grad_scale", None)
-                if "previous_grad" in state:
-                    state["last_grad"] = state.pop("previous_grad")
+        exact.commit_stale_gradients(self.param_groups, self.state)
 
     def collect_metrics(self, enabled: bool) -> None:
         """Whether the next steps measure what they do (extra reads of the gradients; no wait for the device).
@@ -514,159 +545,10 @@ class Mars(torch.optim.Optimizer):
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
 
-    def _exact_params(self) -> list[Tensor]:
-        """The parameters that are corrected by a stale gradient."""
-        return [
-            param
-            for group in self.param_groups
-            if takes_mars(group) and not group["is_approx"]
-            for param in group["params"]
-        ]
 
-    def _require_stale_gradients(self) -> None:
-        """Raise RuntimeError in an exact step, other than the first one, for which nobody has supplied any."""
-        states = [self.state[param] for param in self._exact_params() if param.grad is not None and param in self.state]
-        given = self._stale_gradients_given or any("last_grad" in state for state in states)
-        if any("step" in state for state in states) and not given:
-            raise RuntimeError(
-                "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
-                "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
-            )
-
-    def _keep_params(self) -> None:
-        """Keep x_t of what moves, unless the loop takes its stale gradients ahead of time, before it does."""
-        if any("previous_grad" in state for state in self.state.values()):
-            return
-        for group in self.param_groups:
-            for param in group["params"]:
-                if "previous_param" in self.state.get(param, ()):
-                    self.state[param]["previous_param"].copy_(param)
-                elif param.grad is not None:
-                    self.state[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
-
-    @torch.no_grad()
-    def _exchange_params(self) -> None:
-        """x_t and x_{t-1} change places, where there are both."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if "previous_param" in self.state.get(param, ()):
-                    here, kept = dtensors.local(param), dtensors.local(self.state[param]["previous_param"])
-                    current = here.clone()
-                    here.copy_(kept)
-                    kept.copy_(current)
-
-    def _locate(self) -> dict[Tensor, Placement]:
-        """Where the pieces of the tensors whose norms may be asked for belong; whole parameters are not in it."""
-        if self._locator is None:  # unpickled
-            self._locator = Locator(self.param_groups)
-        if self._matrices is None:
-            self._matrices = Matrices(self._locator)
-        found = {}
-        slot = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                if takes_mars(group) or self.max_grad_norm is not None:
-                    placement = self._locator.locate(param, slot)
-                    if placement is not None:
-                        found[param] = placement
-                slot += 1
-        return found
-
-    def _sort(self, entries: list[Entry], placements: dict[Tensor, Placement]) -> list[Recipe]:
-        """Check gradients and states, and decide what is updated together; kept for the next step where that can be."""
-        for entry in entries:
-            _check_gradient(entry.param)
-            _check_state(entry.param, entry.state, self.param_groups[entry.group])
-        if self.is_exact:
-            self._require_stale_gradients()
-        averaging = {
-            entry.group for entry in entries if states.is_recursive(self.param_groups[entry.group], entry.state)
-        }
-        self._check_averages(averaging)
-        warn_of_one_rate(self.param_groups, self.defaults)
-        assert self._matrices is not None
-        chunks = self._matrices.sort(self.param_groups, placements)
-        recipes = sort(self.param_groups, entries, placements, chunks)
-        for entry in entries:
-            self.state[entry.param] = entry.state
-        for index in averaging:
-            self.param_groups[index]["gamma_of_average"] = float(self.param_groups[index]["gamma"])
-        alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
-        self._order = None
-        if alone and Order.covers(entries):
-            self._order = Order(recipes, self.param_groups, entries)
-        return recipes
-
-    def _check_averages(self, indices: Iterable[int]) -> None:
-        """Raise RuntimeError if gamma has changed in groups whose first moments follow without a last gradient."""
-        for index in indices:
-            group = self.param_groups[index]
-            gamma, before = group["gamma"], group.get("gamma_of_average")
-            if not takes_mars(group) or before is None or gamma == before:
-                continue
-            if any("exp_avg" in self.state.get(param, ()) for param in group["params"]):
-                raise RuntimeError(
-                    f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
-                    "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
-                    "clips nothing and keeps the last gradient"
-                )
-
-    def _take_norms(self, batches: list[Batch], placements: dict[Tensor, Placement]) -> None:
-        """Set scale and factors of the batches; nothing where nobody asks for norms."""
-        max_grad_norm = self.max_grad_norm
-        asked = [batch for batch in batches if self._wants_norms(batch.group)]
-        if max_grad_norm is None and self._metrics is None:  # nobody else needs the norms of whole tensors
-            for batch in asked:
-                batch.clips = batch.engine.clips and not batch.is_sharded
-            asked = [batch for batch in asked if not batch.clips]
-        norms = Norms(asked, max_grad_norm=max_grad_norm, metrics=self._metrics)
-        groups = [group for group in self.param_groups if self._wants_norms(group)]
-        sharded = [param for group in groups for param in group["params"] if param in placements]
-        if sharded:
-            assert self._locator is not None
-            if max_grad_norm is not None and not all(dtensors.is_dtensor(param) for param in sharded):
-                raise RuntimeError(
-                    f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
-                    "in its JSON, and max_grad_norm=None"
-                )
-            vectors = max_grad_norm is not None or any(group["optimize_1d"] for group in groups)
-            norms.reduce(
-                [placements[param] for param in sharded],
-                self._locator.slots(vectors=vectors),
-                dtensors.local(sharded[0]).device,
-                verify=not self._locator.all_seen(sharded),
-            )
-        norm = norms.apply()
-        if norm is not None:
-            self.grad_norm.copy_(norm)
-
-    def _wants_norms(self, group: dict[str, Any]) -> bool:
-        if group["max_grad_norm"] is not None:
-            return True
-        return takes_mars(group) and (group["clip_threshold"] is not None or self._metrics is not None)
-
-    def _update(self, batch: Batch) -> None:
-        """Update a batch; piece by piece where updates are measured, so that one copy of a piece is all it takes."""
-        if self._metrics is None or not batch.mars:
-            batch.update()
-            return
-        for piece in batch:
-            before = piece.params[0].clone()
-            piece.update()
-            dtype = torch.promote_types(piece.exp_avgs[0].dtype, torch.float32)
-            change = piece.params[0].to(dtype) - before.to(dtype)
-            self._metrics.add_update(change, batch.process_group if batch.is_sharded else HERE)
-
-    def _keep_gradients(self, batch: Batch) -> None:
-        """After an update: gradients that may be moved become last gradients, with the scale they still need."""
-        scale = None if batch.scale is None else batch.scale.float()
-        kept = batch.moves_gradients or batch.last_scales is not None
-        for owner, state in zip(batch.owners, batch.owned, strict=True) if kept and batch.last_grads else ():
-            state.pop("last_grad_scale", None)
-            if batch.moves_gradients:
-                state["last_grad"], owner.grad = owner.grad, None
-                if scale is not None:
-                    state["last_grad_scale"] = scale
+def _count_step(entries: Sequence[Entry]) -> None:
+    if entries:
+        torch._foreach_add_([entry.state["step"] for entry in entries], 1)
 
 
 @contextlib.contextmanager
@@ -732,58 +614,3 @@ def create(
     shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
     check(shared)
     return Mars(from_model(model_or_params, **shared, **options), **hyperparameters_)
-
-
-def _check_gradient(param: Tensor) -> None:
-    """Raise RuntimeError for a gradient MARS cannot use."""
-    grad = param.grad
-    if grad is None:
-        return
-    shape = tuple(param.shape)
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"gradient of layout {grad.layout} for a parameter of shape {shape}: MARS takes dense (torch.strided) "
-            "gradients only; build the embedding with sparse=False"
-        )
-    if not grad.is_floating_point():
-        raise RuntimeError(
-            f"gradient of dtype {grad.dtype} for a parameter of shape {shape}: MARS takes real floating point "
-            "gradients only (float16, bfloat16, float32, float64)"
-        )
-    if grad.shape != param.shape or grad.device != param.device:
-        raise RuntimeError(
-            f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {shape} on "
-            f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
-        )
-    for what, tensor in (("parameter", param), ("gradient", grad)):
-        here = dtensors.local(tensor)
-        if looks.is_plain(here) and not looks.has_memory(here):
-            raise RuntimeError(f"the memory of a {what} of shape {shape} has been freed; restore it before step()")
-    if param.is_neg():
-        raise RuntimeError(f"a parameter of shape {shape} is a negated view; use its .resolve_neg()")
-    if any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)):
-        raise RuntimeError(
-            f"a parameter of shape {shape} is expanded (strides {param.stride()}): its elements share memory and "
-            "cannot be updated; use its .clone()"
-        )
-    dtensors.check_gradient_placement(param, grad)
-
-
-def _check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
-    states.check(param, state)
-    if not states.lacks_last_grad(group, state):
-        return
-    shape = tuple(param.shape)
-    if "gamma_of_average" in group:
-        raise RuntimeError(
-            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
-            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
-            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
-            "gradient"
-        )
-    raise RuntimeError(
-        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
-        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
-        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
-    )

@@ -1,15 +1,15 @@
-"""Which code does the arithmetic of a batch: the plain rules, or kernels that do the same faster.
+"""Which code does the arithmetic of a bucket: the plain rules, or kernels that do the same faster.
 
-| engine    | where | what it is                                      | taken by `fused=None`                  |
+| backend   | where | what it is                                      | taken by `fused=None`                  |
 | --------- | ----- | ----------------------------------------------- | -------------------------------------- |
-| triton    | GPU   | kernels/triton.py, two passes, any tensors      | wherever it runs                       |
-| compiled  | CPU   | kernels/compiled.py, two passes                 | from `COMPILED_FROM` elements a step   |
+| triton    | GPU   | kernels/gpu.py, two passes, any tensors      | wherever it runs                       |
+| compiled  | CPU   | kernels/cpu.py, two passes                    | from `COMPILED_FROM` elements a step   |
 | adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
 | for-loop  | all   | rules.py, one tensor after the other            | else                                   |
 
 Matrices that are orthogonalized take one of these as far as their first moments. What follows is Newton-Schulz, and the
-step along its result by rules.py, whose `foreach` is the engine's.
+step along its result by rules.py, whose `foreach` is the backend's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPILED_FROM = 1_000_000
 
 
 @dataclass(frozen=True)
-class Engine:
+class Backend:
     """One way to run `rules.sums` and `rules.update`."""
 
     name: str
@@ -44,7 +44,7 @@ class Engine:
         """Whether it takes dense tensors only, whose elements lie in one order."""
         return False
 
-    def sums(
+    def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
         """As `rules.sums`."""
@@ -52,13 +52,13 @@ class Engine:
             gradients, last_grads, products=products, corrected=corrected, foreach=self.foreach, **settings
         )
 
-    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+    def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`, with step counts and learning rate as the optimizer has them."""
         rules.update(*lists, steps=[step.item() for step in steps], lr=float(lr), foreach=self.foreach, **settings)
 
 
 @dataclass(frozen=True)
-class KernelEngine(Engine):
+class KernelBackend(Backend):
     """Kernels: they take numbers that change from step to step as tensors on the device."""
 
     module: ModuleType = rules
@@ -68,13 +68,13 @@ class KernelEngine(Engine):
         """They work through memory in its order."""
         return True
 
-    def sums(
+    def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
         """As `rules.sums`."""
         return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
 
-    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+    def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`; settings may have what `rounds` and `clips` name.
 
         Kernels write past autograd, which is told here: a graph that has saved a parameter must not run backward then.
@@ -85,7 +85,7 @@ class KernelEngine(Engine):
 
 
 @dataclass(frozen=True)
-class AdamWEngine(Engine):
+class AdamWBackend(Backend):
     """torch's fused AdamW, for plain AdamW on CPUs, where our step counts are."""
 
     @property
@@ -93,7 +93,7 @@ class AdamWEngine(Engine):
         """It works through memory in its order."""
         return True
 
-    def sums(
+    def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
         """As `rules.sums`, without last gradients: all at once, since vectors are many and small."""
@@ -103,7 +103,7 @@ class AdamWEngine(Engine):
         zeros = torch.zeros_like(square)
         return torch.stack([square, zeros, zeros, square])
 
-    def update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
+    def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
         """As `rules.update`, without last gradients and factors.
 
         Gradients of low precision that are to be scaled take the rules, which scale them in float32.
@@ -111,7 +111,7 @@ class AdamWEngine(Engine):
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
         scale = settings["scale"]
         if scale is not None and gradients[0].dtype.itemsize < 4:  # a scaled copy would be rounded, or underflow
-            super().update(*lists, steps=steps, lr=lr, **settings)
+            super().run_update(*lists, steps=steps, lr=lr, **settings)
             return
         torch_adamw(
             params,
@@ -128,7 +128,7 @@ class AdamWEngine(Engine):
         )
 
 
-def choose(
+def choose_backend(
     group: dict[str, Any],
     device: torch.device,
     dtypes: Collection[torch.dtype],
@@ -136,8 +136,8 @@ def choose(
     *,
     plain_adamw: bool,
     dense: bool,
-) -> Engine:
-    """The engine for a batch.
+) -> Backend:
+    """Return the backend of a bucket.
 
     Args:
         group: the parameter group, of which `foreach`, `fused` and `capturable` count.
@@ -157,7 +157,7 @@ def choose(
             return kernels
         rounds = group["rounding"] != "nearest" and torch.bfloat16 in dtypes
         if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not (rounds or group["capturable"]):
-            return AdamWEngine("adamw")
+            return AdamWBackend("adamw")
     names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
     if wanted and dense:
         raise RuntimeError(
@@ -170,24 +170,24 @@ def choose(
             f"capturable=True needs the Triton kernels, {reason} (pip install triton; leave foreach and fused at None; "
             "parameters, gradients and states must be contiguous)"
         )
-    return Engine("foreach", foreach=True) if _foreach(group, device) else Engine("for-loop")
+    return Backend("foreach", foreach=True) if _foreach(group, device) else Backend("for-loop")
 
 
 def _foreach(group: dict[str, Any], device: torch.device) -> bool:
     return device.type != "cpu" if group["foreach"] is None else group["foreach"]
 
 
-def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, always: bool) -> Engine | None:
+def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, always: bool) -> Backend | None:
     if device.type == "cpu" and (always or numel >= COMPILED_FROM):
-        from mars_hf.arithmetic.kernels import cpu as compiled
+        from mars_hf.arithmetic.kernels import cpu
 
-        engine = KernelEngine("compiled", module=compiled, rounds=True, clips=True)
-        return engine if compiled.supports(device, dtypes) else None
+        backend = KernelBackend("compiled", module=cpu, rounds=True, clips=True)
+        return backend if cpu.supports(device, dtypes) else None
     if device.type not in ("cpu", "meta"):
-        from mars_hf.arithmetic.kernels import gpu as triton
+        from mars_hf.arithmetic.kernels import gpu
 
-        engine = KernelEngine("triton", foreach=True, module=triton, rounds=True)
-        return engine if triton.supports(device, dtypes) else None
+        backend = KernelBackend("triton", foreach=True, module=gpu, rounds=True)
+        return backend if gpu.supports(device, dtypes) else None
     return None
 
 

@@ -120,8 +120,9 @@ def update(
     Source: Algorithm 2 of the paper; order of operations of torch.optim.AdamW, so that gamma=0 without clipping is
     AdamW.
     """
+    lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     for part in _parts(len(params), foreach):
-        dtype = _arithmetic([*params[part], *gradients[part], *exp_avgs[part]])
+        dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
         g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
         if factors is not None:
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))

@@ -2,49 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import clipping, rules
+from mars_hf.distributed import dtensors
+from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
 from mars_hf.distributed.whole_sums import WholeSums
-from mars_hf.step.buckets import Batch
+from mars_hf.groups.roles import takes_mars
+from mars_hf.step.buckets import Bucket
+from mars_hf.step.corrections import Correction
 from mars_hf.step.metrics import HERE, StepMetrics
 
 # Rows of the sums.
 GG, GL, LL, CC = range(4)
 
 
-class Norms:
+def take_norms(
+    buckets: Sequence[Bucket],
+    param_groups: Sequence[Mapping[str, Any]],
+    placements: Mapping[Tensor, Placement],
+    locator: Locator,
+    *,
+    max_grad_norm: float | None,
+    metrics: StepMetrics | None,
+) -> tuple[list[Correction], Tensor | None]:
+    """Take the norms that a step needs; none where nobody asks.
+
+    Args:
+        buckets: of the step.
+        param_groups: of the optimizer.
+        placements: of the sharded parameters. All ranks must call this if there are any.
+        locator: that has found them.
+        max_grad_norm: largest norm of all gradients together; None for no scaling.
+        metrics: what to report to; None if nobody asks.
+
+    Returns:
+        The correction of each bucket, and the norm of all gradients, 0-d, if `max_grad_norm` is given.
+
+    Raises:
+        RuntimeError: `max_grad_norm` under DeepSpeed.
+    """
+    corrections = [Correction.before_norms(bucket) for bucket in buckets]
+    asked = [place for place, bucket in enumerate(buckets) if _wants_norms(bucket.group, metrics)]
+    if max_grad_norm is None and metrics is None:  # nobody else needs the norms of whole tensors
+        for place in asked:
+            clips = buckets[place].backend.clips and not buckets[place].is_sharded
+            corrections[place] = replace(corrections[place], clips=clips)
+        asked = [place for place in asked if not corrections[place].clips]
+    found = [(buckets[place], corrections[place]) for place in asked]
+    norms = _Norms(found, max_grad_norm=max_grad_norm, metrics=metrics)
+    groups = [group for group in param_groups if _wants_norms(group, metrics)]
+    sharded = [param for group in groups for param in group["params"] if param in placements]
+    if sharded:
+        if max_grad_norm is not None and not all(dtensors.is_dtensor(param) for param in sharded):
+            raise RuntimeError(
+                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
+                "in its JSON, and max_grad_norm=None"
+            )
+        vectors = max_grad_norm is not None or any(group["optimize_1d"] for group in groups)
+        norms.reduce(
+            [placements[param] for param in sharded],
+            locator.slots(vectors=vectors),
+            dtensors.local(sharded[0]).device,
+            verify=not locator.all_seen(sharded),
+        )
+    norm = norms.take_norm()
+    for place, correction in zip(asked, norms.corrections(norm), strict=True):
+        corrections[place] = correction
+    return corrections, norm
+
+
+def _wants_norms(group: Mapping[str, Any], metrics: StepMetrics | None) -> bool:
+    if group["max_grad_norm"] is not None:
+        return True
+    return takes_mars(group) and (group["clip_threshold"] is not None or metrics is not None)
+
+
+class _Norms:
     """The norms of one step.
 
     Sums are taken over the pieces on this rank when it is made, put together across ranks by `reduce` where parameters
-    are sharded, and turned into factors and scale of the batches by `apply`.
+    are sharded, and turned into factors and scales by `corrections`.
     """
 
-    def __init__(self, batches: Sequence[Batch], *, max_grad_norm: float | None, metrics: StepMetrics | None) -> None:
+    def __init__(
+        self,
+        found: Sequence[tuple[Bucket, Correction]],
+        *,
+        max_grad_norm: float | None,
+        metrics: StepMetrics | None,
+    ) -> None:
         """Take the sums.
 
         Args:
-            batches: all of a step if `max_grad_norm` is given, else those whose norms are asked for.
-            max_grad_norm: gradients are to be scaled to this global norm; None for no scaling.
-            metrics: what to report to; None if nobody asks.
+            found: all buckets of a step if `max_grad_norm` is given, else those whose norms are asked for.
+            max_grad_norm: as `take_norms`.
+            metrics: as `take_norms`.
         """
         self._max_grad_norm = max_grad_norm
         self._metrics = metrics
-        self._sums = [(batch, self._take(batch)) for batch in batches]
+        self._sums = [(bucket, correction, self._sum(bucket, correction)) for bucket, correction in found]
         # With a global norm, <c, c> depends on the sums of all parameters.
         self._rows = slice(GG, LL + 1) if max_grad_norm is not None else slice(CC, CC + 1)
         self._whole: WholeSums | None = None
 
-    def _take(self, batch: Batch) -> Tensor:
-        """Sums over the pieces of a batch, without its last gradients where nothing asks for them."""
+    def _sum(self, bucket: Bucket, correction: Correction) -> Tensor:
+        """Sums over the pieces of a bucket, without its last gradients where nothing asks for them."""
         folded = self._max_grad_norm is not None
-        without = folded and batch.group["clip_threshold"] is None and self._metrics is None
-        rows = {"products": folded or self._metrics is not None, "corrected": not folded}
-        return batch.engine.sums(batch.gradients, [] if without else batch.last_grads, **rows, **batch.correction)
+        without = folded and bucket.group["clip_threshold"] is None and self._metrics is None
+        return bucket.backend.run_sums(
+            bucket.gradients,
+            [] if without else bucket.last_grads,
+            products=folded or self._metrics is not None,
+            corrected=not folded,
+            scale=correction.scale,
+            last_scales=correction.last_scales,
+            k=bucket.k,
+        )
 
     def reduce(
         self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
@@ -65,50 +145,50 @@ class Norms:
             self._whole.join(placement)
             if self._metrics is not None:
                 self._metrics.join(placement.group, device)
-        for batch, sums in self._sums:
-            if batch.is_sharded:
-                self._whole.add(batch.process_group, batch.slots, sums[self._rows])
+        for bucket, _, sums in self._sums:
+            if bucket.is_sharded:
+                self._whole.add(bucket.process_group, bucket.slots, sums[self._rows])
         self._whole.reduce(verify=verify)
 
-    def apply(self) -> Tensor | None:
-        """Set scale and factors of the batches, and report metrics.
-
-        Returns:
-            The global norm of all gradients, 0-d, if `max_grad_norm` is given.
-        """
-        norm = scale = None
-        if self._max_grad_norm is not None:
-            norm = self._total().sqrt()
-            scale = clipping.global_scale(norm, self._max_grad_norm)
-        for batch, sums in self._sums:
-            own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
-            if batch.mars:
-                self._clip(batch, sums, own_scale)
-            if own_scale is not None:
-                batch.scale = own_scale if batch.scale is None else batch.scale * own_scale
-        return norm
-
-    def _clip(self, batch: Batch, sums: Tensor, scale: Tensor | None) -> None:
-        whole = sums[self._rows]
-        if batch.is_sharded and self._whole is not None:
-            whole = self._whole.of(batch.process_group, batch.slots).to(sums)
-        square = whole[0] if scale is None else clipping.corrected_square(whole, batch.k, scale)
-        if self._metrics is not None and scale is not None:
-            corrected = clipping.corrected_square(sums, batch.k, scale)
-            sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
-        threshold = batch.group["clip_threshold"]
-        if threshold is not None:
-            batch.factors = clipping.factors(square, threshold)
-        if self._metrics is not None:
-            group = batch.process_group if batch.is_sharded else HERE
-            has_last = bool(batch.last_grads)
-            self._metrics.add(sums, square, batch.shares, threshold, has_last=has_last, group=group)
-
-    def _total(self) -> Tensor:
-        """Squared norm of all gradients together."""
-        here = [sums[GG].sum() for batch, sums in self._sums if not batch.is_sharded]
+    def take_norm(self) -> Tensor | None:
+        """Return the global norm of all gradients, 0-d, if `max_grad_norm` is given."""
+        if self._max_grad_norm is None:
+            return None
+        here = [sums[GG].sum() for bucket, _, sums in self._sums if not bucket.is_sharded]
         if self._whole is not None:
             here.append(self._whole.total(GG))
         if not here:
-            return torch.zeros((), dtype=torch.float64, device="cpu")
-        return torch.stack([value.to(here[0].device) for value in here]).sum()
+            return torch.zeros((), dtype=torch.float64, device="cpu").sqrt()
+        return torch.stack([value.to(here[0].device) for value in here]).sum().sqrt()
+
+    def corrections(self, norm: Tensor | None) -> list[Correction]:
+        """Return the corrections with scale and factors, and report metrics."""
+        scale = None
+        if norm is not None and self._max_grad_norm is not None:
+            scale = clipping.global_scale(norm, self._max_grad_norm)
+        found = []
+        for bucket, correction, sums in self._sums:
+            own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
+            if bucket.mars:
+                correction = replace(correction, factors=self._factors(bucket, sums, own_scale))
+            if own_scale is not None:
+                both = own_scale if correction.scale is None else correction.scale * own_scale
+                correction = replace(correction, scale=both)
+            found.append(correction)
+        return found
+
+    def _factors(self, bucket: Bucket, sums: Tensor, scale: Tensor | None) -> Tensor | None:
+        """What corrected gradients are clipped by; None where they are not."""
+        whole = sums[self._rows]
+        if bucket.is_sharded and self._whole is not None:
+            whole = self._whole.of(bucket.process_group, bucket.slots).to(sums)
+        square = whole[0] if scale is None else clipping.corrected_square(whole, bucket.k, scale)
+        threshold = bucket.group["clip_threshold"]
+        if self._metrics is not None:
+            if scale is not None:
+                corrected = clipping.corrected_square(sums, bucket.k, scale)
+                sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+            group = bucket.process_group if bucket.is_sharded else HERE
+            has_last = bool(bucket.last_grads)
+            self._metrics.add(sums, square, bucket.shares, threshold, has_last=has_last, group=group)
+        return None if threshold is None else clipping.factors(square, threshold)

@@ -20,8 +20,10 @@ from mars_hf.distributed.routes import Region
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.roles import orthogonalizes
 from mars_hf.groups.settings import ns_coefficients
-from mars_hf.step.buckets import Batch
+from mars_hf.step.buckets import Bucket
+from mars_hf.step.corrections import Correction, Update
 from mars_hf.step.directions import Chunks, directions, flops, iteration_dtype, settings_of
+from mars_hf.step.update import take_momenta
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Team(NamedTuple):
 
 
 class _Repeated(NamedTuple):
-    """Plain matrices that DistributedDataParallel repeats: one batch, which its ranks share or each works on alone."""
+    """Plain matrices that DistributedDataParallel repeats: one bucket, which its ranks share or each works on alone."""
 
     device: torch.device
     dtype: torch.dtype
@@ -79,7 +81,7 @@ class _Work(NamedTuple):
 
 
 class Matrices:
-    """Gives batches of mars-shampoo and mars-m their directions.
+    """Gives buckets of mars-shampoo and mars-m their directions.
 
     Matrices that are on this rank alone are orthogonalized in chunks. Where ranks hold pieces of them (FSDP2, ZeRO) or
     repeat them (DDP), each is brought together on one rank, orthogonalized there once, and its direction sent back.
@@ -94,7 +96,7 @@ class Matrices:
     def __init__(self, layout: Locator) -> None:
         """With the parameters that the optimizer was built with."""
         self._locator = layout
-        # From `sort` on, by the id of a tensor. Nothing here keeps one alive.
+        # From `assign` on, by the id of a tensor. Nothing here keeps one alive.
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
         self._members: dict[Team, list[_Member]] = {}
@@ -103,12 +105,12 @@ class Matrices:
         self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
         self._name = secrets.token_hex(8)
         self._apart: set[Team] = set()  # whose ranks have taken different steps
-        self._groups: Sequence[dict[str, Any]] = ()  # from `sort` to the end of the step
+        self._groups: Sequence[dict[str, Any]] = ()  # from `assign` to the end of the step
 
-    def sort(
+    def assign(
         self, param_groups: Iterable[dict[str, Any]], placements: Mapping[Tensor, Placement]
     ) -> dict[Tensor, Hashable]:
-        """Who is orthogonalized together in the coming step.
+        """Decide which matrices are orthogonalized together in the coming step.
 
         This holds for later steps too, as long as groups, parameters and who has a gradient stay the same. Where there
         are DTensors or placements every step needs a call.
@@ -142,26 +144,28 @@ class Matrices:
                 found[param] = chunks.of(group, param) if key is None else key
         return found
 
-    def in_order(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches in the order they are to be updated in, with directions where their rule has any.
+    def in_order(self, buckets: Sequence[Bucket], corrections: Sequence[Correction]) -> Iterator[Update]:
+        """Yield buckets in the order they are to be updated in, with directions where their rule has any.
 
         Those that are orthogonalized together come together: their first moments are taken further and orthogonalized
         before the first of them, and no directions are kept when the next one is asked for. Collective, where ranks
-        share work: to be called in every step, also without batches.
+        share work: to be called in every step, also without buckets.
 
         Raises:
             RuntimeError: on all ranks, before any first moment has changed: they hold pieces of the same matrices, and
                 bring gradients for different ones.
         """
+        correction_of = {id(bucket): own for bucket, own in zip(buckets, corrections, strict=True)}
         try:
-            for works, together in self._divide(list(batches)):
+            for works, together in self._divide(buckets):
+                own = [correction_of[id(bucket)] for bucket in together]
+                directions: list[list[Tensor]] = [[] for _ in together]
                 if works:
-                    self._share(works, together)
+                    directions = self._share(works, together, own)
                 elif together[0].chunk is not None:
-                    _orthogonalize(together)
-                for batch in together:
-                    yield batch
-                    batch.directions = []
+                    directions = _orthogonalize(together, own)
+                for bucket, correction in zip(together, own, strict=True):
+                    yield Update(bucket, correction, directions.pop(0))
         finally:
             self._groups = ()
 
@@ -181,21 +185,21 @@ class Matrices:
             members.append(_Member(slot, place, param.shape, placement, id(param)))
         return team
 
-    def _divide(self, batches: Sequence[Batch]) -> list[tuple[list[_Work], list[Batch]]]:
-        """Which batches are worked on together, and what for; for nothing where no other rank takes part."""
+    def _divide(self, buckets: Sequence[Bucket]) -> list[tuple[list[_Work], list[Bucket]]]:
+        """Which buckets are worked on together, and what for; for nothing where no other rank takes part."""
         averaged = self._averaged()
         teams = {team: list(members) for team, members in self._members.items()}
         for key, group in averaged.items():
             teams.setdefault(Team(None, group, *self._plain[key][2:]), [])
         groups = dict(enumerate(self._groups))
         present = [member.slot for members in teams.values() for member in members]
-        cut: dict[Team, list[Batch]] = {team: [] for team in self._members}
-        repeated: list[Batch] = []  # in which there may be tensors of several teams
-        alone: dict[Hashable, list[Batch]] = {}
+        cut: dict[Team, list[Bucket]] = {team: [] for team in self._members}
+        repeated: list[Bucket] = []  # in which there may be tensors of several teams
+        alone: dict[Hashable, list[Bucket]] = {}
         shares_all = True
-        for batch in batches:
-            place = alone.setdefault(id(batch) if batch.chunk is None else batch.chunk, [])
-            for tensor in batch.placements if batch.chunk is not None else ():
+        for bucket in buckets:
+            place = alone.setdefault(id(bucket) if bucket.chunk is None else bucket.chunk, [])
+            for tensor in bucket.placements if bucket.chunk is not None else ():
                 if id(tensor) in self._teams:
                     place = cut[self._teams[id(tensor)]]
                 elif id(tensor) in self._plain:
@@ -206,16 +210,16 @@ class Matrices:
                         place = repeated
                         team = Team(None, averaged[id(tensor)], own.device, own.dtype)
                         teams[team].append(_Member(own.slot, own.place, tensor.shape, None, id(tensor)))
-                        groups[own.place] = batch.group
-            place.append(batch)
+                        groups[own.place] = bucket.group
+            place.append(bucket)
         # For all of them before any work is done, so that nothing has changed where ranks disagree.
         works = {team: self._work(team, sorted(teams[team]), groups) for team in sorted(teams, key=_order)}
         if present:
             # What a rank has done on gradients of its own is its own.
             self._past = digest(self._past, sorted(present), "" if shares_all else self._name)
         shared = [work for team, work in works.items() if team not in cut and work is not None]
-        for batch in repeated if not shared else ():
-            alone[batch.chunk].append(batch)
+        for bucket in repeated if not shared else ():
+            alone[bucket.chunk].append(bucket)
         parts = [([work] if work else [], cut[team]) for team, work in works.items() if team in cut]
         parts = [(shared, repeated if shared else []), *parts, *(([], own) for own in alone.values())]
         return [(work, own) for work, own in parts if work or own]
@@ -312,13 +316,15 @@ class Matrices:
         )
         return exchange, place_of
 
-    def _share(self, works: Sequence[_Work], batches: Sequence[Batch]) -> None:
-        """Give batches their directions; tensors that other ranks do not repeat may be among them."""
-        momenta = [batch.momenta() for batch in batches]
+    def _share(
+        self, works: Sequence[_Work], buckets: Sequence[Bucket], corrections: Sequence[Correction]
+    ) -> list[list[Tensor]]:
+        """Return the directions of buckets; tensors that other ranks do not repeat may be among them."""
+        momenta = [take_momenta(*pair) for pair in zip(buckets, corrections, strict=True)]
         found: dict[int, tuple[dict[str, Any], Tensor, Tensor]] = {
-            id(tensor): (batch.group, tensor, momentum)
-            for batch, own in zip(batches, momenta, strict=True)
-            for tensor, momentum in zip(batch.placements, own, strict=True)
+            id(tensor): (bucket.group, tensor, momentum)
+            for bucket, own in zip(buckets, momenta, strict=True)
+            for tensor, momentum in zip(bucket.placements, own, strict=True)
         }
         for work in works:
             pieces: dict[int, Tensor] = {}
@@ -335,8 +341,7 @@ class Matrices:
             settings = {key: settings_of(*found[key][:2]) for key in others}
             for key, direction in directions(others, settings, out_dtype=dtype).items():
                 others[key].copy_(direction)
-        for batch, own in zip(batches, momenta, strict=True):
-            batch.take_directions(own)
+        return [bucket.cut(own) for bucket, own in zip(buckets, momenta, strict=True)]
 
 
 def _orthogonalize_wholes(work: _Work, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -374,15 +379,15 @@ def _sizes(team: Team) -> tuple[int, int]:
     return copies * shards, shards
 
 
-def _orthogonalize(batches: Sequence[Batch]) -> None:
-    """Give the batches of a chunk their directions."""
-    owners = [(batch.group, owner) for batch in batches for owner in batch.placements]
+def _orthogonalize(buckets: Sequence[Bucket], corrections: Sequence[Correction]) -> list[list[Tensor]]:
+    """Return the directions of the buckets of a chunk."""
+    owners = [(bucket.group, owner) for bucket in buckets for owner in bucket.placements]
     settings = dict(enumerate(settings_of(group, owner) for group, owner in owners))
-    momenta = dict(enumerate(momentum for batch in batches for momentum in batch.momenta()))
-    chunk = batches[0].chunk
+    taken = [take_momenta(*pair) for pair in zip(buckets, corrections, strict=True)]
+    momenta = dict(enumerate(momentum for own in taken for momentum in own))
+    chunk = buckets[0].chunk
     wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
     # Rounded as where they travel, so that a step is the same whether it is shared or not.
     out_dtype = chunk.dtype if isinstance(chunk, _Repeated) else wide
     found = iter(directions(momenta, settings, out_dtype=out_dtype).values())
-    for batch in batches:
-        batch.take_directions([next(found) for _ in batch.placements])
+    return [bucket.cut([next(found) for _ in bucket.placements]) for bucket in buckets]

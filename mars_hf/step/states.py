@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class UnfitStateError(ValueError, RuntimeError):
     """A state that does not fit its parameter: a ValueError where it is loaded, a RuntimeError in a step."""
 
 
-def dtype_of(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.dtype:
+def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
     """The dtype of the moments: the one they were loaded with, `state_dtype`, or at least float32."""
     if "exp_avg" in state:
         return state["exp_avg"].dtype
@@ -32,7 +32,7 @@ def dtype_of(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> tor
     return torch.float32 if param.dtype in LOW_PRECISION else param.dtype
 
 
-def last_grad_dtype(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.dtype:
+def last_grad_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
     """The dtype of last gradients."""
     if "last_grad" in state:
         return state["last_grad"].dtype

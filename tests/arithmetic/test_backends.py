@@ -8,7 +8,7 @@ from helpers import needs_compiler
 from torch import nn
 
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic import backends
 from mars_hf.arithmetic.kernels import cpu as compiled
 from mars_hf.distributed.locator import Locator
 from mars_hf.step.buckets import gather
@@ -23,8 +23,8 @@ def names(optimizer: Mars) -> list[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-    chunks = Matrices(Locator()).sort(optimizer.param_groups, {})
-    return [batch.engine.name for batch in gather(optimizer.param_groups, optimizer.state, {}, chunks)]
+    chunks = Matrices(Locator()).assign(optimizer.param_groups, {})
+    return [bucket.backend.name for bucket in gather(optimizer.param_groups, optimizer.state, {}, chunks)]
 
 
 def two(numel: int = 64) -> list[nn.Parameter]:
@@ -51,13 +51,13 @@ def test_small_parameters(settings, expected):
 
 @needs_compiler
 def test_large_parameters_are_compiled(monkeypatch):
-    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     assert names(Mars(two())) == ["compiled", "compiled"]
     assert names(Mars(two(56))) == ["for-loop", "adamw"]
 
 
 def test_without_a_compiler_the_rules_run(monkeypatch):
-    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     monkeypatch.setattr(compiled, "_library", lambda: None)
     assert names(Mars(two())) == ["for-loop", "adamw"]
     with pytest.raises(RuntimeError, match=r"fused=True.*C\+\+ compiler.*fused=None"):
@@ -83,7 +83,7 @@ def test_dense_parameters_in_another_order_are_compiled(make):
     ids=str,
 )
 def test_matrices_that_are_orthogonalized_have_the_engines_of_others(monkeypatch, settings, expected, mars_type):
-    monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+    monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     assert names(Mars(two(), mars_type=mars_type, **settings))[0] == expected
     assert names(Mars(two(56), mars_type=mars_type))[0] == "for-loop"
 
@@ -92,9 +92,9 @@ def test_matrices_that_are_orthogonalized_have_the_engines_of_others(monkeypatch
 def test_engines_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
     monkeypatch.setattr("mars_hf.arithmetic.kernels.gpu.supports", lambda *_: True)
     group = {"fused": None, "foreach": None, "capturable": False}
-    engine = engines.choose(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
+    engine = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
     assert engine.name == "triton" and engine.foreach
-    engine = engines.choose(group, CPU, [torch.float32], engines.COMPILED_FROM, plain_adamw=False, dense=True)
+    engine = backends.choose_backend(group, CPU, [torch.float32], backends.COMPILED_FROM, plain_adamw=False, dense=True)
     assert engine.name == "compiled" and not engine.foreach
 
 

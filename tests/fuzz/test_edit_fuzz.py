@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic import backends
 
 SHAPES = ((4, 3), (3, 4), (4, 3), (5,), (5,), (), (2, 3, 4), (1, 7), (9, 2), (3, 2, 1, 2))
 SIZES = {"exp_avg": 0.1, "exp_avg_sq": 0.05, "max_exp_avg_sq": 0.05, "last_grad": 0.3, "compensation": 1e-4}
@@ -676,7 +676,7 @@ def run(backend: str, seed: int, edits: int, *, shapes: list[tuple[int, ...]] | 
 )
 def test_1500_edits(backend, part, monkeypatch):
     if backend == "auto":  # as large parameters are: kernels, but where they do not run
-        monkeypatch.setattr(engines, "COMPILED_FROM", 64)
+        monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     for seed in range(5 * part, 5 * part + 5):
         run(backend, seed, 15)
 
@@ -704,6 +704,6 @@ def test_edits_of_large_parameters(seed):
 def test_triton_edits(seed, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    engine = engines.KernelEngine("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(engines, "_kernels", lambda *_, **__: engine)
+    engine = backends.KernelBackend("triton", foreach=True, module=triton, rounds=True)
+    monkeypatch.setattr(backends, "_kernels", lambda *_, **__: engine)
     run("triton", seed, 15)

@@ -24,7 +24,7 @@ from straight_step import Mirror, expect
 from torch import Tensor, nn
 
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic import backends as backend_choice
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": True},
@@ -244,8 +244,8 @@ def test_long(backend, rule):
 def test_triton(rule, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    engine = engines.KernelEngine("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(engines, "_kernels", lambda *_, **__: engine)
+    engine = backend_choice.KernelBackend("triton", foreach=True, module=triton, rounds=True)
+    monkeypatch.setattr(backend_choice, "_kernels", lambda *_, **__: engine)
     for seed in range(12):
         run_case("triton", rule, "small", seed)
     for seed in range(2):

@@ -13,7 +13,7 @@ from torch import nn
 
 import mars_hf
 from mars_hf import Mars, optimizer
-from mars_hf.step import buckets as batches
+from mars_hf.step import buckets
 
 SHAPES = ((4, 3), (5, 2), (6,))
 
@@ -22,13 +22,13 @@ SHAPES = ((4, 3), (5, 2), (6,))
 def gathered(monkeypatch) -> list[int]:
     """One entry for every time that tensors are sorted."""
     calls: list[int] = []
-    sort = optimizer.sort
+    sort = optimizer.plan_buckets
 
     def counted(*args):
         calls.append(1)
         return sort(*args)
 
-    monkeypatch.setattr(optimizer, "sort", counted)
+    monkeypatch.setattr(optimizer, "plan_buckets", counted)
     return calls
 
 
@@ -317,8 +317,8 @@ def test_tensors_that_share_memory_are_updated_one_after_the_other():
     mars = Mars(params, lr=0.1, fused=None)
     for param in params:
         param.grad = torch.ones(4, 4)
-    engines = [batch.engine.name for batch in batches.gather(mars.param_groups, mars.state, {})]
-    assert engines == ["for-loop"]
+    found = [bucket.backend.name for bucket in buckets.gather(mars.param_groups, mars.state, {})]
+    assert found == ["for-loop"]
 
 
 REFUSED = {

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as engines
+from mars_hf.arithmetic import backends
 from mars_hf.arithmetic.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.step import directions
@@ -487,12 +487,12 @@ def test_the_rules_agree_to_the_bit(mars_type, dtype):
 
 @every_type
 def test_an_engine_for_flat_tensors_does_the_same(monkeypatch, mars_type):
-    class Flat(engines.Engine):
+    class Flat(backends.Backend):
         is_flat = True
 
     found = []
-    for engine in (engines.Engine("for-loop"), Flat("flat")):
-        monkeypatch.setattr(engines, "choose", lambda *args, engine=engine, **how: engine)
+    for engine in (backends.Backend("for-loop"), Flat("flat")):
+        monkeypatch.setattr("mars_hf.step.buckets.choose_backend", lambda *args, engine=engine, **how: engine)
         params = make(*SHAPES)
         params[1].data = params[1].data.T.contiguous().T
         params[4].data = params[4].data.to(memory_format=torch.channels_last)

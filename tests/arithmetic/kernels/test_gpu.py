@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as engines
-from mars_hf.arithmetic import clipping, rules
+from mars_hf.arithmetic import backends, clipping, rules
 from mars_hf.arithmetic.kernels import gpu as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -462,8 +461,8 @@ def mars_steps(device, *, lr=0.01, **settings):
 )
 def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
     expected = doubles(mars_steps(device, fused=False, foreach=False, **settings))
-    triton = engines.KernelEngine("triton", module=kernels)
-    monkeypatch.setattr(engines, "_kernels", lambda *_, **__: triton)
+    triton = backends.KernelBackend("triton", module=kernels)
+    monkeypatch.setattr(backends, "_kernels", lambda *_, **__: triton)
     for lr in (0.01, torch.tensor(0.01, device=device)):
         assert_close(mars_steps(device, lr=lr, fused=True, **settings), expected)
 

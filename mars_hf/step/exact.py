@@ -1,0 +1,104 @@
+"""Exact MARS: x_{t-1}, and the stale gradient that somebody supplies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_hf.distributed import dtensors
+from mars_hf.groups.roles import takes_mars
+from mars_hf.step import states
+from mars_hf.step.checks import check_gradient
+
+# Of an optimizer: the state of each parameter.
+States = MutableMapping[Tensor, Any]
+
+
+def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """Return the parameters that are corrected by a stale gradient."""
+    return [
+        param for group in param_groups if takes_mars(group) and not group["is_approx"] for param in group["params"]
+    ]
+
+
+def require_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States, *, given: bool) -> None:
+    """Raise RuntimeError in an exact step, other than the first one, for which nobody has supplied any.
+
+    Args:
+        param_groups: of the optimizer.
+        all_states: of the optimizer.
+        given: whether somebody has, if only for parameters without a stale gradient.
+    """
+    moving = [param for param in corrected_params(param_groups) if param.grad is not None and param in all_states]
+    own = [all_states[param] for param in moving]
+    given = given or any("last_grad" in state for state in own)
+    if any("step" in state for state in own) and not given:
+        raise RuntimeError(
+            "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
+            "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
+        )
+
+
+def keep_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> None:
+    """Keep x_t of what moves, unless the loop takes its stale gradients ahead of time, before it does."""
+    if any("previous_grad" in state for state in all_states.values()):
+        return
+    for group in param_groups:
+        for param in group["params"]:
+            if "previous_param" in all_states.get(param, ()):
+                all_states[param]["previous_param"].copy_(param)
+            elif param.grad is not None:
+                all_states[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> None:
+    """Exchange x_t and x_{t-1} in place, where there are both."""
+    for group in param_groups:
+        for param in group["params"]:
+            if "previous_param" in all_states.get(param, ()):
+                here, kept = dtensors.local(param), dtensors.local(all_states[param]["previous_param"])
+                current = here.clone()
+                here.copy_(kept)
+                kept.copy_(current)
+
+
+@torch.no_grad()
+def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> bool:
+    """Keep a copy of the gradients, as the stale ones of this batch; returns whether any parameter takes one."""
+    given = False
+    for group in param_groups:
+        for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
+            given = True
+            all_states.get(param, {}).pop("previous_grad", None)
+            if param.grad is not None:
+                check_gradient(param)
+                dtype = states.last_grad_dtype(param, group, all_states[param])
+                gradient = dtensors.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
+                kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                dtensors.local(kept).copy_(gradient)
+                if group["maximize"]:
+                    dtensors.local(kept).neg_()
+                all_states[param]["previous_grad"] = kept
+    return given
+
+
+def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
+    """Make the stale gradients that have been kept the last gradients of the next step."""
+    own = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
+    if any("previous_grad" in state for state in own):
+        for state in own:
+            state.pop("last_grad", None)
+            state.pop("last_grad_scale", None)
+            if "previous_grad" in state:
+                state["last_grad"] = state.pop("previous_grad")
+
+
+def drop_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
+    """Drop what a step has used up."""
+    for param in corrected_params(param_groups):
+        for key in ("last_grad", "last_grad_scale"):
+            all_states.get(param, {}).pop(key, None)

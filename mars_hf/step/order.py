@@ -1,0 +1,71 @@
+"""Keeps the order of the buckets from step to step, as places in the step's list of entries; never a tensor.
+
+Sorting some hundred tensors takes milliseconds, as long as a GPU needs for the update itself. A step therefore uses the
+order of the step before if all its tensors look the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mars_hf.groups.settings import STRUCTURAL_KEYS
+from mars_hf.step import looks
+from mars_hf.step.buckets import Entry, Recipe, may_move
+
+
+class Order:
+    """Remembers how a step was sorted, for as long as the next ones look like it; holds no tensor."""
+
+    def __init__(
+        self, recipes: Sequence[Recipe], param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
+    ) -> None:
+        """Remember the recipes that `sort` has given for these entries."""
+        self.recipes = recipes
+        self._structure = structure(param_groups)
+        self._slots = [entry.slot for entry in entries]
+        keys: dict[int, tuple[str, ...]] = {place: recipe.keys for recipe in recipes for place in recipe.places}
+        self._keys = [keys[place] for place in range(len(entries))]
+        self._has_last = ["last_grad" in own for own in self._keys]
+        self._moves = [False] * len(entries)
+        for recipe in recipes:
+            for place in recipe.places:
+                self._moves[place] = recipe.moves
+        self._look = looks.Look(self._tensors(entries))
+
+    @staticmethod
+    def covers(entries: Sequence[Entry]) -> bool:
+        """Tell whether `fits` can vouch for these: plain tensors."""
+        return all(type(entry.param) in (Tensor, nn.Parameter) for entry in entries)
+
+    def fits(self, param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> bool:
+        """Tell whether every tensor of a step looks like its predecessor, and every setting is the same."""
+        if [entry.slot for entry in entries] != self._slots or structure(param_groups) != self._structure:
+            return False
+        if ["last_grad" in entry.state for entry in entries] != self._has_last:
+            return False
+        try:
+            tensors = self._tensors(entries)
+        except KeyError:
+            return False
+        if not self._look.fits(tensors):
+            return False
+        return all(
+            moves is may_move(entry, param_groups[entry.group])
+            for entry, moves in zip(entries, self._moves, strict=True)
+            if param_groups[entry.group]["take_grad"]
+        )
+
+    def _tensors(self, entries: Sequence[Entry]) -> list[Tensor]:
+        """Every tensor that the step reads or writes."""
+        tensors: list[Any] = []
+        for (param, state, _, _), keys in zip(entries, self._keys, strict=True):
+            tensors += (param, param.grad, state["step"], *[state[key] for key in keys])
+        return tensors
+
+
+def structure(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the settings that decide how tensors are sorted, group by group, and the groups' sizes."""
+    return [(len(group["params"]), *[group[name] for name in STRUCTURAL_KEYS]) for group in param_groups]
