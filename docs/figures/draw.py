@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""Draw the figures of the documentation.
+
+    python docs/figures/draw.py                       # writes docs/images/*.png
+    python docs/figures/draw.py --output_dir /tmp/x   # somewhere else
+
+Every figure is computed here from the formulas, with fixed seeds; none reads a training run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+IMAGES = Path(__file__).resolve().parent.parent / "images"
+BLUE, ORANGE, GREY = "#08519c", "#e6550d", "0.45"
+BETA1, GAMMA = 0.95, 0.025  # defaults of Mars
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw every figure; `argv` is the command line without the program's name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=IMAGES, help="default: docs/images")
+    output: Path = parser.parse_args(argv).output_dir
+    output.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        figure = draw()
+        figure.savefig(output / name, dpi=120)
+        plt.close(figure)
+        print(output / name)
+
+
+def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
+    """Return the weight of g_{t-n} in the first moment m_t of approx MARS without clipping, for n = 0, 1, ...
+
+    With c_t = g_t + k (g_t - g_{t-1}) and m_t = beta1 m_{t-1} + (1 - beta1) c_t, for one gradient of 1 at n = 0.
+    """
+    k = gamma * beta1 / (1 - beta1)
+    weights = np.zeros(length)
+    moment = last = 0.0
+    for age in range(length):
+        gradient = 1.0 if age == 0 else 0.0
+        corrected = gradient + k * (gradient - last)
+        moment = beta1 * moment + (1 - beta1) * corrected
+        last = gradient
+        weights[age] = moment
+    return weights
+
+
+def draw_weights() -> Figure:
+    """Show how much each past gradient counts in the first moment."""
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    ages = np.arange(41)
+    rows = [
+        ("AdamW (gamma = 0)", 0.0, GREY, "s"),
+        (f"approx MARS (gamma = {GAMMA})", GAMMA, BLUE, "o"),
+        (f"Nesterov, NAdam (gamma = 1 - beta1 = {1 - BETA1:.2f})", 1 - BETA1, ORANGE, "^"),
+    ]
+    for label, gamma, color, marker in rows:
+        weights = weights_of_past_gradients(BETA1, gamma, len(ages))
+        axes.plot(ages, weights, color=color, marker=marker, markersize=3.5, linewidth=1.2, label=label)
+    axes.set(xlabel="age of the gradient (steps)", ylabel="weight in the first moment", ylim=(0, None))
+    axes.set_title(f"Weights of past gradients at beta1 = {BETA1}, without clipping")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+class _Errors(NamedTuple):
+    """Relative errors of a first moment against the true gradient, for one form and gamma."""
+
+    lag: float
+    noise: float
+
+
+def toy_errors(gammas: Sequence[float], *, exact: bool) -> list[_Errors]:
+    """Measure lag and noise of the first moment on noisy least squares, along one fixed path of the parameters.
+
+    f(x) = E (a x - b)^2 / 2 over batches of (a, b). The path is gradient descent on f, the same for every estimator, so
+    that the two forms differ in their correction only. Lag is the error of the expected first moment, which follows
+    from the true gradients and is the same for both forms. Noise is the standard deviation around it over 400 streams
+    of batches. Both are taken at the last step, relative to the norm of the true gradient.
+    """
+    streams, steps, dimension, batch, rate = 400, 60, 8, 4, 0.02
+    random = np.random.default_rng(0)
+    solution = np.ones(dimension)
+    path = [np.zeros(dimension)]
+    for _ in range(steps):
+        path.append(path[-1] - rate * (path[-1] - solution))  # E a a^T = 1, so the true gradient is x - solution
+    features = random.standard_normal((steps + 1, streams, batch, dimension))
+    labels = features @ solution + random.standard_normal((steps + 1, streams, batch))
+
+    def gradient(step: int, point: np.ndarray) -> np.ndarray:
+        """Gradient of each stream's batch of a step at a point."""
+        residuals = features[step] @ point - labels[step]
+        return np.einsum("sb,sbd->sd", residuals, features[step]) / batch
+
+    found = []
+    for gamma in gammas:
+        k = gamma * BETA1 / (1 - BETA1)
+        expected = path[0] - solution  # a warm start: no bias of zeros
+        moment = np.broadcast_to(expected, (streams, dimension)).copy()
+        last = gradient(0, path[0])
+        for step in range(1, steps + 1):
+            here = gradient(step, path[step])
+            before = gradient(step, path[step - 1]) if exact else last
+            moment = BETA1 * moment + (1 - BETA1) * (here + k * (here - before))
+            last = here
+            true = path[step] - solution
+            expected = BETA1 * expected + (1 - BETA1) * (true + k * (path[step] - path[step - 1]))
+        truth = path[steps] - solution
+        scale = np.linalg.norm(truth)
+        lag = float(np.linalg.norm(expected - truth) / scale)
+        noise = float(np.sqrt(((moment - expected) ** 2).sum(axis=1).mean()) / scale)
+        found.append(_Errors(lag, noise))
+    return found
+
+
+def draw_lag_and_noise() -> Figure:
+    """Show what the correction does to lag and to noise, in both forms."""
+    gammas = [0.0, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained", sharex=True)
+    for exact, label, color, marker in ((False, "approx", BLUE, "o"), (True, "exact", ORANGE, "^")):
+        errors = toy_errors(gammas, exact=exact)
+        style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.4, "label": label}
+        if exact:
+            left.plot(gammas, [error.lag for error in errors], **{**style, "color": GREY, "label": "both forms"})
+        right.plot(gammas, [error.noise for error in errors], **style)
+    left.set(
+        title="lag: error of the expected moment",
+        xlabel="gamma",
+        ylabel="relative to the true gradient",
+        ylim=(0, None),
+    )
+    right.set(title="noise: spread around it", xlabel="gamma", ylim=(0, None))
+    for axes in (left, right):
+        axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle="--")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def draw_step() -> Figure:
+    """Draw one step of Mars: its six verbs, what each one reads, and what it makes."""
+    verbs = [
+        (
+            "locate",
+            "which parameter is each\nstretch of memory?",
+            "parameters, engine's\nflat tensors, DTensors",
+            "placements",
+        ),
+        (
+            "bucket",
+            "which tensors does one\nbackend call take?",
+            "groups, state, gradients\n(every tensor looked at)",
+            "buckets",
+        ),
+        ("norms", "norms of whole corrected\ngradients, over all ranks", "g, last g", "clip factors,\nglobal scale"),
+        (
+            "orthogonalize",
+            "Newton-Schulz\non whole matrices",
+            "first moments\n(mars-shampoo, mars-m)",
+            "directions",
+        ),
+        ("update", "one pass: correct, clip,\nmoments, parameter", "p, m, v, g, last g", "p, m, v, last g\nin place"),
+        (
+            "keep",
+            "what the next step needs",
+            "gradients that may be\nmoved, the order",
+            "last gradients,\norder of buckets",
+        ),
+    ]
+    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
+    axes.set(xlim=(0, 6), ylim=(0, 3))
+    axes.axis("off")
+    for index, (verb, question, reads, makes) in enumerate(verbs):
+        center = index + 0.5
+        _box(axes, center, 1.5, 0.84, 0.86, BLUE)
+        axes.text(center, 1.76, verb, ha="center", va="center", color="white", fontsize=11, weight="bold")
+        axes.text(center, 1.4, question, ha="center", va="center", color="white", fontsize=6.3)
+        axes.text(center, 2.62, reads, ha="center", va="center", fontsize=7)
+        axes.text(center, 0.4, makes, ha="center", va="center", fontsize=7)
+        _arrow(axes, (center, 2.42), (center, 1.97))
+        _arrow(axes, (center, 1.05), (center, 0.62))
+        if index + 1 < len(verbs):
+            _arrow(axes, (center + 0.43, 1.5), (center + 0.575, 1.5))
+    axes.text(0.02, 2.95, "reads", color=GREY, fontsize=9, va="top")
+    axes.text(0.02, 0.05, "makes", color=GREY, fontsize=9, va="bottom")
+    return figure
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, color: str) -> None:
+    axes.add_patch(
+        FancyBboxPatch(
+            (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=0.06", color=color
+        )
+    )
+
+
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=GREY, shrinkA=0, shrinkB=0))
+
+
+FIGURES = {
+    "weights_of_past_gradients.png": draw_weights,
+    "lag_and_noise.png": draw_lag_and_noise,
+    "step.png": draw_step,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Bring files of the repository that are no pages into the site: the changelog and the pictures of the benchmarks.
+
+Pages link to them as they lie in the repository, so that links work there as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# A path relative to docs/, as pages write it -> where the site has it.
+_MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files."""
+    changelog = ROOT / "CHANGELOG.md"
+    files.append(File.generated(config, "changelog.md", abs_src_path=str(changelog)))
+    for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
+        files.append(File.generated(config, f"images/results/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Point links at the places in the site."""
+    for path, place in _MOVED.items():
+        markdown = markdown.replace(f"]({path}", f"]({place}")
+    return markdown

@@ -1,0 +1,116 @@
+"""What examples may use without making it: a tiny model, data and arguments."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+import mars_hf
+
+# A script as people have it, which knows nothing of MARS.
+SCRIPT = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 64}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+ids = torch.arange(12)
+trainer = Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+trainer.train()
+optimizer = trainer.optimizer
+while hasattr(optimizer, "optimizer"):
+    optimizer = optimizer.optimizer
+print("TRAINED WITH", type(optimizer).__name__, optimizer.param_groups[0]["mars_type"])
+"""
+
+
+class _Blocks(Dataset):
+    """Random blocks of tokens."""
+
+    def __init__(self) -> None:
+        self._ids = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Return a GPT-2 of about 2,000 parameters."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def names(folder: Path) -> dict[str, Any]:
+    """Return the namespace in which the examples of a page begin."""
+    args = TrainingArguments(
+        str(folder / "out"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    dataset = _Blocks()
+    return {
+        "__name__": "example",
+        "model": tiny_gpt2(),
+        "model_init": tiny_gpt2,
+        "args": args,
+        "dataset": dataset,
+        "loader": DataLoader(dataset, batch_size=4),
+        "scheduler": None,
+    }
+
+
+def save_zero_checkpoint(folder: Path) -> None:
+    """Write what DeepSpeed ZeRO-2 leaves of `tiny_gpt2` and its Mars on one rank, after one step."""
+    model = tiny_gpt2()
+    mars = mars_hf.create(model, lr=6e-3)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    mars.step()
+    named = {param: name for name, param in model.named_parameters()}
+    states, weights, places, shapes = {}, [], [], []
+    for index, group in enumerate(mars.param_groups):
+        params = group["params"]
+        keys = [key for key in mars.state[params[0]] if key != "step"]
+        flat = {key: torch.cat([mars.state[param][key].flatten() for param in params]) for key in keys}
+        states[index] = {"step": mars.state[params[0]]["step"], **flat}
+        weights.append(torch.cat([param.detach().flatten() for param in params]))
+        starts = torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
+        places.append(
+            {
+                named[param]: SimpleNamespace(start=start, numel=param.numel())
+                for param, start in zip(params, starts, strict=False)
+            }
+        )
+        shapes.append(OrderedDict((named[param], param.shape) for param in params))
+    groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
+    state = {
+        "base_optimizer_state": {"state": states, "param_groups": groups},
+        "single_partition_of_fp32_groups": weights,
+        "param_slice_mappings": places,
+        "loss_scaler": None,
+        "dynamic_loss_scale": False,
+        "overflow": False,
+    }
+    folder.mkdir(parents=True)
+    torch.save(
+        {"optimizer_state_dict": state, "ds_version": "0.19.8"},
+        folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    )
+    module = {"dp_world_size": 1, "ds_config": {"zero_optimization": {"stage": 2}}, "param_shapes": shapes}
+    torch.save({**module, "module": model.state_dict()}, folder / "mp_rank_00_model_states.pt")

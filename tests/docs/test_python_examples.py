@@ -1,0 +1,99 @@
+"""Every Python example of README and docs runs, page by page, in one namespace a page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import prelude
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+from pages import PAGES, blocks, entry_points
+from transformers import Trainer, TrainingArguments
+
+import mars_hf
+from mars_hf import universal
+
+ZERO = Path("out/checkpoint-500/global_step500")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to run in, and a fresh state of accelerate afterwards."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """Messages of mars_hf, which transformers' loggers do not pass on to pytest."""
+    messages: list[str] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger = logging.getLogger("mars_hf")
+    handler = Keeper()
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def prepare(page: str) -> None:
+    """Make the files that a page's examples read."""
+    if page == "distributed.md":
+        prelude.save_zero_checkpoint(ZERO)
+        universal.to_universal(ZERO, ZERO.with_name(f"{ZERO.name}_universal"))
+
+
+def run(page: str, names: dict[str, Any], logged: list[str]) -> int:
+    """Execute the examples of a page and compare what it says they print and log; return how many there were."""
+    count, printed = 0, ""
+    for block in blocks(page):
+        if block.language == "python":
+            count += 1
+            output = io.StringIO()
+            source = "\n" * (block.line - 1) + block.text  # so that tracebacks have the page's line numbers
+            with contextlib.redirect_stdout(output):
+                exec(compile(source, str(PAGES[page]), "exec"), names)
+            printed = output.getvalue()
+        elif block.directive == "prints":
+            assert [line.rstrip() for line in printed.splitlines()] == block.text.splitlines()
+        elif block.directive == "logs":
+            beginning = block.text.partition("...")[0].strip()
+            assert any(message.startswith(beginning) for message in logged), (beginning, logged)
+        else:
+            assert not block.directive, f"{page}: unknown directive {block.directive}"
+    return count
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(one.language == "python" for one in blocks(page))])
+def test_examples_run(page, place, logged):
+    prepare(page)
+    assert run(page, prelude.names(place), logged)
+
+
+def test_entry_points_of_readme(place):
+    """What the table tells to write: each makes a Mars where it says."""
+    names = {**prelude.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
+    names["optimizer"] = mars_hf.create(names["model"], lr=6e-3)
+    python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]
+    assert len(python) == 6
+    kinds = []
+    for code in python:
+        code = code.replace("(..., ", "(model, args, train_dataset=dataset, ")
+        made = eval(code.replace("TrainingArguments(", "TrainingArguments(use_cpu=True, "), names)
+        kinds.append(type(made).__name__)
+        if isinstance(made, Trainer):
+            made.train()
+            assert "mars/clip_fraction" in made.state.log_history[0]
+        elif isinstance(made, TrainingArguments):
+            make, settings = Trainer.get_optimizer_cls_and_kwargs(made, names["model"])
+            assert make()(names["model"], **settings).param_groups[0]["mars_type"] == "mars-adamw"
+    assert kinds == ["Trainer", "Trainer", "MarsTrainer", "NoneType", "TrainingArguments", "Mars"]

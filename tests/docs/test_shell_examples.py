@@ -1,0 +1,281 @@
+"""Every shell example of README and docs: run for real with small settings, or parsed, with the reason why not run.
+
+A command in neither table fails the test, and so does a row that no page has any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import prelude
+import pytest
+import torch
+from accelerate.commands import launch
+from pages import PAGES, ROOT, commands, entry_points
+from pretraining import arguments, data
+
+from mars_hf.__main__ import main
+
+TINY = [
+    *("--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
+    *("--max_steps", "2", "--warmup_steps", "1", "--logging_steps", "1", "--eval_steps", "2", "--max_eval_blocks", "4"),
+    *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4", "--sample_tokens", "4"),
+    *("--cpu_threads", "1", "--disable_tqdm", "true"),
+]
+SCRIPT = [
+    "--output_dir",
+    "out",
+    "--max_steps",
+    "2",
+    "--use_cpu",
+    "true",
+    "--report_to",
+    "none",
+    "--save_strategy",
+    "no",
+]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """The embedded corpus, tokenized once."""
+    return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder to run in that has the repository's folders, and a script of the user's."""
+    for name in ("accelerate_configs", "recipes", "benchmarks", "constraints.txt", "setup.cfg"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "train.py").write_text(prelude.SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def process(command: list[str]) -> str:
+    """Run a command in a process of its own; return what it printed."""
+    program = {"python": [sys.executable], "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [*program[command[0]], *command[1:]], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+def launched(command: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read a command line of `accelerate launch`: what it asks of accelerate, and the script with its arguments."""
+    assert command[:2] == ["accelerate", "launch"]
+    read = launch.launch_command_parser().parse_args(command[2:])
+    if read.config_file:
+        assert Path(read.config_file).is_file(), read.config_file
+    launch._validate_launch_command(read)
+    return read, [read.training_script, *read.training_script_args]
+
+
+def script_of(command: list[str]) -> tuple[str, list[str]]:
+    """Return the name of a script of the repository that a command starts, and its arguments."""
+    script, *argv = launched(command)[1] if command[0] == "accelerate" else command[1:]
+    assert (ROOT / script).is_file(), script
+    return Path(script).stem, argv
+
+
+# What runs
+
+
+def runs_as_written(extra: list[str], expected: str) -> Callable[[str, Path], None]:
+    def run(command: str, tokens: Path) -> None:
+        assert expected in process([*shlex.split(command), *extra])
+
+    return run
+
+
+def pretrains(command: str, tokens: Path) -> None:
+    """Run the recipe in this process, which saves imports."""
+    name, argv = script_of(shlex.split(command))
+    assert name == "pretrain_gpt2"
+    threads = torch.get_num_threads()
+    given = [] if "--data_dir" in argv else ["--data_dir", str(tokens)]
+    try:
+        importlib.import_module(name).main([*argv, *TINY, *given, "--output_dir", "run"])
+    finally:
+        torch.set_num_threads(threads)
+    assert json.loads(Path("run", "metrics.json").read_text())["steps"] == 2
+
+
+def main_of(extra: list[str], result: str) -> Callable[[str, Path], None]:
+    def run(command: str, tokens: Path) -> None:
+        name, argv = script_of(shlex.split(command))
+        importlib.import_module(name).main([*argv, *extra])
+        assert Path(result).is_file()
+
+    return run
+
+
+def converts(command: str, tokens: Path) -> None:
+    python, _, package, *argv = shlex.split(command)
+    assert (python, package) == ("python", "mars_hf")
+    _, source, target = argv
+    prelude.save_zero_checkpoint(Path(source))
+    main(argv)
+    assert (Path(target) / "zero" / "optimizer_state.pt").is_file()
+
+
+# What is parsed
+
+
+def is_pip(command: str) -> None:
+    """The constraints and every extra that it names are there."""
+    words = shlex.split(command)
+    assert words[:3] == ["pip", "install", "-c"] and Path(words[3]).is_file() and words[4] == "-e"
+    extras = configparser.ConfigParser()
+    extras.read("setup.cfg")
+    for extra in words[5].removeprefix(".").strip("[]").split(","):
+        assert not extra or extra in extras["options.extras_require"]
+
+
+def recipe_parses(command: str) -> None:
+    name, argv = script_of(shlex.split(command))
+    assert name == "pretrain_gpt2"
+    assert arguments.parse([*argv, "--use_cpu", "true", "--bf16", "false", "--tf32", "false"]).config.is_file()
+
+
+class _Parsed(Exception):
+    """The command line was read without a complaint."""
+
+
+def script_parses(command: str) -> None:
+    """Read the arguments with the script's own parser, and stop there."""
+    name, argv = script_of(shlex.split(command))
+    read = argparse.ArgumentParser.parse_known_args
+
+    def read_and_stop(*given, **settings):
+        _, rest = read(*given, **settings)
+        assert not rest
+        raise _Parsed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_stop)
+        importlib.import_module(name).main(argv)
+
+
+def launch_parses(command: str) -> None:
+    read, (script, *_) = launched(shlex.split(command))
+    assert Path(script).is_file() and read.num_processes == 4
+
+
+def nothing(command: str) -> None:
+    """There is nothing to parse."""
+
+
+TRAINED = "TRAINED WITH Mars "
+RUN: dict[str, Callable[[str, Path], None]] = {
+    "accelerate launch recipes/pretrain_gpt2.py": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
+    "accelerate launch recipes/pretrain_gpt2.py --optimizer adamw": pretrains,
+    "accelerate launch recipes/pretrain_gpt2.py --is_approx false": pretrains,
+    "accelerate launch recipes/pretrain_gpt2.py --optimizer mars_m": pretrains,
+    "python -m mars_hf run train.py --optim mars_adamw --learning_rate 6e-3": runs_as_written(
+        SCRIPT, TRAINED + "mars-adamw"
+    ),
+    "accelerate launch -m mars_hf run train.py --optim mars_lion --learning_rate 6e-4": runs_as_written(
+        SCRIPT, TRAINED + "mars-lion"
+    ),
+    "python -m mars_hf to_universal out/checkpoint-500/global_step500 out/checkpoint-500/global_step500_universal": (
+        converts
+    ),
+    "python benchmarks/step_cost.py --size 28m small": main_of(
+        ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
+        "step.json",
+    ),
+    "python benchmarks/train_throughput.py --size small --batch 1 --block 512 --rounds 8 --steps 4": main_of(
+        [
+            "--size",
+            "tiny",
+            "--device",
+            "cpu",
+            "--block",
+            "16",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+            "--output",
+            "rate.json",
+        ],
+        "rate.json",
+    ),
+}
+SLOW = "accelerate launch -m mars_hf run"  # a process that starts a process, each of which imports transformers
+PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
+    "pip install -c constraints.txt -e .": ("installs packages", is_pip),
+    "pip install -c constraints.txt -e '.[recipes]'": ("installs packages", is_pip),
+    "pip install -c constraints.txt -e '.[test]'": ("installs packages; .ci/run runs it", is_pip),
+    "python -m pytest": ("is this run of the tests", nothing),
+    "python benchmarks/exact_cost.py": (
+        "starts a process for each contender; tests/test_exact_cost.py runs it with a tiny model",
+        script_parses,
+    ),
+    "python recipes/compare_optimizers.py": (
+        "twelve runs; tests/recipes/test_compare_optimizers.py runs it with two small ones",
+        script_parses,
+    ),
+    "python recipes/prepare_data.py --dataset openwebtext --output_dir data/openwebtext": (
+        "downloads 54 GB",
+        script_parses,
+    ),
+    "python recipes/prepare_data.py --files corpus/*.jsonl --text_column body --output_dir data/mine": (
+        "needs GPT-2's vocabulary; tests/recipes/test_prepare_data.py has it and runs such commands",
+        script_parses,
+    ),
+    "accelerate launch recipes/pretrain_gpt2.py --data_dir data/mine": (
+        "reads what the command before it prepares; tests/recipes/test_prepare_data.py trains on such data",
+        recipe_parses,
+    ),
+    "accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py --config gpt2-small": (
+        "needs 8 GPUs and 18 GB of tokens",
+        recipe_parses,
+    ),
+    "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml recipes/pretrain_gpt2.py": (
+        "tests/recipes/test_pretrain_gpt2.py runs it on two processes",
+        recipe_parses,
+    ),
+    "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 4 recipes/pretrain_gpt2.py "
+    "--config gpt2-small": ("needs 4 GPUs and 18 GB of tokens", recipe_parses),
+    "accelerate launch --num_processes 4 train.py --resume_from_checkpoint out/checkpoint-500": (
+        "needs DeepSpeed on 4 processes; tests/distributed/test_checkpoints.py runs such a script",
+        launch_parses,
+    ),
+}
+
+
+def shown() -> list[str]:
+    """Every command of README and docs, once; parts joined by && apart."""
+    found = [command for page in PAGES for command in commands(page)]
+    found += [code for code in entry_points() if code.startswith(("python ", "accelerate "))]
+    return list(dict.fromkeys(part.strip() for command in found for part in command.split(" && ")))
+
+
+def test_every_command_is_accounted_for():
+    assert set(shown()) == {*RUN, *PARSED}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=[pytest.mark.slow] if one.startswith(SLOW) else []) for one in RUN]
+)
+def test_command_runs(command, place, tokens):
+    RUN[command](command, tokens)
+
+
+@pytest.mark.parametrize("command", PARSED)
+def test_command_parses(command, place):
+    _, parses = PARSED[command]
+    parses(command)
