@@ -1,4 +1,4 @@
-"""MARS, the variance-reduced optimizer, for Hugging Face training."""
+"""MARS, an optimizer that corrects each gradient by the last one, for Hugging Face training."""
 
 from __future__ import annotations
 
@@ -36,5 +36,11 @@ def _guard_trainers() -> None:
     importlib.import_module("mars_hf.training.callbacks").install()
 
 
-# Not before: transformers takes seconds to import.
+def _extend_deepspeed() -> None:
+    """Let DeepSpeed's engines load universal checkpoints of a Mars."""
+    importlib.import_module("mars_hf.universal").extend_deepspeed()
+
+
+# Not before: these packages take seconds to import.
 import_hooks.after_import("transformers.trainer", _guard_trainers)
+import_hooks.after_import("deepspeed.runtime.engine", _extend_deepspeed)

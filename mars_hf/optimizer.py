@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mars_hf import universal
+from mars_hf import _compat
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
@@ -206,7 +206,6 @@ class Mars(torch.optim.Optimizer):
                 )
         super().__init__(params, defaults)
         self._is_made = True
-        universal.extend_deepspeed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role: one or two groups are appended.
@@ -353,7 +352,7 @@ class Mars(torch.optim.Optimizer):
         params = [(param, group) for group in self.param_groups for param in group["params"]]
         return [(id_, *pair) for id_, pair in zip(ids, params, strict=False)]  # torch complains of other lengths
 
-    @torch._disable_dynamo  # sorting does not trace; torch.compiler.disable would import dynamo with this module
+    @_compat.without_dynamo  # sorting does not trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; without any, nothing happens.

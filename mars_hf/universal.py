@@ -11,20 +11,17 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mars_hf.distributed.placement import shape_of
+from mars_hf.optimizer import Mars
 from mars_hf.step.states import lacks_last_grad
-
-if TYPE_CHECKING:
-    from mars_hf.optimizer import Mars
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
@@ -109,13 +106,11 @@ def load(folder: str | Path, model: nn.Module, optimizer: Mars) -> None:
 
 
 def extend_deepspeed() -> None:
-    """Let DeepSpeed, if it is imported, load universal checkpoints of a `Mars` whole, or not at all.
+    """Let DeepSpeed load universal checkpoints of a `Mars` whole, or not at all; `import mars_hf` arranges it.
 
     Its ZeRO-3 reads two states of Adam's and gives every group the settings of the first, and the same step counter.
     Other optimizers are loaded as ever.
     """
-    if "deepspeed.runtime.engine" not in sys.modules:
-        return
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -134,8 +129,6 @@ def extend_deepspeed() -> None:
 def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load_hp_checkpoint_state(engine: Any, *args: Any, **kwargs: Any) -> None:
-        from mars_hf.optimizer import Mars
-
         if isinstance(engine.optimizer, Mars):
             loader(functools.partial(original, engine), engine, *args, **kwargs)
         else:

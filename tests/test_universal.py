@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
 
 import mars_hf
 from mars_hf import universal
@@ -321,14 +323,20 @@ def test_a_step_without_the_last_gradient_is_an_error():
     assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
 
 
-def test_deepspeed_that_is_imported_after_the_optimizer_was_made_is_extended(tmp_path, monkeypatch):
-    model, mars = trained()
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    trainer = mars_hf.MarsTrainer(model=model, args=arguments, optimizers=(mars, None))
-    extended = []
-    monkeypatch.setattr(universal, "extend_deepspeed", lambda: extended.append(True))
-    trainer.create_optimizer()
-    assert extended
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("deepspeed", "mars_hf"), ("mars_hf", "deepspeed")], ids=" then ".join)
+def test_deepspeed_is_extended_by_the_imports_alone(order):
+    code = f"""
+import {order[0]}, {order[1]}
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+assert hasattr(ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir, "__wrapped__")
+assert hasattr(DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3, "__wrapped__")
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("form", FORMS)

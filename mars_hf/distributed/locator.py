@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mars_hf import _compat
 from mars_hf.distributed import dtensors, zero
 from mars_hf.distributed.placement import Placement, reject_fsdp1, shape_of
 from mars_hf.distributed.replicas import Replicas, all_objects
@@ -163,7 +164,7 @@ class Locator:
         for candidate in all_objects():
             slot = self._slots.get(id(candidate))
             if slot is not None and issubclass(type(candidate), Tensor) and shape_of(candidate) == self.shapes[slot]:
-                if hasattr(candidate, "_hp_mapping") or hasattr(candidate, "_z3_optimizer"):
+                if _compat.is_of_zero12(candidate) or _compat.zero3_optimizer(candidate) is not None:
                     found[slot] = weakref.ref(candidate)
         self._origins = dict(sorted(found.items()))
 
@@ -181,4 +182,4 @@ def _is_of_a_module(tensor: Tensor) -> bool:
     if type(tensor) is not nn.Parameter:
         return False
     modules = (candidate for candidate in all_objects() if issubclass(type(candidate), nn.Module))
-    return any(tensor is param for module in modules for param in module.__dict__.get("_parameters", {}).values())
+    return any(tensor is param for module in modules for param in _compat.own_parameters(module).values())

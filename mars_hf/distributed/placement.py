@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf import _compat
 from mars_hf.distributed.routes import Region
 
 # ProcessGroup, or None for the default one.
@@ -56,7 +57,7 @@ def shape_of(param: Tensor) -> torch.Size:
 
 def reject_fsdp1(param: Tensor) -> None:
     """Raise RuntimeError for a parameter that FSDP1 has flattened: it has lost its shape, and with it its role."""
-    if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
+    if _compat.is_flattened_by_fsdp1(param):
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} that FSDP1 has flattened: MARS needs the parameters' shapes; "
             "use FSDP2 (fully_shard, or fsdp_version: 2 in the accelerate config)"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from mars_hf import _compat
 from mars_hf.distributed.placement import Group
 
 # `Replicas` tells one backward pass from the next by the time at which each gradient was ready. Of fewer parameters
@@ -101,14 +102,14 @@ def _note_wrapper(module: Any, *_: Any) -> None:
 
 def _times_of(module: DistributedDataParallel) -> list[int]:
     # Where torch does not tell, no gradient counts as averaged.
-    return list(getattr(module.reducer, "get_backward_stats", list)())
+    return _compat.ddp_backward_times(module)
 
 
 def _stays_alike(module: DistributedDataParallel) -> bool:
     """Whether there are other ranks that take every step with this one, on the same gradients."""
     group = module.process_group
-    hooks = [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
-    joining = module._join_config.enable  # some ranks may have had their last batch
+    hooks = _compat.ddp_hooks(module)
+    joining = _compat.ddp_is_joining(module)  # some ranks may have had their last batch
     return _ranks(group) > 1 and "post_localSGD_hook" not in hooks and not joining
 
 
@@ -127,7 +128,7 @@ def _ranks(group: Group) -> int:
 
 def _group_by_param(module: DistributedDataParallel) -> dict[int, Group]:
     # As it took them at its construction: it averages no others, whatever has become of its module.
-    ids = [id(param) for param in module._module_parameters if param.requires_grad]
+    ids = [id(param) for param in _compat.ddp_parameters(module) if param.requires_grad]
     if len(ids) != len(_times_of(module)):  # parameters have been frozen or unfrozen since
         return {}
     return dict.fromkeys(ids, module.process_group)

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from mars_hf import _compat
 from mars_hf.distributed.placement import Piece, Placement
 from mars_hf.distributed.routes import Region
 
@@ -18,10 +19,10 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
     Each parameter is a view of that buffer, so its storage offset is its place there. `_hp_mapping`, which DeepSpeed
     leaves on the parameters, tells which buffer it is; its addresses are wrong with `round_robin_gradients`.
     """
-    linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if hasattr(origin, "_hp_mapping")]
+    linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if _compat.is_of_zero12(origin)]
     if not linked:
         return None
-    groups = {id(origin._dp_group): origin._dp_group for _, origin in linked}
+    groups = {id(group): group for group in (_compat.zero12_group(origin) for _, origin in linked)}
     if len(groups) > 1:
         raise RuntimeError(
             f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "
@@ -32,7 +33,7 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
     buffers = {
         origin.untyped_storage().data_ptr()
         for _, origin in linked
-        if origin._hp_mapping is not None and origin._hp_mapping.hp_fragment.untyped_storage().data_ptr() == here
+        if (fragment := _compat.zero12_fragment(origin)) is not None and fragment.untyped_storage().data_ptr() == here
     }
     pieces = []
     first = dist.get_rank(group) * tensor.numel()
@@ -49,14 +50,14 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
 def place_in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
     """DeepSpeed ZeRO-3: `_z3_optimizer` knows the sub-group of each parameter and its place in that."""
     partitioned: list[tuple[int, Any]] = [
-        (slot, origin) for slot, origin in origins if hasattr(origin, "_z3_optimizer")
+        (slot, origin) for slot, origin in origins if _compat.zero3_optimizer(origin) is not None
     ]
     if not partitioned:
         return None
     group = partitioned[0][1].ds_process_group
     rank, pieces, known = dist.get_rank(group), [], False
     for slot, origin in partitioned:
-        engine = origin._z3_optimizer
+        engine = _compat.zero3_optimizer(origin)
         if engine.get_param_id(origin) not in engine.grad_position:  # frozen
             continue
         sub_group, start, partition = engine.grad_position[engine.get_param_id(origin)]
@@ -73,8 +74,8 @@ def place_in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pla
 
 def place_in_engine(origin: Any, tensor: Tensor) -> tuple[Any, ...]:
     """Where an engine says that a parameter lies in a flat tensor."""
-    if hasattr(origin, "_z3_optimizer"):
-        engine = origin._z3_optimizer
+    engine = _compat.zero3_optimizer(origin)
+    if engine is not None:
         place = engine.grad_position.get(engine.get_param_id(origin))
         return place, place is not None and engine.fp32_partitioned_groups_flat[place[0]] is tensor
     return origin.storage_offset(), origin.shape

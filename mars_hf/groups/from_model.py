@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mars_hf import _compat
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.roles import role_of
 from mars_hf.groups.settings import ORTHOGONAL_TYPES
@@ -20,7 +21,7 @@ _NORM_MODULES = (
     nn.LayerNorm,
     nn.RMSNorm,
     nn.GroupNorm,
-    nn.modules.batchnorm._NormBase,
+    _compat.BATCH_NORM,
     nn.LocalResponseNorm,
     nn.CrossMapLRN2d,
 )

@@ -7,6 +7,7 @@ from inspect import Parameter, signature
 
 from torch import nn
 
+from mars_hf import _compat
 from mars_hf.groups import known_models
 
 # Names of heads, by the last part of the path of a module.
@@ -95,7 +96,7 @@ def _beside_backbone(model: nn.Module) -> list[nn.Module]:
     Only for models that do not say themselves what their outputs are: any layer of two units looks like two labels.
     """
     backbone, config = getattr(model, "base_model_prefix", None), getattr(model, "config", None)
-    if not backbone or backbone not in model._modules:
+    if not backbone or backbone not in _compat.own_modules(model):
         return []
     sizes = {getattr(config, "num_labels", None), getattr(config, "vocab_size", None)}
     beside = [layer for name, layer in model.named_children() if name != backbone and isinstance(layer, nn.Linear)]

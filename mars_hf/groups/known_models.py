@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from mars_hf import _compat
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -25,8 +27,6 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WEIGHTS = ("weight", "weight_v", "weight_orig")
 _RECURRENT_WEIGHT = re.compile(r"weight_(?:ih|hh|hr)(?:_l\d+)?(?:_reverse)?")
 _ATTENTION_WEIGHT = re.compile(r"(?:in|q|k|v)_proj_weight")
-# Reparametrizations of torch, and which of their tensors is the weight they normalize.
-_NORMALIZED = {"_WeightNorm": "original1", "_SpectralNorm": "original"}
 
 _LINEAR = re.compile(r"(?:(?:\w+\.)*(?:F|functional)\.)?linear")
 
@@ -84,7 +84,7 @@ def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in modules.items():
-        for leaf, param in module._parameters.items():
+        for leaf, param in _compat.own_parameters(module).items():
             if param is None:
                 continue
             place = (path, module, leaf)
@@ -100,9 +100,9 @@ def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
 def _normalized(parametrizations: nn.Module) -> str | None:
     """The name of the weight in a list of parametrizations; None unless torch's normalizations are all in it."""
     kinds = [type(module).__name__ for module in parametrizations.children()]
-    if len(kinds) != 1 or kinds[0] not in _NORMALIZED:
+    if len(kinds) != 1 or kinds[0] not in _compat.NORMALIZED:
         return None
-    return _NORMALIZED[kinds[0]]
+    return _compat.NORMALIZED[kinds[0]]
 
 
 def reading(module: nn.Module, leaf: str, shape: Sequence[int]) -> Fields | str:

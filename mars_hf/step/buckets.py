@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mars_hf import _compat
 from mars_hf.arithmetic.backends import Backend, choose_backend
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.placement import Group, Placement, cut, shares
@@ -258,7 +259,7 @@ def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
     grad, last = entry.param.grad, entry.state.get("last_grad")
     if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:
         return False
-    if dtensors.is_dtensor(grad) or grad.requires_grad or grad._is_view() or not looks.is_plain(grad):
+    if dtensors.is_dtensor(grad) or grad.requires_grad or _compat.is_view(grad) or not looks.is_plain(grad):
         return False
     owns = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     return owns and grad.dtype == last.dtype and grad.stride() == last.stride()

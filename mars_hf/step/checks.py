@@ -81,5 +81,5 @@ def check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
     raise RuntimeError(
         f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
         "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
-        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER, and import deepspeed before Mars is made"
+        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
     )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import _compat
+
 
 class Look:
     """Remembers types, dtypes, devices, shapes and strides of a list of tensors, and none of the tensors.
@@ -20,7 +22,7 @@ class Look:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Look at these."""
         self._count = len(tensors)
-        self._guards = _guards(tensors)
+        self._guards = _compat.tensor_guards(tensors)
         self._described = None if self._guards is not None else [_describe(tensor) for tensor in tensors]
         self._addresses = _pattern(tensors)
 
@@ -40,7 +42,7 @@ def is_plain(tensor: Tensor) -> bool:
     dispatches = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if dispatches or tensor.layout is not torch.strided:
         return False
-    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+    if tensor.is_neg() or tensor.is_conj() or _compat.is_zerotensor(tensor):
         return False
     return tensor.device.type == "meta" or tensor.data_ptr() % tensor.element_size() == 0
 
@@ -97,22 +99,5 @@ def _pattern(tensors: Sequence[Tensor]) -> tuple[list[int], int] | None:
 def _describe(tensor: Any) -> tuple[Any, ...] | object:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return object()  # equal to nothing
-    lazy = (tensor.is_neg(), tensor.is_conj(), tensor._is_zerotensor(), tensor.requires_grad)
+    lazy = (tensor.is_neg(), tensor.is_conj(), _compat.is_zerotensor(tensor), tensor.requires_grad)
     return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), *lazy)
-
-
-def _guards(tensors: Sequence[Tensor]) -> Any:
-    """The guards that torch.compile puts on its inputs: all tensors are compared by one call of C++.
-
-    Private, and there since torch 2.1. Without them `_describe` does the same, six times slower (0.4 ms for 130
-    parameters and their states).
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: Any = [list(tensor.shape) for tensor in tensors]
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return guards if guards.check(*tensors) else None
-    except (ImportError, TypeError, AttributeError, RuntimeError):
-        return None

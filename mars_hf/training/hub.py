@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mars_hf import _compat
 from mars_hf.groups.roles import orthogonalizes
 from mars_hf.groups.settings import SETTINGS
 from mars_hf.optimizer import Mars
@@ -64,7 +65,7 @@ def write_model_card(trainer: Trainer) -> Path:
 def _schedule(trainer: Trainer) -> dict[str, Any]:
     """Return the schedule that ran: a scheduler that was handed over knows nothing of TrainingArguments."""
     args, scheduler = trainer.args, trainer.lr_scheduler
-    if scheduler is not None and not trainer._created_lr_scheduler:
+    if scheduler is not None and not _compat.made_its_scheduler(trainer):
         return {"schedule": f"{type(scheduler).__name__} (handed over)"}
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     return {"schedule": kind, "warmup steps": args.warmup_steps}

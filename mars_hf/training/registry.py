@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from mars_hf import _compat
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -278,7 +278,7 @@ def add_names() -> None:
 
     for name in OPTIM_NAMES:
         if name not in [member.value for member in OptimizerNames]:
-            _add_enum_member(OptimizerNames, name)
+            _compat.add_enum_member(OptimizerNames, name)
     finish = TrainingArguments.__post_init__
     if hasattr(finish, "_checks_mars"):
         return
@@ -296,11 +296,12 @@ def add_names() -> None:
 
 def add_handlers() -> None:
     """Do the part of `register` that concerns transformers.trainer_optimizer; after `add_names`."""
-    from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
+    from transformers import trainer_optimizer
     from transformers.training_args import OptimizerNames
 
+    handlers = _compat.optimizer_handlers(trainer_optimizer)
     for name, mars_type in OPTIM_NAMES.items():
-        _OPTIMIZER_HANDLERS[OptimizerNames(name)] = _handler(mars_type)
+        handlers[OptimizerNames(name)] = _handler(mars_type)
 
 
 def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[str, Any]]]:
@@ -322,26 +323,6 @@ def _settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str
             f"choose by optim alone: {', '.join(OPTIM_NAMES)}"
         )
     return settings
-
-
-def _add_enum_member(enum: Any, value: str) -> None:
-    """Add a member to a str Enum, as if it had been written in its class body.
-
-    Python has no public way: an enum with members cannot be subclassed, and `_missing_` alone does not reach the
-    choices of a command line.
-    """
-    name = value.upper()
-    member = str.__new__(enum, value)
-    member._name_, member._value_, member.__objclass__ = name, value, enum
-    member._sort_order_ = len(enum._member_names_)
-    # Pickled as a plain string, so that training_args.bin loads on machines without mars_hf.
-    member.__reduce_ex__ = lambda protocol: (str, (value,))
-    enum._member_names_.append(name)
-    enum._member_map_[name] = member
-    enum._value2member_map_[value] = member
-    type.__setattr__(enum, name, member)
-    if enum(value) is not member or member not in list(enum):
-        raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
 
 
 def _class_default(args: TrainingArguments, name: str) -> Any:

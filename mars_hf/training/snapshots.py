@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from mars_hf import _compat
+
 logger = logging.get_logger(__name__)
 
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
@@ -45,7 +47,7 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._buffers = {name: (buffer, _clone(buffer)) for name, buffer in module._buffers.items()}
+        self._buffers = {name: (buffer, _clone(buffer)) for name, buffer in _compat.own_buffers(module).items()}
         self._counters: dict[str, tuple[Any, Any]] = {}
         if not type(module).__module__.startswith(_ENGINES):
             self._counters = {
@@ -55,13 +57,13 @@ class _Buffers:
             }
 
     def restore(self) -> None:
-        for kept, found in ((self._buffers, self._module._buffers), (self._counters, vars(self._module))):
+        for kept, found in ((self._buffers, _compat.own_buffers(self._module)), (self._counters, vars(self._module))):
             for name, (value, before) in kept.items():
                 if isinstance(value, Tensor) and before is not None:
                     _write(value, before)
                 found[name] = value
-        for name in [name for name in self._module._buffers if name not in self._buffers]:
-            del self._module._buffers[name]
+        for name in [name for name in _compat.own_buffers(self._module) if name not in self._buffers]:
+            del _compat.own_buffers(self._module)[name]
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

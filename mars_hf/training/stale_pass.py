@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
+from mars_hf import _compat
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import innermost
@@ -147,7 +148,7 @@ class StalePass:
         trainer = self._trainer
         start = RandomState.capture(trainer.args.device)
         seen: list[Any] = []
-        trainer.accelerator.gradient_state._set_sync_gradients(last)
+        _compat.set_sync_gradients(trainer.accelerator.gradient_state, last)
         with (
             self._synchronization(last),
             self._watching(lambda inputs: seen.append(copied(inputs))),
@@ -168,7 +169,7 @@ class StalePass:
             yield
         finally:
             self.running = False
-            gradient_state._set_sync_gradients(synchronizes)
+            _compat.set_sync_gradients(gradient_state, synchronizes)
 
     def _commit(self, mars: Mars) -> None:
         """From the gradients of the stale pass to the optimizer's last gradients; clipped as the ordinary ones."""
@@ -195,7 +196,7 @@ class StalePass:
         if last or trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return contextlib.nullcontext()
         if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model_wrapped):
-            return trainer._defer_fsdp_gradient_reduction()
+            return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
-from mars_hf import universal
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 from mars_hf.training.callbacks import LastGradientCallback
@@ -99,7 +98,6 @@ class MarsTrainer(Trainer):
         """Return the optimizer that was given, or what Trainer makes."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
-            universal.extend_deepspeed()  # which may have been imported after this optimizer was made
         optimizer = super().create_optimizer(model)
         mars = innermost(optimizer)
         if isinstance(mars, Mars) and self._is_training and self._adopted is None:

@@ -1,0 +1,292 @@
+"""Every private name of another package that mars_hf uses, and what breaks without it.
+
+No other file touches one: a test compares `PRIVATE_NAMES` with what the package accesses, and with what the installed
+packages have. Versions are those in which a name was seen, oldest and newest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+
+class PrivateName(NamedTuple):
+    """One private name.
+
+    Attributes:
+        owner: where it is, as `package.module` or `package.module:Class`.
+        name: the name.
+        versions: in which it was seen.
+        without: what breaks, or what happens instead.
+    """
+
+    owner: str
+    name: str
+    versions: str
+    without: str
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch._C._dynamo.guards",
+        "TensorGuards",
+        "torch 2.9 to 2.13",
+        "A step compares its tensors in Python: 0.4 ms more for 130 parameters.",
+    ),
+    PrivateName("torch", "_disable_dynamo", "torch 2.9 to 2.13", "`Mars.step` cannot be imported."),
+    PrivateName("torch", "_foreach_add_", "torch 2.9 to 2.13", "No rule runs; `rules.py` and others use this family."),
+    PrivateName("torch:Tensor", "_is_view", "torch 2.9 to 2.13", "`take_grad` cannot tell views from owners."),
+    PrivateName("torch:Tensor", "_is_zerotensor", "torch 2.9 to 2.13", "Zero tensors would be read as memory."),
+    PrivateName("torch.nn:Module", "_buffers", "torch 2.9 to 2.13", "The stale pass would leave running statistics."),
+    PrivateName("torch.nn:Module", "_parameters", "torch 2.9 to 2.13", "Direct parameters of a module are not found."),
+    PrivateName("torch.nn:Module", "_modules", "torch 2.9 to 2.13", "Direct children of a module are not found."),
+    PrivateName(
+        "torch.nn.utils.parametrizations",
+        "_WeightNorm",
+        "torch 2.9 to 2.13",
+        "Its magnitudes would be orthogonalized with its directions.",
+    ),
+    PrivateName(
+        "torch.nn.utils.parametrizations",
+        "_SpectralNorm",
+        "torch 2.9 to 2.13",
+        "A weight under spectral norm takes AdamW.",
+    ),
+    PrivateName("torch.nn.modules.batchnorm", "_NormBase", "torch 2.9 to 2.13", "Batch norms are told by name alone."),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel",
+        "_module_parameters",
+        "torch 2.9 to 2.13",
+        "mars-shampoo and mars-m cannot share their work under DDP.",
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel",
+        "_join_config",
+        "torch 2.9 to 2.13",
+        "Ranks would wait in `join()` for ranks without data.",
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel",
+        "_comm_hooks",
+        "torch 2.9 to 2.13",
+        "Local SGD would be taken for DDP; without it no hook is known.",
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel.reducer",
+        "get_backward_stats",
+        "torch 2.9 to 2.13",
+        "No gradient counts as averaged: each rank orthogonalizes all matrices.",
+    ),
+    PrivateName(
+        "deepspeed, on parameters",
+        "_hp_mapping",
+        "deepspeed 0.18 to 0.19.8",
+        "Flat tensors of ZeRO-1/2 cannot be explained: the run stops.",
+    ),
+    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18 to 0.19.8", "As `_hp_mapping`."),
+    PrivateName(
+        "deepspeed, on parameters",
+        "_z3_optimizer",
+        "deepspeed 0.18 to 0.19.8",
+        "Flat tensors of ZeRO-3 cannot be explained: the run stops.",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp, on parameters",
+        "_fsdp_flattened",
+        "torch 2.9 to 2.13",
+        "FSDP1 is told by the class of its parameters alone.",
+    ),
+    PrivateName(
+        "transformers.trainer_optimizer",
+        "_OPTIMIZER_HANDLERS",
+        "transformers 5.3 to 5.23",
+        "`register()` fails; `factory()` works.",
+    ),
+    PrivateName(
+        "transformers:Trainer",
+        "_created_lr_scheduler",
+        "transformers 5.3 to 5.23",
+        "The model card takes a scheduler that was handed over for Trainer's own.",
+    ),
+    PrivateName(
+        "transformers:Trainer",
+        "_defer_fsdp_gradient_reduction",
+        "transformers 5.3 to 5.23",
+        "The stale pass reduces every micro-batch's gradients under transformers' own FSDP.",
+    ),
+    PrivateName(
+        "transformers:Trainer",
+        "_clip_grad_norm",
+        "transformers 5.3 to 5.23",
+        "MarsTrainer clips as Trainer does, in passes of its own.",
+    ),
+    PrivateName(
+        "accelerate.state:GradientState",
+        "_set_sync_gradients",
+        "accelerate 1.10 to 1.15",
+        "Exact MARS cannot accumulate gradients.",
+    ),
+    PrivateName(
+        "enum:Enum",
+        "_member_map_",
+        "Python 3.10 to 3.11",
+        "`--optim mars_adamw` is unknown; `register()` says so and `factory()` works.",
+    ),
+)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> Any:
+    """Return the guards that torch.compile puts on its inputs; one call of C++ compares all of them.
+
+    Returns:
+        What has `check(*tensors)`, or None where this torch has no such guards.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guards if guards.check(*tensors) else None
+    except (ImportError, TypeError, AttributeError, RuntimeError):
+        return None
+
+
+def without_dynamo(function: _F) -> _F:
+    """Keep torch.compile from tracing a function; torch.compiler.disable would import dynamo at once."""
+    kept: Any = torch._disable_dynamo(function)
+    return kept
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Tell whether autograd knows a tensor as a view of another."""
+    return bool(tensor._is_view())
+
+
+def is_zerotensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no memory because it is zero everywhere."""
+    return tensor._is_zerotensor()
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module itself, None among them; none of a module that is half made."""
+    return module.__dict__.get("_parameters", {})
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of a module."""
+    return module._modules
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module itself; the dict that it reads them from."""
+    return module._buffers
+
+
+# Reparametrizations by the name of their class, and which of their tensors is the weight they normalize.
+NORMALIZED = {"_WeightNorm": "original1", "_SpectralNorm": "original"}
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
+
+
+def ddp_parameters(module: Any) -> list[Tensor]:
+    """Return the parameters that DistributedDataParallel took at its construction."""
+    return list(module._module_parameters)
+
+
+def ddp_is_joining(module: Any) -> bool:
+    """Tell whether DistributedDataParallel is inside `join()`."""
+    return bool(module._join_config.enable)
+
+
+def ddp_hooks(module: Any) -> list[str]:
+    """Return the names of the communication hooks of DistributedDataParallel."""
+    return [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
+
+
+def ddp_backward_times(module: Any) -> list[int]:
+    """Return when each gradient of the last backward pass was ready; empty where torch does not tell."""
+    return list(getattr(module.reducer, "get_backward_stats", list)())
+
+
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+def is_flattened_by_fsdp1(param: Tensor) -> bool:
+    """Tell whether FSDP1 has flattened parameters into this one."""
+    return type(param).__name__ == "FlatParameter" or bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_of_zero12(param: Tensor) -> bool:
+    """Tell whether DeepSpeed's ZeRO-1/2 or bf16 optimizer has partitioned a parameter."""
+    return hasattr(param, "_hp_mapping")
+
+
+def zero12_fragment(param: Any) -> Tensor | None:
+    """Return the stretch of the flat tensor that is on this rank; None if there is none."""
+    return None if param._hp_mapping is None else param._hp_mapping.hp_fragment
+
+
+def zero12_group(param: Any) -> Any:
+    """Return the process group that ZeRO-1/2 partitions a parameter over."""
+    return param._dp_group
+
+
+def zero3_optimizer(param: Any) -> Any:
+    """Return DeepSpeed's ZeRO-3 optimizer that has partitioned a parameter; None if none has."""
+    return getattr(param, "_z3_optimizer", None)
+
+
+# --- transformers and accelerate ------------------------------------------------------------------------------------
+
+
+def optimizer_handlers(trainer_optimizer: Any) -> MutableMapping[Any, Any]:
+    """Return what transformers calls for each `--optim` name, from its module `transformers.trainer_optimizer`."""
+    return trainer_optimizer._OPTIMIZER_HANDLERS
+
+
+def made_its_scheduler(trainer: Any) -> bool:
+    """Tell whether a Trainer has made its learning rate schedule itself."""
+    return bool(trainer._created_lr_scheduler)
+
+
+def fsdp_reduction_deferred(trainer: Any) -> AbstractContextManager[Any]:
+    """Return the context in which transformers' own FSDP leaves gradients unreduced."""
+    return trainer._defer_fsdp_gradient_reduction()
+
+
+def set_sync_gradients(gradient_state: Any, value: bool) -> None:
+    """Say whether the next backward pass is the last one of a step."""
+    gradient_state._set_sync_gradients(value)
+
+
+def add_enum_member(enum: Any, value: str) -> None:
+    """Add a member to a str Enum, as if it had been written in its class body.
+
+    Python has no public way: an enum with members cannot be subclassed, and `_missing_` alone does not reach the
+    choices of a command line.
+
+    Raises:
+        RuntimeError: this Python does not let the Enum take the value.
+    """
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_, member._value_, member.__objclass__ = name, value, enum
+    member._sort_order_ = len(enum._member_names_)
+    # Pickled as a plain string, so that training_args.bin loads on machines without mars_hf.
+    member.__reduce_ex__ = lambda protocol: (str, (value,))
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    type.__setattr__(enum, name, member)
+    if enum(value) is not member or member not in list(enum):
+        raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
