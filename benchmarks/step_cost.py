@@ -43,7 +43,7 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf.groups.matrix_layouts import MatrixLayout
-from mars_hf.step.buckets import gather
+from mars_hf.step.buckets import entries_of, plan_buckets
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
@@ -239,13 +239,12 @@ class Player:
     def backend(self) -> str:
         """What does the arithmetic of a Mars; nothing for other optimizers."""
         self._work.present(self._turn)
-        buckets = [
-            bucket
-            for optimizer in self.optimizers
-            if isinstance(optimizer, mars_hf.Mars)
-            for bucket in gather(optimizer.param_groups, optimizer.state, {})
-        ]
-        return ", ".join(dict.fromkeys(bucket.backend.name for bucket in buckets))
+        names: dict[str, None] = {}
+        for mars in self.optimizers:
+            if isinstance(mars, mars_hf.Mars):
+                recipes = plan_buckets(mars.param_groups, entries_of(mars.param_groups, mars.state), {})
+                names |= dict.fromkeys(recipe.backend.name for recipe in recipes)
+        return ", ".join(names)
 
     def state_bytes(self) -> int:
         """Bytes of all states."""

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.arithmetic.kernels import cpu_compiler as compiler
+from mars_hf.step.buckets import entries_of, plan_buckets
 
 VOCAB = 64
 
@@ -74,3 +75,9 @@ def trainer(args: TrainingArguments, model: Any = None, **settings: Any) -> Trai
 def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settings: Any) -> mars_hf.MarsTrainer:
     settings = {"train_dataset": Blocks(), "data_collator": default_data_collator, **settings}
     return mars_hf.MarsTrainer(model, args, *positional, **settings)
+
+
+def backend_names(optimizer: mars_hf.Mars, chunks: Any = None) -> list[str]:
+    """The backends that a step with the present gradients takes, bucket by bucket."""
+    entries = entries_of(optimizer.param_groups, optimizer.state)
+    return [recipe.backend.name for recipe in plan_buckets(optimizer.param_groups, entries, {}, chunks)]

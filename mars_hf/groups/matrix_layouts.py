@@ -246,11 +246,6 @@ def left_out(
     return reasons
 
 
-def takes_adamw(model: nn.Module, *, orthogonalize_embeddings: bool = False, adamw: Sequence[str] = ()) -> set[str]:
-    """Names of the parameters with two or more dimensions that must not be orthogonalized, see `left_out`."""
-    return set(left_out(model, orthogonalize_embeddings=orthogonalize_embeddings, adamw=adamw))
-
-
 def _reading(
     places: Sequence[tuple[str, nn.Module, str]], shape: Sequence[int]
 ) -> tuple[str, nn.Module, str, known_models.Fields | str]:

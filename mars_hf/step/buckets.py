@@ -229,18 +229,6 @@ def fill_bucket(
     return bucket
 
 
-def gather(
-    param_groups: Sequence[dict[str, Any]],
-    all_states: Mapping[Tensor, dict[str, Any]],
-    placements: Mapping[Tensor, Placement],
-    chunks: Mapping[Tensor, Hashable] | None = None,
-) -> list[Bucket]:
-    """Sort the parameters that have a gradient into buckets."""
-    entries = entries_of(param_groups, all_states)
-    recipes = plan_buckets(param_groups, entries, placements, chunks)
-    return [fill_bucket(recipe, param_groups, entries, placements) for recipe in recipes]
-
-
 def entries_of(param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Tensor, dict[str, Any]]) -> list[Entry]:
     """Return the parameters that have a gradient, with a new state, not kept yet, where there is none."""
     entries = []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import needs_compiler
+from helpers import backend_names, needs_compiler
 from torch import nn
 
 from mars_hf import Mars
 from mars_hf.arithmetic import backends
 from mars_hf.arithmetic.kernels import cpu as compiled
 from mars_hf.distributed.locator import Locator
-from mars_hf.step.buckets import gather
 from mars_hf.step.orthogonalized import Matrices
 
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ def names(optimizer: Mars) -> list[str]:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
     chunks = Matrices(Locator()).assign(optimizer.param_groups, {})
-    return [bucket.backend.name for bucket in gather(optimizer.param_groups, optimizer.state, {}, chunks)]
+    return backend_names(optimizer, chunks)
 
 
 def two(numel: int = 64) -> list[nn.Parameter]:

@@ -12,6 +12,10 @@ from torch import nn
 from mars_hf.groups import matrix_layouts
 
 
+def takes_adamw(model, **options) -> set[str]:
+    return set(matrix_layouts.left_out(model, **options))
+
+
 def heads(model: nn.Module) -> set[str]:
     return {name for name, reason in matrix_layouts.left_out(model).items() if reason == "head"}
 
@@ -163,4 +167,4 @@ def test_what_is_tied_to_a_head_is_left_out_with_it():
 def test_heads_and_embeddings_are_orthogonalized_on_request():
     model = Model(table=nn.Embedding(5, 4), score=nn.Linear(4, 3), last=nn.Linear(4, 1))
     model.score.scale = nn.Parameter(torch.ones(3, 4))
-    assert matrix_layouts.takes_adamw(model, orthogonalize_embeddings=True) == {"score.scale", "last.weight"}
+    assert takes_adamw(model, orthogonalize_embeddings=True) == {"score.scale", "last.weight"}

@@ -21,6 +21,10 @@ GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions"
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
+def takes_adamw(model, **options) -> set[str]:
+    return set(matrix_layouts.left_out(model, **options))
+
+
 def of(name: str, config: str, settings: dict) -> nn.Module:
     """A tiny model, in eval mode."""
     return getattr(transformers, name)(getattr(transformers, config)(**{**settings, **NO_TOKENS})).eval()
@@ -243,22 +247,22 @@ def test_gpt2():
     }
     assert found["transformer.wte.weight"] == MatrixLayout()
     assert set(found) == {name for name, p in model.named_parameters() if p.ndim >= 2}
-    assert matrix_layouts.takes_adamw(model) == {"transformer.wte.weight", "transformer.wpe.weight"}
-    assert matrix_layouts.takes_adamw(model, orthogonalize_embeddings=True) == set()
+    assert takes_adamw(model) == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert takes_adamw(model, orthogonalize_embeddings=True) == set()
     assert all(layout.parts is None for layout in matrix_layouts.of_model(model, split_fused="none").values())
 
 
 def test_llama():
     model = of("LlamaForCausalLM", "LlamaConfig", GQA)
     assert set(matrix_layouts.of_model(model).values()) == {MatrixLayout()}
-    assert matrix_layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert matrix_layouts.takes_adamw(model, adamw=["*.1.mlp.*"]) == {
+    assert takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert takes_adamw(model, adamw=["*.1.mlp.*"]) == {
         "model.embed_tokens.weight",
         "lm_head.weight",
         *(f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     }
     with pytest.raises(ValueError, match=r"adamw: \['wte'\] match no parameter"):
-        matrix_layouts.takes_adamw(model, adamw=["wte"])
+        takes_adamw(model, adamw=["wte"])
 
 
 def test_mixtral():
@@ -267,29 +271,29 @@ def test_mixtral():
     assert found["model.layers.0.mlp.experts.gate_up_proj"] == MatrixLayout(parts=(40, 40), batched=True)
     assert found["model.layers.0.mlp.experts.down_proj"] == MatrixLayout(batched=True)
     assert found["model.layers.0.mlp.gate.weight"] == MatrixLayout()
-    assert matrix_layouts.takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert takes_adamw(model) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_gpt_neox():
     model = of("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GQA, "max_position_embeddings": 16})
     found = matrix_layouts.of_model(model)
     assert found["gpt_neox.layers.0.attention.query_key_value.weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert matrix_layouts.takes_adamw(model) == {"gpt_neox.embed_in.weight", "lm_head.weight"}
+    assert takes_adamw(model) == {"gpt_neox.embed_in.weight", "lm_head.weight"}
 
 
 def test_classifiers_and_tables_take_adamw():
     tiny = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
     bert = of("BertForSequenceClassification", "BertConfig", {**tiny, "vocab_size": 50})
     table = "bert.embeddings.{}_embeddings.weight"
-    assert matrix_layouts.takes_adamw(bert) == {
+    assert takes_adamw(bert) == {
         *(table.format(kind) for kind in ("word", "position", "token_type")),
         "classifier.weight",
     }
     masked = of("BertForMaskedLM", "BertConfig", {**tiny, "vocab_size": 50})
-    assert matrix_layouts.takes_adamw(masked) == {table.format(kind) for kind in ("word", "position", "token_type")}
+    assert takes_adamw(masked) == {table.format(kind) for kind in ("word", "position", "token_type")}
     vit = of("ViTForImageClassification", "ViTConfig", {**tiny, "image_size": 8, "patch_size": 4})
     embeddings = "vit.embeddings"
-    assert matrix_layouts.takes_adamw(vit) == {
+    assert takes_adamw(vit) == {
         f"{embeddings}.cls_token",
         f"{embeddings}.position_embeddings",
         "classifier.weight",
@@ -450,4 +454,4 @@ def test_shapes_of_parameters_that_zero_init_has_emptied():
         param.data = torch.empty(0)
     found = matrix_layouts.of_model(model, split_fused={"c.weight": (8, 16)})
     assert found == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": MatrixLayout()}
-    assert matrix_layouts.takes_adamw(model) == {"embed.weight"}
+    assert takes_adamw(model) == {"embed.weight"}
