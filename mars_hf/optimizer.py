@@ -110,6 +110,9 @@ class Mars(torch.optim.Optimizer):
             None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`).
         capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
             Not for matrices that are orthogonalized.
+        process_group: ranks that hold the same whole parameters and take every step together, on the same gradients, in
+            a loop without DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each rank
+            work alone there, and shares under DistributedDataParallel. Not saved.
 
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
@@ -153,6 +156,7 @@ class Mars(torch.optim.Optimizer):
     _stale_gradients_given = False
     _is_made = False
     _matrices: Matrices | None = None
+    _process_group: Any = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -189,6 +193,7 @@ class Mars(torch.optim.Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        process_group: Any = None,
     ) -> None:
         """See the class."""
         given = {name: value for name, value in locals().items() if name in DEFAULTS}
@@ -204,6 +209,7 @@ class Mars(torch.optim.Optimizer):
                     "params is an empty parameter list ([]); accepted: tensors, (name, tensor) pairs, groups of them, "
                     "such as model.parameters() of a model that has some"
                 )
+        self._process_group = process_group
         super().__init__(params, defaults)
         self._is_made = True
 
@@ -232,7 +238,7 @@ class Mars(torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
         if self._locator is None:
-            self._locator = Locator(self.param_groups)
+            self._locator = Locator(self.param_groups, self._process_group)
         else:
             for group in self.param_groups[before:]:
                 self._locator.extend(group)
@@ -240,7 +246,7 @@ class Mars(torch.optim.Optimizer):
     def _helpers(self) -> tuple[Locator, Matrices]:
         """Return what outlives a step; a loaded or unpickled optimizer begins anew."""
         if self._locator is None:
-            self._locator = Locator(self.param_groups)
+            self._locator = Locator(self.param_groups, self._process_group)
         if self._matrices is None:
             self._matrices = Matrices(self._locator)
         return self._locator, self._matrices
@@ -269,7 +275,7 @@ class Mars(torch.optim.Optimizer):
         super().__setstate__(state)
         self._is_made = True
         if self._locator is None:
-            self._locator = Locator(self.param_groups)
+            self._locator = Locator(self.param_groups, self._process_group)
         for group in self.param_groups:
             for key in GROUP_KEYS:
                 group.setdefault(key, DEFAULTS[key])
@@ -568,6 +574,7 @@ def create(
     split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
     orthogonalize_embeddings: bool = False,
     adamw: Iterable[str] = (),
+    process_group: Any = None,
     **hyperparameters_: Any,
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
@@ -586,6 +593,7 @@ def create(
             model.
         orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
+        process_group: as `Mars`.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
     Raises:
@@ -604,7 +612,7 @@ def create(
         given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
         if given:
             raise ValueError(f"{', '.join(given)}: plain parameters have neither names nor modules; pass the model")
-        return Mars(model_or_params, **hyperparameters_)
+        return Mars(model_or_params, process_group=process_group, **hyperparameters_)
     if hyperparameters_.get("layout") is not None:
         raise ValueError(
             f"layout={hyperparameters_['layout']!r}: the layouts of a model's matrices are found from its modules; use "
@@ -612,4 +620,4 @@ def create(
         )
     shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
     check(shared)
-    return Mars(from_model(model_or_params, **shared, **options), **hyperparameters_)
+    return Mars(from_model(model_or_params, **shared, **options), process_group=process_group, **hyperparameters_)

@@ -163,7 +163,17 @@ OPTIONS = {
     "state_dtype": torch.bfloat16,
 }
 # Each has tests of its own.
-NOT_ARITHMETIC = {"self", "params", "foreach", "fused", "capturable", "is_approx", "take_grad", "rounding"}
+NOT_ARITHMETIC = {
+    "process_group",
+    "self",
+    "params",
+    "foreach",
+    "fused",
+    "capturable",
+    "is_approx",
+    "take_grad",
+    "rounding",
+}
 ORTHOGONAL = {"ns_steps", "ns_coefficients", "ns_dtype", "layout"}  # in test_directions.py
 
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf import _compat
 from mars_hf.distributed import dtensors, zero
-from mars_hf.distributed.placement import Placement, reject_fsdp1, shape_of
+from mars_hf.distributed.placement import Group, Placement, reject_fsdp1, shape_of
 from mars_hf.distributed.replicas import Replicas, all_objects
 
 
@@ -30,8 +30,13 @@ class Locator:
     A parameter's slot is its position among all; it is the same on every rank.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Remember the parameters of these groups."""
+    def __init__(self, groups: Iterable[Mapping[str, Any]] = (), process_group: Group = None) -> None:
+        """Remember the parameters of these groups.
+
+        Args:
+            groups: of the optimizer.
+            process_group: as `Replicas`.
+        """
         self.shapes: list[torch.Size] = []  # of the whole parameters, by slot
         self._roles: list[str] = []
         self._slots: dict[int, int] = {}  # by id
@@ -43,11 +48,11 @@ class Locator:
         self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sharded_slots: set[int] = set()
         self._verified: WeakIdKeyDictionary = WeakIdKeyDictionary()  # flat tensors, and meshes with their geometries
-        self.replicas = Replicas()
+        self.replicas = Replicas(process_group)
         for group in groups:
             self.extend(group)
             if group.get("mars_type") in ("mars-shampoo", "mars-m"):
-                self.replicas.averaged()  # before the optimizer was made
+                self.replicas.begin()
 
     def extend(self, group: Mapping[str, Any]) -> None:
         """Remember the parameters of one more group."""

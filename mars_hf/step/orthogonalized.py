@@ -129,7 +129,8 @@ class Matrices:
         self._groups = list(param_groups)
         slotted = enumerate((place, param) for place, group in enumerate(self._groups) for param in group["params"])
         wanted = [(slot, *pair) for slot, pair in slotted if orthogonalizes(self._groups[pair[0]])]
-        repeated = replicas.repeated() if any(not dtensors.is_dtensor(param) for *_, param in wanted) else {}
+        plain = [id(param) for *_, param in wanted if param not in placements and not dtensors.is_dtensor(param)]
+        repeated = self._locator.replicas.repeated(plain) if plain else {}
         for slot, place, param in wanted:
             group = self._groups[place]
             dtype = iteration_dtype(group, param)
@@ -228,8 +229,7 @@ class Matrices:
         """The process group of each plain parameter on whose ranks this step is shared, by id."""
         if not self._plain:
             return {}
-        averaged = self._locator.replicas.averaged()
-        return {key: averaged[key] for key in self._plain if key in averaged}
+        return self._locator.replicas.averaged(list(self._plain))
 
     def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
         """What a team does in this step, after asking its ranks; None if each works alone. Collective."""

@@ -9,6 +9,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback
 
+from mars_hf.distributed.replicas import note_wrapper
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 from mars_hf.training.callbacks import LastGradientCallback
@@ -185,6 +186,7 @@ class MarsTrainer(Trainer):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch."""
         self._take_gradients()
+        note_wrapper(model)
         with self._stale_pass.micro_batch():
             return super().training_step(model, inputs, num_items_in_batch)
 

@@ -94,7 +94,7 @@ def test_there_are_as_many_configurations_as_the_authors_of_the_issue_ran():
 def test_every_setting_of_mars_is_in_some_configuration():
     import inspect
 
-    settings = set(inspect.signature(Mars.__init__).parameters) - {"self", "params"}
+    settings = set(inspect.signature(Mars.__init__).parameters) - {"self", "params", "process_group"}
     given = {key for name in CONFIGURATIONS for key in settings_of(name)} | {"foreach", "fused"}
     elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py", "layout": "test_matrix_layouts.py"}
     assert settings - given == set(elsewhere)

@@ -53,12 +53,14 @@ def build(sizes: list[int] = SIZES) -> nn.Sequential:
 class Run:
     """A model and its optimizer, and the straight lines of every parameter beside them."""
 
-    def __init__(self, model: nn.Module, mars_type: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, mars_type: str, wrap: Callable[[nn.Module], nn.Module], **settings: Any
+    ) -> None:
         """Wrap the model and make its optimizer, in the order that users do it in."""
         self.model = model
         whole = {name: param.detach().clone() for name, param in model.named_parameters()}
         self.wrapped = wrap(model)
-        settings = {**SETTINGS, "lr_1d": VECTORS["lr"], "betas_1d": VECTORS["betas"]}
+        settings = {**SETTINGS, "lr_1d": VECTORS["lr"], "betas_1d": VECTORS["betas"], **settings}
         self.mars = mars_hf.Mars(list(model.parameters()), mars_type=mars_type, **settings)
         self.lines = {
             name: Reference(x, rule=mars_type, **SETTINGS) if x.ndim > 1 else Reference(x, **VECTORS)
@@ -269,11 +271,21 @@ def bare(run: Run) -> None:
     run.together(2 + dist.get_rank())
 
 
-WITHOUT_WRAPPER = ("wrapped_later", "bare", "static_graph", "two_groups")
+def promised(run: Run) -> None:
+    """Nothing is wrapped: the loop averages gradients itself, and says so with `process_group`."""
+    for _ in range(3):
+        run.backward(run.model)
+        for param in run.model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        run.step()
+
+
+WITHOUT_WRAPPER = ("promised", "wrapped_later", "bare", "static_graph", "two_groups")
 DDP: dict[str, Callable[[Run], None]] = {
     function.__name__: function
     for function in (
-        *(alone_at_first, alone_between, alone_at_last, alone_on_old_gradients, late_join, joining, missing),
+        *(promised, alone_at_first, alone_between, alone_at_last, alone_on_old_gradients, late_join, joining, missing),
         *(
             missing_at_first,
             missing_matrices,
@@ -294,7 +306,8 @@ DDP: dict[str, Callable[[Run], None]] = {
 def run_ddp(name: str) -> dict[str, Any]:
     name, _, mars_type = name.partition("_with_")
     wrap = (lambda model: model) if name in WITHOUT_WRAPPER else DistributedDataParallel
-    run = Run(build(LONG if name == "two_groups" else SIZES), f"mars-{mars_type}", wrap)
+    settings = {"process_group": dist.group.WORLD} if name == "promised" else {}
+    run = Run(build(LONG if name == "two_groups" else SIZES), f"mars-{mars_type}", wrap, **settings)
     DDP[name](run)
     return {"distance": run.distance, "orthogonalized": run.orthogonalized}
 

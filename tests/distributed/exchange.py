@@ -358,7 +358,7 @@ def find_replicas(_: str) -> dict[str, Any]:
 
 def replicas_of(params: list[Tensor]) -> list[Any]:
     """The process group on whose ranks each whole parameter is repeated."""
-    wrapped = replicas.repeated()
+    wrapped = replicas.Replicas().repeated({id(param) for param in params})
     return [
         dtensors.replicas_in_mesh(param) if dtensors.is_dtensor(param) else wrapped.get(id(param)) for param in params
     ]

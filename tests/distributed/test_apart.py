@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 DDP: dict[str, tuple[list[int], list[int]]] = {
     "alike": ([3] * 4, [2] * 4),
     "accumulated": ([3] * 3, [2] * 3),
+    "promised": ([3] * 3, [2] * 3),
     "static_graph": ([5, 3, 3, 3], [5, 2, 2, 2]),  # whose first backward pass is not timed
     "alone_at_first": ([5, 5, 5], [5, 5]),
     "alone_between": ([3, 3, 5, 5, 5, 5], [2, 2, 5, 5]),
@@ -33,7 +34,7 @@ DDP: dict[str, tuple[list[int], list[int]]] = {
     "two_groups": ([2] * 3, [6] * 3),
     "bare": ([5, 5], [5, 5, 5]),
 }
-SHAMPOO = ("alike", "alone_between", "late_join", "missing")
+SHAMPOO = ("alike", "promised", "alone_between", "late_join", "missing")
 RULES = {name: ("m", "shampoo") if name in SHAMPOO else ("m",) for name in DDP}
 EMPTY = [
     *(f"empty/float64_with_{rule}" for rule in ("adamw", "lion", "shampoo", "m")),

@@ -37,55 +37,92 @@ def ids(module: nn.Module) -> set[int]:
     return set(map(id, module.parameters()))
 
 
+def repeated(*modules: nn.Module) -> set[int]:
+    return set(replicas.Replicas().repeated(set().union(*map(ids, modules))))
+
+
 def backward(module: nn.Module) -> None:
     module(torch.ones(2, 3)).sum().backward()
 
 
 def test_one_rank_repeats_nothing(alone):
     wrapped = wrap()
-    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+    assert repeated(wrapped) == set()
 
 
 def test_modules_are_found_whenever_they_are_made(two_ranks):
     before = wrap()
-    assert replicas.repeated().keys() >= ids(before)
+    assert repeated(before) == ids(before)
     after = wrap()
-    assert replicas.repeated().keys() >= ids(before) | ids(after)
+    assert repeated(before, after) == ids(before) | ids(after)
     forgotten = ids(after)
     del after
     gc.collect()
-    assert replicas.repeated().keys().isdisjoint(forgotten - ids(before))
+    assert replicas.Replicas().repeated(forgotten | ids(before)).keys() == ids(before)
+
+
+def test_wrappers_are_searched_for_at_most_once(two_ranks, monkeypatch):
+    """Not at all where those that made themselves known have every parameter."""
+    searched = []
+    monkeypatch.setattr(replicas, "all_objects", lambda: searched.append(1) or gc.get_objects())
+    monkeypatch.setattr(replicas, "_has_searched", False)
+    replicas.Replicas().begin()
+    wrapped, plain = wrap(), nn.Linear(3, 3)
+    assert repeated(wrapped) == ids(wrapped) and not searched
+    for _ in range(2):
+        assert repeated(wrapped, plain) == ids(wrapped)
+    assert searched == [1]
+
+
+def test_a_wrapper_from_before_is_found_by_the_search(two_ranks, monkeypatch):
+    wrapped = wrap()
+    monkeypatch.setattr(replicas, "_wrappers", weakref.WeakSet())  # as if it had been made before mars_hf watched
+    monkeypatch.setattr(replicas, "_has_searched", False)
+    assert repeated(wrapped) == ids(wrapped)
+
+
+def test_a_promised_process_group_counts_in_every_step(two_ranks):
+    group, model = dist.group.WORLD, nn.Linear(3, 3)
+    found = replicas.Replicas(group)
+    for _ in range(2):
+        assert found.averaged(ids(model)) == found.repeated(ids(model)) == dict.fromkeys(ids(model), group)
+
+
+def test_a_promised_process_group_of_one_rank_shares_nothing(alone):
+    model = nn.Linear(3, 3)
+    assert replicas.Replicas(dist.group.WORLD).averaged(ids(model)) == {}
 
 
 def test_only_a_pass_that_averages_counts_and_once(two_ranks):
     wrapped, other = wrap(), wrap()
+    wanted = ids(wrapped) | ids(other)
     found = replicas.Replicas()
-    assert found.averaged() == {}
+    assert found.averaged(wanted) == {}
     backward(wrapped)
-    assert found.averaged().keys() == ids(wrapped)
-    assert found.averaged() == {}
+    assert found.averaged(wanted).keys() == ids(wrapped)
+    assert found.averaged(wanted) == {}
     backward(wrapped.module)
-    assert found.averaged() == {}
+    assert found.averaged(wanted) == {}
     with wrapped.no_sync():
         backward(wrapped)
-    assert found.averaged() == {}
+    assert found.averaged(wanted) == {}
     backward(wrapped)
     backward(other)
     second = replicas.Replicas()
-    assert found.averaged().keys() == second.averaged().keys() == ids(wrapped) | ids(other)
+    assert found.averaged(wanted).keys() == second.averaged(wanted).keys() == wanted
     assert set(map(id, found._times)) >= {id(wrapped), id(other)}
 
 
 def test_a_module_in_join_or_of_few_parameters_does_not_count(two_ranks):
     wrapped, small = wrap(), wrap(6)
     found = replicas.Replicas()
-    found.averaged()
+    found.averaged(ids(wrapped) | ids(small))
     backward(small)
-    assert found.averaged() == {}
+    assert found.averaged(ids(wrapped) | ids(small)) == {}
     backward(wrapped)
     wrapped._join_config = SimpleNamespace(enable=True)
-    assert found.averaged() == {}
-    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+    assert found.averaged(ids(wrapped) | ids(small)) == {}
+    assert repeated(wrapped) == set()
 
 
 def test_parameters_that_were_frozen_when_they_were_wrapped_do_not_count(two_ranks):
@@ -93,19 +130,18 @@ def test_parameters_that_were_frozen_when_they_were_wrapped_do_not_count(two_ran
     model[0].requires_grad_(False)
     wrapped = nn.parallel.DistributedDataParallel(model)
     frozen = ids(model[0])
-    assert replicas.repeated().keys() >= ids(wrapped) - frozen
-    assert replicas.repeated().keys().isdisjoint(frozen)
+    assert repeated(wrapped) == ids(wrapped) - frozen
     model[0].requires_grad_(True)  # their gradients are not averaged
-    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+    assert repeated(wrapped) == set()
 
 
 def test_a_static_graph_is_unclear_until_its_second_pass(two_ranks):
     wrapped = wrap(static_graph=True)
     found = replicas.Replicas()
     backward(wrapped)
-    assert found.averaged() == {} and found.unclear >= ids(wrapped)
+    assert found.averaged(ids(wrapped)) == {} and found.unclear >= ids(wrapped)
     backward(wrapped)
-    assert found.averaged().keys() == ids(wrapped) and found.unclear.isdisjoint(ids(wrapped))
+    assert found.averaged(ids(wrapped)).keys() == ids(wrapped) and found.unclear.isdisjoint(ids(wrapped))
 
 
 def test_a_process_group_that_is_gone_repeats_nothing(alone, monkeypatch):
@@ -115,16 +151,15 @@ def test_a_process_group_that_is_gone_repeats_nothing(alone, monkeypatch):
         raise KeyError(group)
 
     monkeypatch.setattr(dist, "get_process_group_ranks", gone)
-    assert replicas.repeated() == {}
-    assert ids(wrapped)
+    assert ids(wrapped) and repeated(wrapped) == set()
 
 
 def test_nothing_counts_as_averaged_where_torch_does_not_tell(two_ranks):
     wrapped = wrap()
     backward(wrapped)
     wrapped.reducer = SimpleNamespace()
-    assert replicas.Replicas().averaged().keys().isdisjoint(ids(wrapped))
-    assert replicas.repeated().keys().isdisjoint(ids(wrapped))
+    assert replicas.Replicas().averaged(ids(wrapped)) == {}
+    assert repeated(wrapped) == set()
 
 
 def test_a_destroyed_process_group_is_gone(alone):
@@ -138,9 +173,10 @@ def test_no_module_is_kept_alive(two_ranks):
     wrapped = wrap()
     found = replicas.Replicas()
     backward(wrapped)
-    found.averaged()
+    wanted = ids(wrapped)
+    found.averaged(wanted)
     reference = weakref.ref(wrapped)
     del wrapped
     gc.collect()
     assert reference() is None
-    assert found.averaged() == {}
+    assert found.averaged(wanted) == {}

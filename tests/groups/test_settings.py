@@ -37,7 +37,9 @@ OTHERS = {
 
 def arguments_of(function) -> dict:
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    found = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    assert found.pop("process_group") is None  # of the process, not of a group
+    return found
 
 
 def test_signatures_have_the_defaults_of_the_table():
