@@ -2,6 +2,8 @@
 
 Processes that the script starts know MARS too, so that launchers such as `trl sft` work.
 
+`python -m mars_hf configs`: the folder of the launch configs for `accelerate launch --config_file`.
+
 `python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER`: a DeepSpeed checkpoint for another number of processes.
 """
 
@@ -11,6 +13,7 @@ import argparse
 import os
 import runpy
 import sys
+from pathlib import Path
 
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
@@ -36,7 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     convert = commands.add_parser("to_universal", help="convert a DeepSpeed ZeRO checkpoint into a universal one")
     convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
+    commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     command = parser.parse_args(argv)
+    if command.command == "configs":
+        print(_launch_configs())
+        return
     if command.command == "to_universal":
         from mars_hf.universal import to_universal
 
@@ -59,6 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(command.script))
         runpy.run_path(command.script, run_name="__main__")
+
+
+def _launch_configs() -> Path:
+    """Return the folder of the launch configs: in the package of a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    folders = [package / "accelerate_configs", package.parent / "accelerate_configs"]
+    return next((folder for folder in folders if folder.is_dir()), folders[0])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from mars_hf.step.update import keep_gradients, update_bucket
 
 
 class Mars(torch.optim.Optimizer):
-    """MARS: AdamW, Lion or orthogonalized momentum on a variance-reduced gradient.
+    """Run AdamW, Lion or orthogonalized momentum on a corrected gradient.
 
     For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1)::
 
@@ -45,37 +45,38 @@ class Mars(torch.optim.Optimizer):
         mars-shampoo:  x_{t+1} = x_t - lr (sqrt(max(1, rows / cols)) NS(m_t / (1 - beta1)) + weight_decay x_t)
         mars-m:      x_{t+1} = x_t - lr (0.2 sqrt(max(rows, cols)) NS(m_t) + weight_decay x_t)
 
-    NS is Newton-Schulz (see `orthogonalize`), on each (rows, cols) = (outputs, inputs) matrix of the parameter divided
-    by its Frobenius norm + eps (1e-7 for mars-m). What these matrices are, `layout` says. As in the official class
-    every matrix is orthogonalized, embeddings included; `create(model)` gives those the role `embedding`.
+    NS is Newton-Schulz (see `newton_schulz`). It runs on each (rows, cols) = (outputs, inputs) matrix of the parameter,
+    divided by its Frobenius norm + eps (1e-7 for mars-m); `layout` says which matrices a parameter holds. The class
+    orthogonalizes every matrix, embeddings included, as the official one does; `create(model)` gives embeddings the
+    role `embedding`.
 
-    last_t is g_{t-1}, the gradient of the step before, with `is_approx`; otherwise the stale gradient, that of this
-    step's batch at x_{t-1}, which somebody has to supply: `MarsTrainer` does, a loop of your own calls
-    `previous_params()`, `update_previous_grad()` and `update_last_grad()`.
+    With `is_approx`, last_t is g_{t-1}, the gradient of the previous step. Otherwise it is the stale gradient: that of
+    this step's batch at x_{t-1}. `MarsTrainer` supplies it; your own loop calls `previous_params()`,
+    `update_previous_grad()` and `update_last_grad()`.
 
-    A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`, unless
-    `optimize_1d`: then the MARS rule, which is mars-adamw where matrices are orthogonalized. An embedding takes AdamW
-    with the same settings in any case.
+    A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`. With `optimize_1d`
+    it takes the MARS rule instead, which is mars-adamw where matrices are orthogonalized. An embedding always takes
+    AdamW with the settings of vectors.
 
-    Call `step()` after the backward pass, as with any torch optimizer; gradients are expected as they shall act
-    (accumulated, averaged over ranks, globally clipped). `p.grad` is never modified or kept.
+    Call `step()` after the backward pass, as with any torch optimizer, on gradients that are ready to use: accumulated,
+    averaged over ranks, globally clipped. `p.grad` is never modified or kept.
 
-    Every group is split by role at construction: first its matrices, then its vectors, each in the order given. The
-    role and all hyperparameters are written into the groups and read from there at every step; `lr`, `betas` and
-    `weight_decay` of a vector group hold the `*_1d` values, so that schedulers keep the ratio of the two rates.
-    OneCycleLR and CyclicLR write a single rate into every group: give them a list, one rate a group.
+    The constructor splits every group by role: first its matrices, then its vectors, each in the order given. Groups
+    hold the role and all hyperparameters, and every step reads them there. A vector group's `lr`, `betas` and
+    `weight_decay` hold the `*_1d` values, so schedulers keep the ratio of the two rates. OneCycleLR and CyclicLR write
+    one rate into every group: give them a list, one rate a group.
 
     Args:
-        params: tensors, (name, tensor) pairs, or dicts with `params` and own hyperparameters. What a group states
-            itself holds for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
+        params: tensors, (name, tensor) pairs, or dicts with `params` and hyperparameters of their own. A group's own
+            settings hold for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
             (`"matrix"`, `"vector"` or `"embedding"`).
         lr: learning rate of the matrices, >= 0.
         betas: decay rates of first and second moment, each in [0, 1).
         eps: added to the root of the second moment, >= 0, and by mars-shampoo to the norm of m_t / (1 - beta1).
         weight_decay: decoupled decay of the matrices, >= 0.
-        gamma: scale of the variance reduction, >= 0; 0 is AdamW on the clipped gradient.
+        gamma: scale of the correction, >= 0; 0 is AdamW on the clipped gradient.
         mars_type: `"mars-adamw"`, `"mars-lion"`, `"mars-shampoo"` or `"mars-m"`.
-        is_approx: True takes the gradient of the step before in the place of the stale gradient; False is exact MARS.
+        is_approx: True uses the previous step's gradient in place of the stale gradient; False is exact MARS.
         clip_threshold: largest norm of a corrected gradient, > 0; None for no clipping.
         amsgrad: divide by the running maximum of the second moment (mars-adamw, vectors and embeddings;
             other matrices have none).
@@ -96,18 +97,18 @@ class Mars(torch.optim.Optimizer):
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
-        take_grad: True moves gradients into the state where that saves a copy, and sets `p.grad` to None: only for
-            those who own the loop. Views, sharded gradients and other dtypes than the state's are copied even then.
+        take_grad: True moves gradients into the state where that saves a copy, and sets `p.grad` to None; only for a
+            loop that you own. Views, sharded gradients and gradients of another dtype than the state's are copied.
         last_grad_dtype: of last_grad; a torch.dtype or its name; None for that of the other states.
         state_dtype: of the states; None for float32, and float64 for float64 parameters.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
-            `"kahan"`, with what was lost kept in another bfloat16 state. Updates below half a unit in the last place,
-            which the first one loses, add up with the others.
+            `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
+            unit in the last place; the first loses them.
         maximize: ascend instead of descend.
         foreach: True updates many tensors per kernel launch at the price of temporary copies, False one tensor after
-            the other; None is True on accelerators, False on CPU, where no faster engine is chosen.
-        fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does;
-            None takes them where they run, no `foreach` is given and, on CPU, compiling pays (see `engines`).
+            the other. None is True on accelerators and False on CPU, where no faster backend runs.
+        fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does.
+            None takes them where they run, `foreach` is None and, on CPU, compiling pays (see `backends`).
         capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
             Not for matrices that are orthogonalized.
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients, in
@@ -135,15 +136,15 @@ class Mars(torch.optim.Optimizer):
         moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad.
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
-        Besides, while it orthogonalizes, a step holds first moments, directions and what Newton-Schulz works on, of
+        While it orthogonalizes, a step also holds first moments, directions and the temporaries of Newton-Schulz, of
         matrices of one shape and at most 2**27 elements (2**22 on CPUs; or one parameter) at a time: 8 to 10 bytes an
         element with bfloat16. Where ranks share the work it holds all first moments of this rank at once, in the dtype
         of the iteration.
 
-    A step that a gradient scaler skips changes nothing. Without a scaler a NaN or infinite gradient does what it does
-    in torch.optim.AdamW: it enters moments and parameter.
+    A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
+    parameter, as in torch.optim.AdamW.
 
-    Source: Algorithms 2 and 3 of arXiv 2411.10438, and the official implementation where it differs. Deviations from
+    Source: Algorithms 1 to 4 of arXiv 2411.10438, and the official implementation where it differs. Deviations from
     the latter, each with a test: `matrix_ndim`, `lr_1d=None`, `weight_decay_1d=0.0`, hyperparameters in groups,
     last_grad a copy, no unused buffers.
     """
@@ -214,15 +215,15 @@ class Mars(torch.optim.Optimizer):
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, split by role: one or two groups are appended.
+        """Add a group of parameters, split by role into one group or two.
 
         Args:
-            param_group: as in the constructor. What it does not state it takes from the constructor, but
-                `max_grad_norm` and `take_grad` from the groups there are, if these agree. Names are made up for
-                parameters without, where those there are have names, and dropped in the opposite case.
+            param_group: as in the constructor. Settings that it does not state come from the constructor;
+                `max_grad_norm` and `take_grad` come from the existing groups if those agree. Parameters get names if
+                the existing ones have names, and lose them if not.
 
         Raises:
-            As the constructor; the optimizer is left as it was.
+            ValueError: as the constructor; the optimizer stays as it was.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
@@ -252,7 +253,7 @@ class Mars(torch.optim.Optimizer):
         return self._locator, self._matrices
 
     def _of_the_loop(self) -> dict[str, Any]:
-        """Settings that whoever runs the loop may have changed in all groups."""
+        """Return the settings that the owner of the loop may have changed in all groups."""
         found = {}
         for key in ("max_grad_norm", "take_grad") if self._is_made else ():
             values = [group[key] for group in self.param_groups]
@@ -271,7 +272,7 @@ class Mars(torch.optim.Optimizer):
             part["params"] = [(f"added_{first + index}", entry) for index, entry in enumerate(entries)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer; settings that are younger than the pickle take their defaults."""
+        """Restore a pickled optimizer; settings newer than the pickle take their defaults."""
         super().__setstate__(state)
         self._is_made = True
         if self._locator is None:
@@ -281,21 +282,21 @@ class Mars(torch.optim.Optimizer):
                 group.setdefault(key, DEFAULTS[key])
 
     def __repr__(self) -> str:
-        """One line per group: role, rule, sizes, learning rate, betas, decay."""
+        """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
         return f"{type(self).__name__}\n{summary(self.param_groups)}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; its tensors are copied and keep the dtypes they were saved in.
 
-        torch alone would cast them to the parameters' dtype, and share memory with `state_dict`. Settings are those
-        saved, but for `max_grad_norm` and `take_grad`, which belong to the loop that runs now (MarsTrainer sets them).
-        Hooks act as on any torch optimizer: what a pre-hook returns is loaded, what a post-hook writes stays.
+        torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
+        except for `max_grad_norm` and `take_grad`, which belong to the running loop (MarsTrainer sets them). Hooks act
+        as on any torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        kept = ("max_grad_norm", "take_grad", "left_out")  # of the loop and the model that there are now
+        kept = ("max_grad_norm", "take_grad", "left_out")  # of the running loop and model
         own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
@@ -361,7 +362,7 @@ class Mars(torch.optim.Optimizer):
     @_compat.without_dynamo  # sorting does not trace
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; without any, nothing happens.
+        """Update every parameter that has a gradient; a no-op if none has.
 
         Args:
             closure: recomputes the gradients and returns the loss; None if `backward` has been called.
@@ -479,9 +480,9 @@ class Mars(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor:
-        """Global norm of the gradients of the last step with `max_grad_norm`, before scaling; 0-d, NaN before any.
+        """Global norm of the last gradients clipped by `max_grad_norm`, before scaling; 0-d, NaN before any.
 
-        One tensor for the life of the optimizer: every such step writes into it.
+        The optimizer keeps one tensor for its whole life; every such step writes into it.
         """
         if self._grad_norm is None:
             params = [param for group in self.param_groups for param in group["params"]]
@@ -501,9 +502,9 @@ class Mars(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def previous_params(self) -> Iterator[None]:
-        """The model at x_{t-1}, for as long as the context lasts: where the stale gradient is taken.
+        """Put the model at x_{t-1} while the context lasts, to take the stale gradient there.
 
-        Values are exchanged in place, one parameter after the other, so whatever holds the parameters sees them.
+        Values are exchanged in place, one parameter after the other, so every holder of the parameters sees them.
 
         Raises:
             RuntimeError: no exact step has been taken yet.
@@ -517,7 +518,7 @@ class Mars(torch.optim.Optimizer):
             exact.exchange_params(self.param_groups, self.state)
 
     def update_previous_grad(self) -> None:
-        """Keep a copy of the gradients, as the stale ones of this batch; nothing to do in approx mode.
+        """Keep a copy of the gradients as the stale ones of this batch; a no-op in approx mode.
 
         The gradients are expected as `step()` takes them: accumulated, averaged over ranks, globally clipped.
 
@@ -527,23 +528,23 @@ class Mars(torch.optim.Optimizer):
             self._stale_gradients_given = True
 
     def update_last_grad(self) -> None:
-        """Commit what `update_previous_grad()` has kept to the next `step()`; nothing to do in approx mode.
+        """Hand the gradients that `update_previous_grad()` kept to the next `step()`; a no-op in approx mode.
 
         Source: the official implementation's method of this name.
         """
         exact.commit_stale_gradients(self.param_groups, self.state)
 
     def collect_metrics(self, enabled: bool) -> None:
-        """Whether the next steps measure what they do (extra reads of the gradients; no wait for the device).
+        """Switch the metrics of the next steps on or off (extra reads of the gradients; no wait for the device).
 
-        Starts afresh: what has been measured and not been read is dropped.
+        Either drops metrics that nobody has read.
         """
         self._metrics = StepMetrics() if enabled else None
 
     def pop_metrics(self) -> dict[str, float]:
-        """The metrics of the steps measured since they were last read; empty if there are none. Waits for the device.
+        """Return the metrics of the steps measured since the last call; empty if there are none. Waits for the device.
 
-        See `metrics.StepMetrics.read` for their definition. Where parameters are sharded, every rank must call it.
+        `metrics.StepMetrics.read` defines them. Where parameters are sharded, every rank must call this.
         """
         if self._metrics is None:
             return {}
@@ -579,11 +580,10 @@ def create(
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
-    With a model, module types and shapes decide which parameter is a matrix and which is decayed: see
-    `from_model`. Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m
-    they also decide what is one (out, in) matrix. These rules orthogonalize weights that activations are multiplied
-    with; everything else takes AdamW, heads too, and `print(optimizer)` says why. Of plain parameters nothing
-    is known but their shapes.
+    With a model, module types and shapes decide which parameter is a matrix and which one decays (see `from_model`).
+    Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m, modules also decide which
+    (out, in) matrices a parameter holds. These rules orthogonalize the weights that multiply activations; everything
+    else takes AdamW, heads included, and `print(optimizer)` says why. Plain parameters have shapes and nothing else.
 
     Args:
         model_or_params: a module, or what `Mars` takes as `params`.

@@ -117,3 +117,8 @@ def test_a_script_that_starts_another_one(script, tmp_path, folder):
     assert finished.returncode == 0, finished.stderr
     assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
     assert "MARS trains with mars-adamw" in finished.stderr
+
+
+def test_the_launch_configs_are_found():
+    finished = run("-m", "mars_hf", "configs")
+    assert (Path(finished.stdout.strip()) / "ddp.yaml").is_file()

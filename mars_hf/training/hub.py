@@ -84,7 +84,7 @@ def _describe(optimizer: Any) -> str:
         return f"`{type(optimizer).__module__}.{type(optimizer).__name__}`"
     return (
         f"[MARS](https://arxiv.org/abs/2411.10438) (`{optimizer.param_groups[0]['mars_type']}`, the "
-        "variance-reduced optimizer, through `mars_hf`)"
+        "optimizer that corrects each gradient by the last one, through `mars_hf`)"
     )
 
 
