@@ -42,7 +42,7 @@ def files_named_by(words: list[str]) -> list[str]:
     """Return the words that look like files: with a slash, or with a suffix that files of the repository have."""
     plain = [word for word in words if not word.startswith(("-", ".[")) and " " not in word]
     named = [word for word in plain if "/" in word or re.search(r"\.(py|txt|cfg|toml|ya?ml|md|json)$", word)]
-    return [name for name in named if not name.startswith(BUILT)]
+    return [name.partition("::")[0] for name in named if not name.startswith(BUILT)]
 
 
 def settings() -> configparser.ConfigParser:
@@ -100,7 +100,7 @@ def test_commands_name_files_extras_and_markers_that_exist(path: Path) -> None:
 
 def test_files_in_commands_are_recognized() -> None:
     words = ["pip", "install", "-c", "constraints.txt", "-e", ".[test]", "--ignore", "tests/x", "not a/file", "dist/*"]
-    assert files_named_by(words) == ["constraints.txt", "tests/x"]
+    assert files_named_by([*words, "tests/y.py::test[z]"]) == ["constraints.txt", "tests/x", "tests/y.py"]
 
 
 def test_cached_files_exist() -> None:
