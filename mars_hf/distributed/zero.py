@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ZeRO-1, 2 and 3 put the pieces of a parameter."""
+"""Find the placement of the flat tensors of DeepSpeed ZeRO-1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mars_hf.distributed.routes import Region
 
 
 def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
-    """DeepSpeed ZeRO-1 and 2 and its bf16 optimizer: each rank's tensor is one stretch of a group's flat buffer.
+    """Return the placement of a flat tensor of ZeRO-1/2 or DeepSpeed's bf16 optimizer; None if it is not one.
 
-    Each parameter is a view of that buffer, so its storage offset is its place there. `_hp_mapping`, which DeepSpeed
-    leaves on the parameters, tells which buffer it is; its addresses are wrong with `round_robin_gradients`.
+    Each rank's tensor is one part of a group's flat buffer. Each parameter is a view of that buffer, so its storage
+    offset is its place there. `_hp_mapping`, which DeepSpeed sets on the parameters, identifies the buffer; its
+    addresses are wrong with `round_robin_gradients`.
     """
     linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if hasattr(origin, "_hp_mapping")]
     if not linked:
@@ -47,7 +48,10 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
 
 
 def place_in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
-    """DeepSpeed ZeRO-3: `_z3_optimizer` knows the sub-group of each parameter and its place in that."""
+    """Return the placement of a flat tensor of ZeRO-3; None if it is not one.
+
+    `_z3_optimizer` knows each parameter's sub-group and its place there.
+    """
     partitioned: list[tuple[int, Any]] = [
         (slot, origin) for slot, origin in origins if hasattr(origin, "_z3_optimizer")
     ]
@@ -72,7 +76,7 @@ def place_in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pla
 
 
 def place_in_engine(origin: Any, tensor: Tensor) -> tuple[Any, ...]:
-    """Where an engine says that a parameter lies in a flat tensor."""
+    """Return the engine's record of a parameter's place in a flat tensor."""
     if hasattr(origin, "_z3_optimizer"):
         engine = origin._z3_optimizer
         place = engine.grad_position.get(engine.get_param_id(origin))

@@ -109,13 +109,13 @@ def large_last_grad(run: Run) -> None:
 
 
 def transposed_state(run: Run) -> None:
-    """Return the same numbers in another memory order."""
+    """Replace states by the same numbers in another memory order."""
     for key in ("exp_avg", "exp_avg_sq", "last_grad"):
         run.replace(key, lambda old: old.t().contiguous().t() if old.ndim == 2 else old.clone())
 
 
 def strided_state(run: Run) -> None:
-    """Return the same numbers with memory gaps between them."""
+    """Replace states by the same numbers with memory gaps between them."""
     for key in ("exp_avg", "exp_avg_sq", "last_grad"):
         run.replace(key, lambda old: torch.stack([old, old], -1)[..., 0])
 
