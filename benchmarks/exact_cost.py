@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What exact MARS costs: step time and memory beside approx MARS and torch's fused AdamW.
+"""Measure the step time and memory of exact MARS, beside approx MARS and torch's fused AdamW.
 
-    python benchmarks/exact_cost.py                     # a few minutes; leave the machine alone meanwhile
+    python benchmarks/exact_cost.py                     # a few minutes; keep the machine idle meanwhile
     python benchmarks/exact_cost.py --sizes embedded --rounds 3
 
-GPT-2 is trained by MarsTrainer on random tokens. Step times come from one process in which the contenders take turns,
-block by block, so that a disturbance meets all of them; ratios are taken within a round. Peak memory comes from a
-process for each contender. Results go to benchmarks/results/exact_cost.json.
+MarsTrainer trains GPT-2 on random tokens. For step times the contenders take turns in one process, block by block, so
+that a disturbance affects all of them; ratios are taken within a round. Peak memory comes from one process per
+contender. Results go to benchmarks/results/exact_cost.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADAMW, APPROX, EXACT = CONTENDERS = ("adamw (fused)", "approx", "exact")
 
 
 class Size(NamedTuple):
-    """A model, and the sequences of a step."""
+    """A model's sizes, and the sequences per step."""
 
     n_layer: int
     n_head: int
@@ -62,47 +62,47 @@ SIZES = {
 
 
 class RandomTokens(Dataset):
-    """Blocks of random tokens: what a step costs does not depend on what they say."""
+    """Blocks of random tokens: the cost of a step does not depend on them."""
 
     def __init__(self, size: Size, blocks: int) -> None:
-        """Draw them."""
+        """Draw the tokens."""
         self._ids = torch.randint(0, size.vocab_size, (blocks, size.block_size))
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Return the number of blocks."""
         return len(self._ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """A block."""
+        """Return one block."""
         return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
 class Meter(TrainerCallback):
-    """Times steps, in two parts, and counts the bytes of gradients and state.
+    """Time steps in two parts, and count the bytes of gradients and state.
 
-    It is handed to Trainer at its construction, so its `on_step_begin` comes before the one in which MarsTrainer takes
-    the stale gradient. Fetching the batch is not in the time.
+    Trainer gets this callback at construction, so its `on_step_begin` runs before the one in which MarsTrainer computes
+    the stale gradient. Fetching the batch is not part of the time.
     """
 
     def __init__(self) -> None:
-        """Nothing measured yet."""
+        """Start without measurements."""
         self.gradients: list[float] = []  # seconds to the clipped gradients, stale ones included
         self.updates: list[float] = []  # seconds of the optimizer's step
-        self.bytes: dict[str, int] = {}  # by key, the most there has been
+        self.bytes: dict[str, int] = {}  # peak by key
         self._start = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start."""
+        """Start the clock."""
         self._start = _now()
 
     def on_pre_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """The gradients are there."""
+        """Record the time of the gradients."""
         self.gradients.append(_now() - self._start)
         self._count(optimizer)  # exact MARS drops its stale gradients in the step
         self._start = _now()
 
     def on_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """The step is done."""
+        """Record the time of the optimizer's step."""
         self.updates.append(_now() - self._start)
         self._count(optimizer)
 
@@ -118,7 +118,7 @@ def _now() -> float:
 
 
 def count_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients and every key of the state."""
+    """Return the bytes of parameters, gradients and every key of the state."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     counted: dict[str, int] = defaultdict(int)
     for param in params:
@@ -130,7 +130,7 @@ def count_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def make_trainer(contender: str, size: Size, steps: int, output: str) -> tuple[mars_hf.MarsTrainer, Meter]:
-    """A trainer whose every `train()` takes some more steps, and its meter."""
+    """Return a trainer and its meter; each `train()` takes the same number of further steps."""
     torch.manual_seed(0)
     arguments = ModelArguments(**{key: value for key, value in size._asdict().items() if key != "batch"})
     optimizers: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -167,10 +167,10 @@ def make_trainer(contender: str, size: Size, steps: int, output: str) -> tuple[m
 
 
 def take_turns(size: Size, rounds: int, steps: int, output: str, progress: Any) -> dict[str, Any]:
-    """Medians of the contenders' blocks, one a round, after a round that does not count; and the bytes counted.
+    """Run one block per contender and round, after a warm-up round, and return medians and bytes.
 
     Returns:
-        Per contender `rounds`, each with the seconds of `gradients` and `update`, and `bytes` by key.
+        For each contender `rounds`, each with the seconds of `gradients` and `update`, and `bytes` by key.
     """
     trainers = {name: make_trainer(name, size, steps, output) for name in CONTENDERS}
     measured: dict[str, Any] = {name: {"rounds": []} for name in CONTENDERS}
@@ -189,7 +189,7 @@ def take_turns(size: Size, rounds: int, steps: int, output: str, progress: Any) 
 
 
 def peak_memory(contender: str, size: Size) -> dict[str, int]:
-    """Bytes at the peak of three steps: resident ones beyond those before the model was made, and those on the GPU."""
+    """Return the peak bytes of three steps: resident memory beyond that before the model, and memory on the GPU."""
     before = _resident("VmRSS")
     with tempfile.TemporaryDirectory() as output:
         make_trainer(contender, size, 3, output)[0].train()
@@ -198,21 +198,22 @@ def peak_memory(contender: str, size: Size) -> dict[str, int]:
 
 
 def _resident(key: str) -> int:
-    """A figure of /proc/self/status, in bytes. Not from getrusage, whose maximum a process takes from its parent."""
+    """Return a value of /proc/self/status in bytes; getrusage's maximum would include the parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def in_own_process(contender: str, size: Size) -> dict[str, int]:
-    """`peak_memory` in a fresh process."""
+    """Run `peak_memory` in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(peak_memory, contender, size).result()
 
 
 def summarize(measured: dict[str, Any]) -> dict[str, Any]:
-    """Per contender medians in milliseconds and ratios within rounds; and the bound of exact against approx.
+    """Return each contender's medians in milliseconds and ratios within rounds, and the bound of exact MARS.
 
-    The bound is a second pass over the batch: twice the gradients' time of approx and once its update's.
+    The bound is the cost of a second pass over the batch, against approx: twice approx's time for gradients and once
+    its time for the update.
     """
     rounds = {name: measured[name]["rounds"] for name in measured}
     totals = {name: [block["gradients"] + block["update"] for block in blocks] for name, blocks in rounds.items()}
@@ -238,7 +239,7 @@ def summarize(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results in Markdown; memory in units of the parameters' bytes, and peaks in MiB."""
+    """Return the results as a Markdown table; memory is in units of the parameters' bytes, peaks in MiB."""
     lines = [
         "| GPT-2 | optimizer | step (ms) | gradients (ms) | update (ms) | against AdamW | against approx "
         "| gradients and state, of the parameters | peak (MiB) |",

@@ -1,4 +1,4 @@
-"""Contenders that take turns in one process, so that a disturbance meets all of them, and the clock for it."""
+"""Time contenders in turns in one process, so that a disturbance affects all of them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import machine
 import torch
 
 T = TypeVar("T")
-# Cycles for which a GPU is kept busy before a measured call: some 20 ms, so that the launches are queued behind them.
+# Cycles that keep a GPU busy before a measured call: about 20 ms, so that the launches queue up behind them.
 HEAD_START = 40_000_000
 
 
 class Timing(NamedTuple):
-    """Seconds of a call: on the device, and until the call came back."""
+    """Seconds of a call: on the device, and until the call returned."""
 
     seconds: float
     host: float
 
 
 class Clock:
-    """Marks in time: of the CPU, or on a GPU's stream, where they do not make anybody wait."""
+    """Mark points in time: on the CPU, or on a GPU's stream without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        """For what runs on `device`."""
+        """Start a clock for `device`."""
         self._device = device
 
     def mark(self) -> Any:
-        """Now."""
+        """Return a mark for now."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -39,7 +39,7 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks; waits for the later one."""
+        """Return the seconds between two marks; waits for the later one."""
         if self._device.type != "cuda":
             return end - start
         end.synchronize()
@@ -48,8 +48,8 @@ class Clock:
     def time(self, call: Callable[[], object]) -> Timing:
         """Time a call.
 
-        On a GPU launches run ahead of it, as they do in training, so what is measured is its own time, unless the call
-        waits for it or takes longer to launch than to run.
+        Launches run ahead of a GPU, as in training. The measured time is therefore the GPU's own, unless the call waits
+        for the GPU or takes longer to launch than to run.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -68,16 +68,16 @@ def take_turns(
     every: Mapping[str, int] | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[T | None]]:
-    """One turn of every contender a round, beginning with another one each time.
+    """Give every contender one turn per round, starting each round with the next one.
 
     Args:
-        contenders: by name, what takes a turn and returns what it measured.
-        rounds: how many.
+        contenders: functions by name; each takes a turn and returns its measurement.
+        rounds: number of rounds.
         every: contenders that take part in every n-th round only, from the first on.
         progress: called after every turn.
 
     Returns:
-        Per contender one entry a round, None where it had no turn.
+        One entry per round for each contender, None for a round without its turn.
     """
     names = list(contenders)
     measured: dict[str, list[T | None]] = {name: [] for name in names}
@@ -91,40 +91,40 @@ def take_turns(
 
 
 def median(values: Sequence[float | None]) -> float:
-    """The median of the rounds that there are."""
+    """Return the median over the rounds with a turn."""
     return statistics.median(value for value in values if value is not None)
 
 
 def ratios(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
-    """One ratio for every round in which both had a turn."""
+    """Return one ratio per round in which both had a turn."""
     pairs = zip(values, others, strict=True)
     return [one / other for one, other in pairs if one is not None and other is not None]
 
 
 def ratio(values: Sequence[float | None], others: Sequence[float | None]) -> float:
-    """The median of the ratios within rounds."""
+    """Return the median of the ratios within rounds."""
     return statistics.median(ratios(values, others))
 
 
 def quartiles(values: Sequence[float | None], others: Sequence[float | None]) -> tuple[float, float]:
-    """The first and the third quartile of the ratios within rounds: how quiet the machine was."""
+    """Return the first and third quartile of the ratios within rounds: they show how quiet the machine was."""
     found = ratios(values, others)
     low, _, high = statistics.quantiles(found * 2 if len(found) == 1 else found, n=4, method="inclusive")
     return low, high
 
 
 def device_name(device: torch.device) -> str:
-    """The processor or the GPU, as `machine` has it."""
+    """Return the name of the processor or GPU, from `machine`."""
     return str(machine.describe()["accelerator" if device.type == "cuda" else "cpu"])
 
 
 def slug(name: str) -> str:
-    """A name as a part of a file's."""
+    """Return a name that suits a file name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its numbers (all but the first column) to the right, padded to be read as it is."""
+    """Return a padded Markdown table; all columns but the first are right-aligned."""
     widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The machine a result was measured on."""
+"""Describe the machine that a result was measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, cores, accelerator and versions."""
+    """Return processor, cores, accelerator and versions."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""What a step of the optimizer costs: time, bandwidth and memory, beside torch's AdamW, Muon and other MARS.
+"""Measure an optimizer step's time, bandwidth and memory, beside torch's AdamW, Muon and other implementations of MARS.
 
-    python benchmarks/step_cost.py                                  # 28M parameters; leave the machine alone meanwhile
+    python benchmarks/step_cost.py                                  # 28M parameters; keep the machine idle meanwhile
     python benchmarks/step_cost.py --size small medium --rounds 50
-    python benchmarks/step_cost.py --contenders '^mars|timm'        # a regular expression; AdamW is always there
-    python benchmarks/step_cost.py --gradient-norm 100              # every corrected gradient has to be clipped
-    python benchmarks/step_cost.py --report                         # table and picture from the results there are
+    python benchmarks/step_cost.py --contenders '^mars|timm'        # a regular expression; AdamW always takes part
+    python benchmarks/step_cost.py --gradient-norm 100              # every corrected gradient is clipped
+    python benchmarks/step_cost.py --report                         # table and picture from existing results
 
-Parameters have the shapes of GPT-2 and are float32, gradients are random. In one process all contenders take turns,
-step by step, on the same parameters and gradients; ratios to AdamW are taken within a round. Where memory is short they
-do so pairwise, each with AdamW alone. timm, pytorch_optimizer and the official code (its folder MARS on PYTHONPATH)
-take part if they are there. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
+Parameters have the shapes of GPT-2 and are float32; gradients are random. All contenders take turns in one process,
+step by step, on the same parameters and gradients; ratios to AdamW are taken within a round. If memory is short, each
+takes turns with AdamW alone. timm, pytorch_optimizer and the official code (its folder MARS on PYTHONPATH) take part if
+installed. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ SIZES = {
 ADAMW, CLIPPED_ADAMW, COPY = "AdamW fused", "AdamW fused + clip_grad_norm_", "copy"
 LR = 1e-5
 MAX_NORM = 1.0
-# Of all gradients together, as in the default job after its first steps (0.5 to 0.8). There as here no corrected
-# gradient has to be clipped, which costs less than clipping.
+# Norm of all gradients together, as in the default job after its first steps (0.5 to 0.8). As there, no corrected
+# gradient exceeds the threshold, which costs less than clipping.
 GRADIENT_NORM = 0.6
 WARM_UP = 3
-# A contender that takes more than SLOW times AdamW's time has a turn in every SLOW-th round only.
+# A contender slower than SLOW times AdamW has a turn in every SLOW-th round only.
 SLOW = 5
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-# Bytes a parameter: parameters and four sets of gradients; states of AdamW; states of a contender; copies it may make.
+# Bytes per parameter: parameters and four sets of gradients; AdamW's states; a contender's states; its copies.
 SHARED, ADAMW_STATE, OWN_STATE, TRANSIENT = 20, 8, 12, 12
 
 Named = Mapping[str, Tensor]
@@ -78,16 +78,16 @@ Make = Callable[[Named], list[torch.optim.Optimizer]]
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer and what a step with it is.
+    """An optimizer and its step.
 
-    `traffic` is what a step has to move, in bytes a parameter: every tensor it needs is read once in each pass, and
-    what it changes is written once. A pass is what cannot be merged: norms must be known before they are used. On CPUs
-    part of it comes from the cache. None where arithmetic is the larger part.
+    `traffic` is the memory traffic that a step needs, in bytes per parameter: each pass reads every tensor it needs
+    once and writes every tensor it changes once. Passes that cannot merge count separately: norms must be known before
+    they are used. On CPUs part of the traffic comes from the cache. None if arithmetic dominates.
     """
 
     make: Make
     traffic: int | None
-    clips: bool = False  # has the global norm of the gradients clipped
+    clips: bool = False  # clips the global norm of the gradients
     before: Callable[[Iterable[Tensor]], Tensor] | None = None  # clips the gradients, returns their norm
 
 
@@ -100,7 +100,7 @@ def _mars(**settings: Any) -> Make:
 
 
 def _is_hidden(name: str, param: Tensor) -> bool:
-    """Whether this is a matrix of a block, which Muon and its like take; embeddings and vectors go to AdamW."""
+    """Return whether this is a matrix of a block, for Muon and the like; embeddings and vectors use AdamW."""
     return param.ndim == 2 and ".h." in name
 
 
@@ -111,7 +111,7 @@ def _muon(named: Named) -> list[torch.optim.Optimizer]:
 
 
 def _orthogonal(mars_type: str, *, split: bool = False) -> Make:
-    """mars-shampoo or mars-m, on the matrices that `_muon` has; `split` takes query, key and value apart."""
+    """Return a maker of mars-shampoo or mars-m on the matrices of `_muon`; `split` separates query, key and value."""
 
     def make(named: Named) -> list[torch.optim.Optimizer]:
         groups: dict[str, dict[str, Any]] = {}
@@ -132,7 +132,7 @@ def _clip(params: Iterable[Tensor]) -> Tensor:
 
 
 def contenders() -> dict[str, Contender]:
-    """All that can run here, by name."""
+    """Return all contenders that can run here, by name."""
     adamw, mars = _adamw(fused=True), _mars()
     return {
         ADAMW: Contender(adamw, 28),
@@ -157,18 +157,18 @@ def contenders() -> dict[str, Contender]:
 
 
 def peers() -> dict[str, Contender]:
-    """Other implementations of MARS, as far as they are installed."""
+    """Return the installed other implementations of MARS."""
     found = {}
     timm = importlib.util.find_spec("timm")
     if timm is not None and timm.submodule_search_locations:
-        # Its optimizers alone: the package needs torchvision.
+        # Import its optimizers alone: the package needs torchvision.
         package = types.ModuleType("timm_optim")
         package.__path__ = [str(Path(timm.submodule_search_locations[0]) / "optim")]
         sys.modules[package.__name__] = package
         found["timm Mars"] = Contender(_peer("timm_optim.mars", "Mars"), 44)
     if importlib.util.find_spec("pytorch_optimizer") is not None:
         found["pytorch_optimizer MARS"] = Contender(_peer("pytorch_optimizer", "MARS"), 44)
-    if importlib.util.find_spec("optimizers") is not None:  # keeps the gradient itself, and does not copy it
+    if importlib.util.find_spec("optimizers") is not None:  # keeps the gradient itself, without a copy
         found["official MARS"] = Contender(_peer("optimizers.mars", "MARS"), 40)
     return found
 
@@ -182,14 +182,14 @@ def _peer(module: str, name: str) -> Make:
 
 
 class Workload:
-    """Parameters of GPT-2's shapes and two sets of gradients for them, which all contenders share.
+    """Hold parameters with GPT-2's shapes and two sets of gradients, which all contenders share.
 
-    Two, so that the last gradient is another one than the gradient. Those who scale gradients in place have two of
-    their own: a loop does not touch gradients that an optimizer has taken.
+    Two sets, so that the last gradient differs from the gradient. Contenders that scale gradients in place have two
+    sets of their own: a loop never changes gradients that an optimizer has taken.
     """
 
     def __init__(self, size: str, device: torch.device, gradient_norm: float = GRADIENT_NORM) -> None:
-        """Draw them: the gradients of all parameters together have this norm."""
+        """Draw parameters, and gradients with this norm over all parameters together."""
         with torch.device("meta"):
             model = gpt2.build(SIZES[size], 1, 0)
         generator = torch.Generator(device).manual_seed(0)
@@ -206,22 +206,22 @@ class Workload:
         self._gradients = {False: kept, True: scaled}
 
     def present(self, turn: int, *, scales: bool = False) -> None:
-        """Set the gradients of a contender's turn, without a copy; `scales`: for one that scales them in place."""
+        """Set the gradients of a contender's turn without a copy; `scales`: it scales them in place."""
         for param, gradient in zip(self.params, self._gradients[scales][turn % 2], strict=True):
             param.grad = gradient
 
     def unclip(self, turn: int, norm: Tensor) -> None:
-        """Take back a scaling to MAX_NORM, which is made in place."""
+        """Undo an in-place scaling to MAX_NORM."""
         torch._foreach_mul_(self._gradients[True][turn % 2], (norm / MAX_NORM).clamp(min=1.0))
 
 
 class Player:
-    """A contender at work."""
+    """Run a contender's steps."""
 
     def __init__(
         self, contender: Contender, optimizers: list[torch.optim.Optimizer], work: Workload, clock: interleave.Clock
     ) -> None:
-        """With its optimizers, which another contender may use as well."""
+        """Start with a contender and its optimizers, which another contender may share."""
         self.contender = contender
         self.optimizers = optimizers
         self._work = work
@@ -229,15 +229,15 @@ class Player:
         self._turn = 0
 
     def __call__(self) -> interleave.Timing:
-        """Take a step, timed."""
+        """Take a step and time it."""
         return self._take(self._clock.time)
 
     def peak(self, device: torch.device) -> int:
-        """Take a step: the most bytes it holds beyond what there was before."""
+        """Take a step and return its peak memory beyond the bytes held before."""
         return self._take(lambda step: peak_memory(step, device))
 
     def backend(self) -> str:
-        """What does the arithmetic of a Mars; nothing for other optimizers."""
+        """Return the names of a Mars optimizer's backends; empty for other optimizers."""
         self._work.present(self._turn)
         names: dict[str, None] = {}
         for mars in self.optimizers:
@@ -247,7 +247,7 @@ class Player:
         return ", ".join(names)
 
     def state_bytes(self) -> int:
-        """Bytes of all states."""
+        """Return the bytes of all states."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
@@ -269,7 +269,7 @@ class Player:
 
 
 def peak_memory(call: Callable[[], None], device: torch.device) -> int:
-    """The most bytes of tensors that a call holds at once, beyond those there were before it."""
+    """Return the peak bytes of tensors during a call, beyond those held before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -277,7 +277,7 @@ def peak_memory(call: Callable[[], None], device: torch.device) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it announces every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
@@ -287,7 +287,7 @@ def peak_memory(call: Callable[[], None], device: torch.device) -> int:
 
 
 def make_copy(device: torch.device, clock: interleave.Clock) -> tuple[Callable[[], interleave.Timing], int]:
-    """A copy of a large buffer, timed, and the bytes it reads and writes."""
+    """Return a timed copy of a large buffer, and the bytes that it reads and writes."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return lambda: clock.time(lambda: target.copy_(source)), 2 * source.nbytes
@@ -299,13 +299,13 @@ def measure(
     """Let contenders take turns.
 
     Args:
-        work: what they share.
-        wanted: their names; AdamW's must be among them.
-        device: where.
-        rounds: how many steps each.
+        work: the shared parameters and gradients.
+        wanted: names of the contenders, AdamW's included.
+        device: device of the workload.
+        rounds: steps per contender.
 
     Returns:
-        Per contender what was measured, and per contender that could not run its error.
+        The measurements of each contender, and the error of each contender that could not run.
     """
     clock = interleave.Clock(device)
     available = contenders()
@@ -320,7 +320,7 @@ def measure(
                 made[contender.make] = contender.make(work.named)
             player = Player(contender, made[contender.make], work, clock)
             warm[name] = min([player().seconds for _ in range(WARM_UP)][1:])
-        except Exception as error:  # a peer's, or no room for it: the others go on
+        except Exception as error:  # a peer's own error, or out of memory: the others continue
             made.pop(contender.make, None)
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
@@ -360,13 +360,13 @@ def measure(
 
 
 def sessions(names: Sequence[str], numel: int, free: int, pairwise: bool | None) -> list[list[str]]:
-    """Which contenders share a session, AdamW's always among them; no session where there is no room for any.
+    """Return the contenders of each session, AdamW's always included; no session if none fits into memory.
 
     Args:
-        names: of the contenders.
+        names: names of the contenders.
         numel: elements of the parameters.
-        free: bytes that may be used.
-        pairwise: every contender alone with AdamW; None where all at once do not fit.
+        free: bytes available.
+        pairwise: True runs every contender alone with AdamW; None does so if all at once do not fit.
     """
     baselines = [ADAMW, CLIPPED_ADAMW]
     others = [name for name in names if name not in baselines]
@@ -382,7 +382,7 @@ def sessions(names: Sequence[str], numel: int, free: int, pairwise: bool | None)
 def measure_size(
     size: str, names: Sequence[str], device: torch.device, rounds: int, pairwise: bool | None, gradient_norm: float
 ) -> dict[str, Any] | None:
-    """All contenders on one size; None where it does not fit into memory."""
+    """Measure all contenders on one size; None if it does not fit into memory."""
     with torch.device("meta"):
         numel = gpt2.build(SIZES[size], 1, 0).num_parameters()
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
@@ -407,7 +407,7 @@ def measure_size(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A size's results in Markdown."""
+    """Return the results of one size as a Markdown table."""
     header = [
         "optimizer",
         "backend",
@@ -449,9 +449,9 @@ def report(written: Mapping[str, Any], picture: Path) -> None:
 
 
 def draw(written: Mapping[str, Any], path: Path) -> None:
-    """Bars of the ratios to AdamW, a column a size; without clipping above, with clipping of the global norm below.
+    """Draw bars of the ratios to AdamW, one column per size: without clipping above, with global clipping below.
 
-    Lines at their ends reach from the first to the third quartile.
+    Lines at the ends of bars span the first to the third quartile.
     """
     sizes = written["sizes"]
     groups = {
@@ -510,7 +510,7 @@ def _color(name: str) -> str:
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """Linear from zero, or logarithmic where some take many times as long as others."""
+    """Scale an axis linearly from zero, or logarithmically if some contenders are many times slower."""
     if max(values) > 5:
         axes.set_xscale("log")
         axes.set_xlim(min(0.5, 0.8 * min(values)), 2.2 * max(values))

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""What MARS costs in training: tokens a second and model FLOP utilization of the recipe, beside the same with AdamW.
+"""Measure training with MARS and with AdamW: tokens per second and model FLOP utilization of the recipe.
 
-    python benchmarks/train_throughput.py                       # GPT-2 small; leave the machine alone meanwhile
+    python benchmarks/train_throughput.py                       # GPT-2 small; keep the machine idle meanwhile
     python benchmarks/train_throughput.py --size 28m --batch 2 --block 256 --rounds 3 --steps 4
     python benchmarks/train_throughput.py --bf16 --batch 15     # on a GPU
-    python benchmarks/train_throughput.py --report              # table and picture from the results there are
+    python benchmarks/train_throughput.py --report              # table and picture from existing results
 
-The recipe's model and Trainer, with its settings but for what is an option here and max_grad_norm 1, train on random
-tokens. AdamW is torch's fused one. Both live in one process and take turns, block by block; ratios are taken within a
-round. Results go to benchmarks/results/train_throughput_DEVICE.json, and a picture beside them.
+The recipe's model and Trainer train on random tokens, with the recipe's settings except the options here and
+max_grad_norm 1. AdamW is torch's fused one. Both live in one process and take turns, block by block; ratios are taken
+within a round. Results go to benchmarks/results/train_throughput_DEVICE.json, and a picture beside them.
 """
 
 from __future__ import annotations
@@ -45,57 +45,57 @@ PEAKS = {"H100": 989e12, "H200": 989e12}
 
 
 class Block(NamedTuple):
-    """Seconds of a block's steps, medians."""
+    """Median seconds of a block's steps."""
 
-    step: float  # from the beginning of one to that of the next
-    update: float  # of it, the clipping of the gradients and the optimizer's step
+    step: float  # from the start of one step to the start of the next
+    update: float  # the part for clipping and the optimizer's step
 
 
 class RandomTokens(Dataset):
-    """Sequences of random tokens: what a step costs does not depend on what they say."""
+    """Sequences of random tokens: the cost of a step does not depend on them."""
 
     def __init__(self, vocab_size: int, length: int, count: int) -> None:
-        """Draw them."""
+        """Draw the tokens."""
         self._ids = torch.randint(0, vocab_size, (count, length), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Return the number of sequences."""
         return len(self._ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """A sequence."""
+        """Return one sequence."""
         return {"input_ids": self._ids[index], "labels": self._ids[index]}
 
 
 class Meter(TrainerCallback):
-    """Marks when steps begin, when their gradients are there, and when they are done; it waits for nothing."""
+    """Mark the start of each step, the end of its backward pass and its end, without waiting for the device."""
 
     def __init__(self, clock: interleave.Clock) -> None:
-        """Nothing marked yet."""
+        """Start without marks."""
         self._clock = clock
         self.begins: list[Any] = []
         self.gradients: list[Any] = []  # set by the trainer
         self.updates: list[Any] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Before the forward pass."""
+        """Mark the start of a step, before the forward pass."""
         self.begins.append(self._clock.mark())
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """After the update."""
+        """Mark the end of the update."""
         self.updates.append(self._clock.mark())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The end of the last step stands for the beginning of another one."""
+        """Mark the end of the last step, in place of the start of another one."""
         if state.global_step == state.max_steps:
             self.begins.append(self._clock.mark())
 
     def gradients_are_there(self) -> None:
-        """Before clipping."""
+        """Mark the end of the backward pass, before clipping."""
         self.gradients.append(self._clock.mark())
 
     def pop(self) -> Block:
-        """The block since the last call."""
+        """Return the block since the last call."""
         begins, gradients, updates = self.begins, self.gradients, self.updates
         self.begins, self.gradients, self.updates = [], [], []
         steps = [self._clock.seconds(*pair) for pair in itertools.pairwise(begins)]
@@ -104,7 +104,7 @@ class Meter(TrainerCallback):
 
 
 class MeteredTrainer(mars_hf.MarsTrainer):
-    """MarsTrainer that says when it begins to clip."""
+    """MarsTrainer that marks when clipping starts."""
 
     meter: Meter
 
@@ -114,7 +114,7 @@ class MeteredTrainer(mars_hf.MarsTrainer):
 
 
 def make_trainer(name: str, options: argparse.Namespace, output: str) -> MeteredTrainer:
-    """A trainer whose every `train()` takes some more steps."""
+    """Return a trainer; each `train()` takes the same number of further steps."""
     sizes = vars(SIZES[options.size])
     device = torch.device(options.device)
     run = arguments.parse(
@@ -148,9 +148,9 @@ def make_trainer(name: str, options: argparse.Namespace, output: str) -> Metered
 
 
 def flops_per_token(options: argparse.Namespace, gpt2: torch.nn.Module) -> float:
-    """Of forward and backward: 6 for every weight in a matrix product, and those of attention, not halved for its mask.
+    """Return FLOPs of forward and backward: 6 per weight in a matrix product, plus attention (mask not halved).
 
-    Source: appendix B of PaLM, arXiv 2204.02311. Embeddings of positions are left out; those of tokens are tied to the
+    Source: appendix B of PaLM, arXiv 2204.02311. Position embeddings do not count; token embeddings are tied to the
     head.
     """
     size = SIZES[options.size]
@@ -159,7 +159,7 @@ def flops_per_token(options: argparse.Namespace, gpt2: torch.nn.Module) -> float
 
 
 def peak_flops(options: argparse.Namespace) -> tuple[float, str]:
-    """The FLOP/s that utilization is a part of, and where they are from."""
+    """Return the peak FLOP/s for utilization, and their source."""
     if options.peak_tflops:
         return options.peak_tflops * 1e12, "given"
     device = torch.device(options.device)
@@ -171,7 +171,7 @@ def peak_flops(options: argparse.Namespace) -> tuple[float, str]:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> float:
-    """FLOP/s of a product of large square matrices, the best of some."""
+    """Return the best FLOP/s of several products of large square matrices."""
     order = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(order, order, device=device, dtype=dtype) for _ in range(2))
     clock = interleave.Clock(device)
@@ -180,7 +180,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype, repeats: int = 5) -
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both trainers' blocks in turn, after one each that does not count."""
+    """Run both trainers' blocks in turn, after one warm-up block each, and return the results."""
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=2 * (options.rounds + 1), unit="block") as progress:
         trainers = {name: make_trainer(name, options, scratch) for name in (ADAMW, MARS)}
 
@@ -260,7 +260,7 @@ def _title(written: Mapping[str, Any]) -> str:
 
 
 def draw(written: Mapping[str, Any], path: Path) -> None:
-    """A bar of each contender's step, in two parts."""
+    """Draw one bar per contender: its step in two parts."""
     contenders = written["result"]["contenders"]
     figure, axes = plt.subplots(figsize=(7.5, 2.3), layout="constrained")
     longest = max(row["step_ms"] for row in contenders.values())

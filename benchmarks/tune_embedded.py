@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Does MARS help on the default job? Each optimizer over learning rates, with the same seeds and budget.
+"""Tune each optimizer's learning rate on the default job, with the same seeds and budget: does MARS help?
 
     python benchmarks/tune_embedded.py                # all runs, two at a time on one thread each
-    python benchmarks/tune_embedded.py --report       # table and picture from the runs there are
+    python benchmarks/tune_embedded.py --report       # table and picture from finished runs
 
-Every run is `recipes/pretrain_gpt2.py` itself. Results gather in benchmarks/results/tune_embedded.json; a run that is
-in it is not run again.
+Every run is `recipes/pretrain_gpt2.py` itself. Results go to benchmarks/results/tune_embedded.json; runs that are in it
+are not repeated.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ BASELINE = "adamw (0.9, 0.95)"
 
 
 class Contender(NamedTuple):
-    """Arguments of an optimizer's runs, and per seed the learning rates they are made with."""
+    """Arguments of an optimizer's runs, and their learning rates per seed."""
 
     argv: list[str]
     learning_rates: dict[int, tuple[float, ...]]
 
     @property
     def family(self) -> str:
-        """The optimizer."""
+        """Return the optimizer's name."""
         return self.argv[1]
 
 
@@ -55,7 +55,7 @@ def _settings(optimizer: str, **settings: float) -> list[str]:
 
 
 def _with_lr_1d(optimizer: str, rates: dict[float, dict[int, tuple[float, ...]]]) -> dict[str, Contender]:
-    """Contenders that orthogonalize, one a rate of embeddings and vectors. beta1 is the published one, beta2 unused."""
+    """Return contenders that orthogonalize, one per lr_1d. beta1 is the published one, beta2 is unused."""
     return {
         f"{optimizer.replace('_', '-')}, lr_1d {lr_1d:g}": Contender(
             _settings(optimizer, beta1=0.95, lr_1d=lr_1d), learning_rates
@@ -94,7 +94,7 @@ CONTENDERS |= {
     "mars-lion (0.9)": Contender(_settings("mars_lion", beta1=0.9), {1: (5e-4, 1e-3, 2e-3, 4e-3), 2: (1e-3, 2e-3)}),
     "mars-lion (0.95)": Contender(_settings("mars_lion", beta1=0.95), {1: (1e-3, 2e-3)}),
 }
-# The whole held-out split, once, at the end.
+# Evaluate once, at the end, on the whole held-out split.
 COMMON = [
     "--max_eval_blocks",
     "100000",
@@ -110,7 +110,7 @@ COMMON = [
 
 
 def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
-    """One training run; returns its row."""
+    """Train once and return the run's row."""
     output = Path(scratch) / f"{contender.replace(' ', '')}-{lr:g}-{seed}"
     argv = [*CONTENDERS[contender].argv, "--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", *COMMON]
     metrics = pretrain(argv, output)
@@ -124,7 +124,7 @@ def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
 
 
 def losses_of(rows: list[dict[str, Any]]) -> dict[str, dict[float, list[float]]]:
-    """Held-out losses by contender and learning rate, in the order of CONTENDERS and of the rates."""
+    """Return held-out losses by contender and learning rate, in the order of CONTENDERS and of the rates."""
     losses: dict[str, dict[float, list[float]]] = {}
     for name in CONTENDERS:
         own = sorted((row["learning_rate"], row["seed"], row["eval_loss"]) for row in rows if row["contender"] == name)
@@ -134,7 +134,7 @@ def losses_of(rows: list[dict[str, Any]]) -> dict[str, dict[float, list[float]]]
 
 
 def best(by_lr: dict[float, list[float]]) -> tuple[float, float]:
-    """The best learning rate and the mean loss over seeds there; a rate with fewer seeds than others does not count."""
+    """Return the best learning rate and its mean loss over seeds; rates with fewer seeds do not count."""
     seeds = max(map(len, by_lr.values()))
     means = {lr: statistics.mean(losses) for lr, losses in by_lr.items() if len(losses) == seeds}
     lr = min(means, key=means.__getitem__)
@@ -142,7 +142,7 @@ def best(by_lr: dict[float, list[float]]) -> tuple[float, float]:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Print a table a family of optimizers, and draw them."""
+    """Print one table per family of optimizers, and draw the picture."""
     losses = losses_of(rows)
     families: dict[str, list[str]] = {}
     for name in losses:
@@ -156,7 +156,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def table(losses: dict[str, dict[float, list[float]]]) -> str:
-    """The losses of all seeds in Markdown, a column a learning rate."""
+    """Return the losses of all seeds as a Markdown table, one column per learning rate."""
     rates = sorted({lr for by_lr in losses.values() for lr in by_lr})
     lines = ["| optimizer | " + " | ".join(f"lr {lr:g}" for lr in rates) + " |", "| --- |" + " ---: |" * len(rates)]
     for name, by_lr in losses.items():
@@ -166,7 +166,7 @@ def table(losses: dict[str, dict[float, list[float]]]) -> str:
 
 
 def draw(families: dict[str, dict[str, dict[float, list[float]]]]) -> None:
-    """A panel a family: every run, the mean over seeds, and AdamW's best as a line."""
+    """Draw one panel per family: every run, the mean over seeds, and AdamW's best as a line."""
     baseline = families.get("adamw", {}).get(BASELINE)
     rows = math.ceil(len(families) / 2)
     figure, panels = plt.subplots(rows, 2, figsize=(9, 3.4 * rows), layout="constrained", sharey=True, squeeze=False)
@@ -192,7 +192,7 @@ def draw(families: dict[str, dict[str, dict[float, list[float]]]]) -> None:
 
 
 def wanted() -> list[tuple[str, float, int]]:
-    """Contender, learning rate and seed of every run."""
+    """Return contender, learning rate and seed of every run."""
     return [
         (name, lr, seed)
         for name, contender in CONTENDERS.items()
@@ -202,7 +202,7 @@ def wanted() -> list[tuple[str, float, int]]:
 
 
 def main() -> None:
-    """Run what is missing, then report."""
+    """Run the missing runs, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

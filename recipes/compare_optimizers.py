@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Does it help here? Several optimizers on the same data, budget and seeds.
+"""Compare optimizers on the same data, budget and seeds: does MARS help here?
 
     python recipes/compare_optimizers.py                                    # the default job
     python recipes/compare_optimizers.py --optimizers mars_adamw adamw --seeds 1 2 3 --max_steps 1000
     python recipes/compare_optimizers.py --launcher "accelerate launch --config_file accelerate_configs/ddp.yaml" \
         --config gpt2-small --output_dir runs/compare-small
 
-Any further argument goes to every run of recipes/pretrain_gpt2.py; settings for one optimizer stand in the section
-`optimizers` of a config. Table, verdicts and picture go to comparison.json, .md and .png in the output folder. Runs
-that are finished there are not repeated, so an interrupted comparison goes on when it is started again.
+All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
+`optimizers` of a config. Table, verdicts and picture go to comparison.json, .md and .png in the output folder. The
+script skips runs that are finished there, so start an interrupted comparison again to resume it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pretraining.arguments import OPTIMIZERS
 from pretraining.launch import RunFailed, pretrain
 from tqdm.auto import tqdm
 
-# Name of a contender -> its arguments.
+# Contender to its arguments.
 CONTENDERS = {name: ["--optimizer", name] for name in OPTIMIZERS}
 CONTENDERS |= {
     f"{name}_exact": ["--optimizer", name, "--is_approx", "false"] for name in OPTIMIZERS if name.startswith("mars_")
 }
-# What a single run prints, and this script has no use for.
+# Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
 class _Wanted(NamedTuple):
-    """A run that the comparison needs, and where it is."""
+    """A run that the comparison needs, and its folder."""
 
     contender: str
     seed: int
@@ -59,7 +59,7 @@ class _Wanted(NamedTuple):
         return list(self.folder.glob("checkpoint-*"))
 
     def refuse_other_settings(self) -> None:
-        """Stop if what there is of the run was made with other settings."""
+        """Stop if the folder holds a run with other settings."""
         if not self._is_finished and not self._checkpoints:
             return
         there = _load(self.folder / "arguments.json")
@@ -70,7 +70,7 @@ class _Wanted(NamedTuple):
             )
 
     def run(self) -> comparison.Run:
-        """Take the run up where it is; nothing to do if it is finished."""
+        """Start or resume the run, and return its result; a finished run is only read."""
         if not self._is_finished:
             resume = ["--resume_from_checkpoint", "true"] if self._checkpoints else []
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def _command(settings: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what is missing, then report; `argv` is the command line without the program's name."""
+    """Run the missing runs, then report; `argv` is the command line without the program's name."""
     arguments, rest = _parse(argv)
     output = Path(arguments.output_dir)
     launcher = shlex.split(arguments.launcher or "")
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our arguments, and those of the runs."""
+    """Return this script's arguments, and those of the runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

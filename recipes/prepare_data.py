@@ -7,14 +7,13 @@
 
 The folder gets train.bin and val.bin (GPT-2's token ids, uint16, little endian, each document followed by the
 end-of-text token: nanoGPT's format), meta.json (counts, hashes, settings) and tokenizer/ (for AutoTokenizer). It
-appears under its name when it is complete, not before; a run that was killed leaves OUTPUT_DIR.partial-*, which the
-next one removes.
+appears under its name only when complete. A killed run leaves OUTPUT_DIR.partial-*, which the next run removes.
 
-The split is nanoGPT's: a shuffled share of the documents is held out, one at least. Documents are rows of a data set
+The split is nanoGPT's: a shuffled share of the documents, at least one, is held out. Documents are rows of a data set
 on the Hub, rows of .parquet, lines of .jsonl (or .json), or whole .txt files; empty ones count. GPT-2's vocabulary
-comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: the result, once more of that while
-it is made, and for local files a copy of their text meanwhile; for OpenWebText (8 million documents) the result is
-18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count.
+comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: twice the result while it is made,
+once afterwards; local files also need a temporary copy of their text. For OpenWebText (8 million documents) the result
+is 18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _TOKENS = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16")),
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run; `argv` is the command line without the program's name."""
+    """Prepare the data; `argv` is the command line without the program's name."""
     settings = parse(argv)
     try:
         meta = prepare(settings)
@@ -58,10 +57,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; ends the program with a message when something in it cannot be."""
+    """Read the command line; end the program with a message if it is invalid."""
     parser = _parser()
     settings = parser.parse_args(argv)
-    # datasets would read a path in its own way, and copy it to its cache.
+    # datasets would read a path its own way and copy it to its cache.
     if settings.dataset and settings.dataset not in sources.ALIASES and Path(settings.dataset).exists():
         settings.dataset, settings.files = None, [settings.dataset]
     if settings.files:
@@ -76,14 +75,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(settings: argparse.Namespace) -> dict[str, Any]:
-    """Make the folder; returns what is in its meta.json.
+    """Make the folder and return the contents of its meta.json.
 
     Raises:
-        SourceError: the documents cannot be had.
-        VocabularyError: GPT-2's vocabulary cannot be had.
+        SourceError: the documents are not available.
+        VocabularyError: GPT-2's vocabulary is not available.
         FileExistsError: the folder exists and may not be replaced.
     """
-    output = settings.output_dir.resolve()  # a link stays one, and its target gets the data
+    output = settings.output_dir.resolve()  # keep a link as it is; its target gets the data
     _check_output(output)
     with token_files.writing(output, overwrite=settings.overwrite) as partial:
         scratch = partial / "scratch"
@@ -109,7 +108,7 @@ def prepare(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def _source(settings: argparse.Namespace) -> tuple[str, dict[str, Any], Callable[[Path], datasets.Dataset]]:
-    """The documents' name, where they come from in detail, and what loads them, given a folder for temporary files."""
+    """Return the documents' name, their source in detail, and a function that loads them via a scratch folder."""
     if settings.files:
         files = sources.find_files(settings.files)
         kind = sources.kind(files)
@@ -134,7 +133,7 @@ def _source(settings: argparse.Namespace) -> tuple[str, dict[str, Any], Callable
 
 
 def _write_split(path: Path, documents: datasets.Dataset, scratch: Path, num_proc: int) -> dict[str, Any]:
-    """Tokenize one split into a file; returns its entry of meta.json."""
+    """Tokenize one split into a file; return its entry of meta.json."""
     scratch.mkdir()
     tokens = documents.map(
         gpt2_tokenizer.encode,
@@ -158,7 +157,7 @@ def _write_split(path: Path, documents: datasets.Dataset, scratch: Path, num_pro
 
 
 def _arrays(column: pyarrow.ChunkedArray) -> Iterator[np.ndarray]:
-    """Rows of a column of lists, without a copy."""
+    """Yield the rows of a column of lists, without a copy."""
     for chunk in column.chunks:
         values = chunk.values.to_numpy()
         for start, end in pairwise(chunk.offsets.to_numpy()):
@@ -166,12 +165,12 @@ def _arrays(column: pyarrow.ChunkedArray) -> Iterator[np.ndarray]:
 
 
 def _processes(num_proc: int) -> int | None:
-    """`num_proc` for datasets, which starts a process even for 1."""
+    """Return `num_proc` for datasets, None instead of 1: for 1 it would start a process."""
     return num_proc if num_proc > 1 else None
 
 
 def _check_output(output: Path) -> None:
-    """Refuse a folder that is not ours to replace, whatever --overwrite says."""
+    """Raise FileExistsError for a folder with other files, whatever --overwrite says."""
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"--output_dir {output} is a file; choose another name")
     others = sorted({path.name for path in output.iterdir()} - _MADE_HERE) if output.exists() else []
@@ -223,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -256,7 +255,7 @@ def _share(value: str) -> float:
 
 
 def _end_with_parent() -> None:
-    """In a forked child: end when the parent is gone."""
+    """End this forked child once its parent is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -269,6 +268,6 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     if hasattr(os, "register_at_fork"):
-        # If this process is killed, the workers of datasets wait for ever, and keep the disk space of removed files.
+        # If this process is killed, the workers of datasets would wait forever and hold the space of deleted files.
         os.register_at_fork(after_in_child=_end_with_parent)
     main()

@@ -8,7 +8,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py \
         --config gpt2-small --data_dir data/openwebtext              # the paper's run, on prepared tokens
 
-Any setting of a config can be overridden on the command line; --help lists them all.
+The command line overrides any setting of a config; --help lists them all.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mars_hf.training import hub
 
 
 class PretrainingTrainer(mars_hf.MarsTrainer):
-    """MarsTrainer, which steps with AdamW as well, with the project's model card."""
+    """MarsTrainer with the project's model card; it also runs AdamW."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md beside the weights, so that every push carries it."""
+        """Write README.md beside the weights, so that every push includes it."""
         if self.is_world_process_zero():
             hub.write_model_card(self)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run; `argv` is the command line without the program's name."""
+    """Train; `argv` is the command line without the program's name."""
     run = arguments.parse(argv)
     training = run.training
     output = Path(str(training.output_dir))
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     _check_processes(training)
     set_seed(training.seed)
-    if training.device.type == "cpu":  # accelerate launch leaves one thread
+    if training.device.type == "cpu":  # accelerate launch sets one thread
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(training.cpu_threads or max(1, (os.cpu_count() or 1) // processes))
 
@@ -108,18 +108,18 @@ def main(argv: list[str] | None = None) -> None:
         title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {name}"
         figures.loss_curve(trainer.state.log_history, output / "loss_curve.png", title)
         trainer.create_model_card()
-        report.write(output / "metrics.json", {**header, **metrics})  # last: it says that the run is complete
+        report.write(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
         _conclude(output, metrics)
     if training.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero() and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
-    trainer.accelerator.end_training()  # gloo's threads, left running at exit, abort a process now and then
+    trainer.accelerator.end_training()  # gloo threads left running at exit sometimes abort the process
 
 
 def _check_processes(training: arguments.PretrainingArguments) -> None:
-    """Stop if launched processes do not know of each other: each would train alone, into one folder."""
+    """Stop if launched processes are not connected: each would train alone, into the same folder."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != training.world_size:
         raise SystemExit(
@@ -133,7 +133,7 @@ def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
 
 
 def _checkpoint(training: arguments.PretrainingArguments) -> str | None:
-    """The checkpoint to resume from: `--resume_from_checkpoint true` is the newest, a path is that one."""
+    """Return the checkpoint to resume from: the newest for `--resume_from_checkpoint true`, else the given path."""
     wanted = training.resume_from_checkpoint
     if wanted is None or str(wanted).lower() == "false":
         return None
@@ -157,7 +157,7 @@ def _step_of(checkpoint: str) -> int:
 def _introduce(
     run: arguments.RunArguments, source: data.Data, train_set: TokenDataset, gpt2: Any, optimizer: Any, per_step: int
 ) -> None:
-    """Print what is about to run."""
+    """Print the run's settings."""
     steps = run.training.max_steps
     print(f"config      {run.config}")
     print(f"data        {source.name}: {len(train_set.tokens):,} training tokens")
@@ -175,7 +175,7 @@ def _introduce(
 
 
 def _conclude(output: Path, metrics: dict[str, Any]) -> None:
-    """Print where the run ended."""
+    """Print the run's results."""
     first = metrics["eval_loss_at_step_0"]
     print(f"\nheld-out loss     {metrics['eval_loss']:.4f}" + (f"  (step 0: {first:.4f})" if first else ""))
     print(f"perplexity        {metrics['perplexity']:.2f}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Read when huggingface_hub and datasets are imported, so set before any test module is.
+# huggingface_hub and datasets read these at import, so set them before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -1,15 +1,15 @@
-"""Which code does the arithmetic of a bucket: the plain rules, or kernels that do the same faster.
+"""Choose the backend of a bucket: the plain rules, or kernels that compute the same faster.
 
-| backend   | where | what it is                                      | taken by `fused=None`                  |
+| backend   | where | what it is                                      | chosen by `fused=None`                 |
 | --------- | ----- | ----------------------------------------------- | -------------------------------------- |
-| triton    | GPU   | kernels/gpu.py, two passes, any tensors      | wherever it runs                       |
-| compiled  | CPU   | kernels/cpu.py, two passes                    | from `COMPILED_FROM` elements a step   |
+| triton    | GPU   | kernels/gpu.py, two passes, any tensors         | wherever it runs                       |
+| compiled  | CPU   | kernels/cpu.py, two passes                      | from `COMPILED_FROM` elements a step   |
 | adamw     | CPU   | torch.optim's fused AdamW, for plain AdamW only | wherever it applies                    |
 | foreach   | all   | rules.py on whole lists                         | on accelerators without Triton         |
-| for-loop  | all   | rules.py, one tensor after the other            | else                                   |
+| for-loop  | all   | rules.py, one tensor after the other            | otherwise                              |
 
-Matrices that are orthogonalized take one of these as far as their first moments. What follows is Newton-Schulz, and the
-step along its result by rules.py, whose `foreach` is the backend's.
+Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then rules.py applies the
+directions, with the backend's `foreach`.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from mars_hf.arithmetic import rules
 
-# Compiling takes a second or two, once a machine: from this size on it is earned back within a few hundred steps.
+# Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run `rules.sums` and `rules.update`."""
+    """Run `rules.sums` and `rules.update` as they are; subclasses run faster code."""
 
     name: str
-    foreach: bool = False  # what is left to rules.py works on whole lists
-    # bfloat16 parameters, in `update` itself: at random with `seeds`, Kahan's way with `compensations`.
+    foreach: bool = False  # rules.py works on whole lists
+    # `update` rounds bfloat16 parameters itself: stochastically with `seeds`, Kahan's way with `compensations`.
     rounds: bool = False
-    clips: bool = False  # by the norm of each tensor, in `update` itself, if it is given `clip_threshold`
+    clips: bool = False  # `update` clips each tensor itself, given `clip_threshold`
 
     @property
     def is_flat(self) -> bool:
-        """Whether it takes dense tensors only, whose elements lie in one order."""
+        """Return whether it accepts only dense tensors with one memory order."""
         return False
 
     def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`."""
+        """Take the sums; see `rules.sums`."""
         return rules.sums(
             gradients, last_grads, products=products, corrected=corrected, foreach=self.foreach, **settings
         )
 
     def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`, with step counts and learning rate as the optimizer has them."""
+        """Update; see `rules.update`. Step counts and learning rate come as the optimizer holds them."""
         rules.update(*lists, steps=[step.item() for step in steps], lr=float(lr), foreach=self.foreach, **settings)
 
 
 @dataclass(frozen=True)
 class KernelBackend(Backend):
-    """Kernels: they take numbers that change from step to step as tensors on the device."""
+    """Run kernels, which read numbers that change from step to step from tensors on the device."""
 
     module: ModuleType = rules
 
     @property
     def is_flat(self) -> bool:
-        """They work through memory in its order."""
+        """Return True: kernels walk memory in its order."""
         return True
 
     def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`."""
+        """Take the sums; see `rules.sums`."""
         return self.module.sums(gradients, last_grads, products=products, corrected=corrected, **settings)
 
     def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`; settings may have what `rounds` and `clips` name.
+        """Update; see `rules.update`. Settings may include those that `rounds` and `clips` name.
 
-        Kernels write past autograd, which is told here: a graph that has saved a parameter must not run backward then.
+        Kernels bypass autograd, so this bumps the parameters' versions: a graph that saved one must not run backward.
         """
         device = lists[0][0].device
         self.module.update(*lists, steps=_on(device, steps), lr=_on(device, [lr], torch.float64)[0], **settings)
@@ -86,17 +86,17 @@ class KernelBackend(Backend):
 
 @dataclass(frozen=True)
 class AdamWBackend(Backend):
-    """torch's fused AdamW, for plain AdamW on CPUs, where our step counts are."""
+    """Run torch's fused AdamW: plain AdamW on CPUs, where the step counts live."""
 
     @property
     def is_flat(self) -> bool:
-        """It works through memory in its order."""
+        """Return True: the fused kernel walks memory in its order."""
         return True
 
     def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, products: bool, corrected: bool, **settings: Any
     ) -> Tensor:
-        """As `rules.sums`, without last gradients: all at once, since vectors are many and small."""
+        """Take the sums without last gradients, all at once: vectors are many and small."""
         square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square()
         if settings["scale"] is not None:
             square = square * settings["scale"].to(square).square()
@@ -104,9 +104,9 @@ class AdamWBackend(Backend):
         return torch.stack([square, zeros, zeros, square])
 
     def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """As `rules.update`, without last gradients and factors.
+        """Update without last gradients and factors.
 
-        Gradients of low precision that are to be scaled take the rules, which scale them in float32.
+        Low-precision gradients with a scale fall back to the rules, which scale them in float32.
         """
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = lists
         scale = settings["scale"]
@@ -119,7 +119,7 @@ class AdamWBackend(Backend):
             exp_avgs,
             exp_avg_sqs,
             max_exp_avg_sqs,
-            [step - 1 for step in steps],  # it counts itself
+            [step - 1 for step in steps],  # torch counts the step itself
             fused=True,
             amsgrad=bool(max_exp_avg_sqs),
             **{key: settings[key] for key in ("beta1", "beta2", "weight_decay", "eps")},
@@ -140,15 +140,15 @@ def choose_backend(
     """Return the backend of a bucket.
 
     Args:
-        group: the parameter group, of which `foreach`, `fused` and `capturable` count.
-        device: of the tensors.
-        dtypes: of all tensors.
-        numel: elements of all parameters of the step.
-        plain_adamw: whether they take AdamW, without last gradients and clipping by parameter.
-        dense: whether their memory looks as kernels need it: without gaps, in one order, aligned, shared with nothing.
+        group: the parameter group; its `foreach`, `fused`, `capturable` and `rounding` decide.
+        device: device of the tensors.
+        dtypes: dtypes of all tensors.
+        numel: number of elements in all parameters of the step.
+        plain_adamw: whether the rule is AdamW, without last gradients and clipping by parameter.
+        dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
     Raises:
-        RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without them.
+        RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without kernels.
     """
     wanted = group["fused"]
     if dense and (wanted or (wanted is None and group["foreach"] is None)):
@@ -192,7 +192,7 @@ def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, 
 
 
 def _on(device: torch.device, numbers: Sequence[float | Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers as a tensor on a device, without waiting for it."""
+    """Return numbers as a tensor on a device, without waiting for the device."""
     there = [number for number in numbers if isinstance(number, Tensor) and number.device == device]
     if len(there) == len(numbers):
         return torch.stack(there).to(dtype)

@@ -1,7 +1,7 @@
-"""Newton-Schulz: a matrix, or many at once, towards the nearest one with orthonormal rows (or columns).
+"""Newton-Schulz: move matrices towards the nearest ones with orthonormal rows (or columns).
 
-For M = U S Vᵀ each step maps every singular value s to a s + b s³ + c s⁵, with matrix products only. The exact limit,
-U Vᵀ, is the polar factor; `QUINTIC` stops within a factor of it.
+For M = U S Vᵀ each step maps every singular value s to a s + b s³ + c s⁵ and uses matrix products only. The exact
+limit, U Vᵀ, is the polar factor; `QUINTIC` stops within a factor of it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 Coefficients = tuple[float, float, float]
 
-# Of the official code and of Muon: steep at 0, so that small singular values grow fast, and not convergent. Maps those
-# above 2e-3 of the Frobenius norm into [0.68, 1.21]; smaller ones grow by up to 485.
+# The official code and Muon use these. Steep at 0, so small singular values grow fast; does not converge. Maps singular
+# values above 2e-3 of the Frobenius norm into [0.68, 1.21]; smaller ones grow by up to 485.
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
-# One triple a step: each the best odd quintic, in the maximum norm, on the interval which the steps before leave
-# (Polar Express, arXiv 2505.16932; from [1e-3, 1], with its cushion 0.024 and safety factor 1.01). Maps singular values
-# above 1e-3 of the Frobenius norm into [0.85, 1.13]; smaller ones grow by up to 986. About half QUINTIC's distance to
-# the polar factor on well-conditioned matrices, at the same cost.
+# Polar Express (arXiv 2505.16932), one triple a step: the best odd quintic, in the maximum norm, on the interval that
+# the previous steps leave, starting from [1e-3, 1], with the paper's cushion 0.024 and safety factor 1.01. Maps
+# singular values above 1e-3 of the Frobenius norm into [0.85, 1.13]; smaller ones grow by up to 986. On
+# well-conditioned matrices it halves QUINTIC's distance to the polar factor, at the same cost.
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.205160414005572, -22.90193498705605, 16.46072491018031),
     (4.066395159942772, -2.8611540867551426, 0.5183995226694743),
@@ -32,18 +32,18 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 
 SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTIC, "polar-express": POLAR_EXPRESS}
 
-# Elements worked on at once; memory is about three times this, in the iteration's dtype. On an accelerator all of GPT-2
-# small fits; on a CPU batches that leave the caches take up to a third longer.
+# Largest batch, in elements; the iteration holds about three times as many, in its dtype. On an accelerator all of
+# GPT-2 small fits; on a CPU, batches larger than the caches take up to a third longer.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU = 2**27, 2**18
 
 
 def shampoo_scale(rows: int, cols: int) -> float:
-    """MARS-Shampoo's factor on an orthogonalized (out, in) matrix."""
+    """Return MARS-Shampoo's factor for an orthogonalized (out, in) matrix: sqrt(max(1, rows / cols))."""
     return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
 
 
 def muon_scale(rows: int, cols: int) -> float:
-    """MARS-M's factor on an orthogonalized (out, in) matrix: its entries get a root mean square of about 0.2."""
+    """Return MARS-M's factor for an orthogonalized (out, in) matrix; its entries then have an RMS of about 0.2."""
     return 0.2 * math.sqrt(max(rows, cols))
 
 
@@ -61,14 +61,14 @@ def newton_schulz(
         matrices: (..., rows, cols), floating point; not modified.
         steps: number of steps.
         coefficients: a triple (a, b, c), or one for each step.
-        dtype: of the iteration.
-        eps: added to the Frobenius norm by which each matrix is divided first.
+        dtype: dtype of the iteration.
+        eps: added to the Frobenius norm; each matrix is divided by the sum first.
 
     Returns:
-        The shape and dtype of `matrices`. Zeros stay zeros; a matrix with a NaN or an infinity is NaN throughout.
+        A tensor with the shape and dtype of `matrices`. Zeros stay zero; a matrix with a NaN or infinity becomes NaN.
 
     Raises:
-        ValueError: a list of coefficients whose length is not `steps`.
+        ValueError: the number of triples is not `steps`.
     """
     wide = _wide(matrices)
     result = _iterate(wide.to(dtype, copy=True), _per_step(coefficients, steps), eps)
@@ -85,25 +85,25 @@ def orthogonalize(
     max_elements: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """`newton_schulz` of each matrix, those of one shape together.
+    """Apply `newton_schulz` to each matrix; matrices of one shape run as one batch.
 
     Args:
         matrices: each (..., rows, cols), any strides; not modified.
-        steps: as `newton_schulz`.
-        coefficients: as `newton_schulz`.
-        dtype: as `newton_schulz`.
-        eps: as `newton_schulz`.
-        max_elements: of one batch, see `batches`.
-        out_dtype: of the results; None for each matrix's own. `dtype` saves the conversion.
+        steps: see `newton_schulz`.
+        coefficients: see `newton_schulz`.
+        dtype: see `newton_schulz`.
+        eps: see `newton_schulz`.
+        max_elements: largest batch, see `batches`.
+        out_dtype: dtype of the results; None keeps each matrix's own; passing `dtype` saves the conversion.
 
     Returns:
-        One tensor for each matrix, of its shape. They may share storage with each other, never with `matrices`.
+        One tensor per matrix, with its shape. Results may share storage with each other, never with `matrices`.
     """
     per_step = _per_step(coefficients, steps)
     results: list[Tensor] = list(matrices)
     for indices in batches(matrices, max_elements):
         wide = [_wide(matrices[i]) for i in indices]
-        # Handed over without a name, so that the iteration can free what it starts from.
+        # The stack has no name here, so that the iteration can free it.
         batch = _iterate(_stack(wide, dtype), per_step, eps).to(out_dtype or wide[0].dtype)
         for i, part in zip(indices, batch.split([_count(m) for m in wide]), strict=True):
             results[i] = _oriented(part, matrices[i])
@@ -111,15 +111,15 @@ def orthogonalize(
 
 
 def batches(matrices: Iterable[Tensor], max_elements: int | None = None) -> list[list[int]]:
-    """Which matrices to work on together: those of one shape, transposed ones too, of one dtype and device.
+    """Group matrices into batches of one shape (transposed or not), dtype and device.
 
     Args:
         matrices: each (..., rows, cols).
-        max_elements: most elements of a batch; a single entry larger than that is a batch of its own. None for
-            `MAX_ELEMENTS`, or `MAX_ELEMENTS_CPU` on a CPU.
+        max_elements: largest batch, in elements; a larger entry is a batch of its own. None uses `MAX_ELEMENTS`, or
+            `MAX_ELEMENTS_CPU` on a CPU.
 
     Returns:
-        Indices into `matrices`, a list a batch, each index once, in order of first appearance.
+        One list of indices into `matrices` per batch; each index appears once, in order of first appearance.
     """
     full: list[list[int]] = []
     open_batches: dict[tuple[object, ...], list[int]] = {}
@@ -144,7 +144,7 @@ def _per_step(coefficients: Coefficients | Sequence[Coefficients], steps: int) -
 
 
 def _wide(matrices: Tensor) -> Tensor:
-    """(n, rows, cols) with rows <= cols, where the products are smaller."""
+    """Reshape to (n, rows, cols), transposed if needed so that rows <= cols: the products are smaller."""
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mT
     return matrices.reshape(_count(matrices), *matrices.shape[-2:])
@@ -162,7 +162,7 @@ def _count(matrices: Tensor) -> int:
 
 def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if len(matrices) == 1:
-        return matrices[0].to(dtype, copy=True)  # as it lies in memory: a transposed one need not be turned round
+        return matrices[0].to(dtype, copy=True)  # keeps its strides: no need to transpose it in memory
     counts = [_count(m) for m in matrices]
     stacked = torch.empty(sum(counts), *matrices[0].shape[1:], dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(stacked.split(counts)), list(matrices))
@@ -170,20 +170,24 @@ def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _iterate(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
-    """The iteration on (n, rows, cols), rows <= cols; `x` is overwritten."""
+    """Iterate on x, a batch (n, rows, cols) with rows <= cols; overwrites `x`."""
     if len(x) == 1:
         return _iterate_one(x[0], coefficients, eps).unsqueeze(0)
+    # X = M / (‖M‖_F + eps)
     x.div_(torch.linalg.vector_norm(_row_norms(x), dim=-2, keepdim=True) + eps)
     for a, b, c in coefficients:
+        # A = X Xᵀ
         gram = torch.bmm(x, x.mT)
+        # B = b A + c A²
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        # X = a X + B X
         x = torch.baddbmm(x, gram, x, beta=a)
     return x
 
 
 def _iterate_one(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
-    """The same on (rows, cols), which is faster than a batch of one; the result lies in memory as `x` does."""
-    turned = not x.is_contiguous()  # the transpose is as good: its gram matrix is the same, multiplied from the right
+    """Iterate on one matrix (rows, cols), faster than a batch of one; the result has the strides of `x`."""
+    turned = not x.is_contiguous()  # then work on xᵀ: same Gram matrix, multiplied from the right
     x = x.mT if turned else x
     x.div_(torch.linalg.vector_norm(_row_norms(x)) + eps)
     for a, b, c in coefficients:
@@ -194,6 +198,6 @@ def _iterate_one(x: Tensor, coefficients: Iterable[Coefficients], eps: float) ->
 
 
 def _row_norms(x: Tensor) -> Tensor:
-    # In one go, PyTorch's CPU norm of millions of float32 is off by 4e-5.
+    # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
     precise = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)

@@ -1,10 +1,16 @@
-"""The paper's formulas on lists of tensors. No state, no I/O.
+"""Compute the paper's formulas on lists of tensors. No state, no I/O.
 
-Two functions make a step: `sums`, a pass that reads, and `update`, a pass that writes. What lies between them, norms
-over whole parameters and the factors that follow from them, is in `clipping`. `kernels` has the same two, fast.
+A step is two passes: `sums` reads, `update` writes. Between them, `clipping` turns norms over whole parameters into
+factors. `kernels` implements the same two functions, faster.
 
-Symbols (paper, arXiv 2411.10438): g_t gradient, last_t last gradient, c_t corrected gradient, m_t `exp_avg`,
-v_t `exp_avg_sq`, x_t parameter.
+Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equations):
+
+- x_t: parameter
+- g_t: gradient; last_t: last gradient, g_{t-1} in the approximate form
+- c_t: corrected gradient; c̃_t: c_t after clipping
+- m_t, v_t: first and second moment (`exp_avg`, `exp_avg_sq`)
+- e_t: average of the gradients, in `exp_avg` where the rule keeps no last gradient; elsewhere e_t is m_t
+- γ gamma, k = γ β₁ / (1 - β₁), η `lr`, λ `weight_decay`
 """
 
 from __future__ import annotations
@@ -26,26 +32,26 @@ def sums(
     corrected: bool = True,
     foreach: bool = False,
 ) -> Tensor:
-    """Sums of products over each tensor, from which all norms of a step follow.
+    """Sum products over each tensor; all norms of a step follow from these sums.
 
     Args:
         gradients: any shapes, floating point, one device; not modified.
         last_grads: shapes of `gradients`; empty for a rule without last gradient.
-        scale: 0-d; g = scale * gradient. None is 1.
-        last_scales: one for each tensor; last = last_scales[i] * last_grads[i]. None is 1.
-        k: of the correction, c = g + k (g - last).
-        products: whether the first three rows are asked for; otherwise they may be zero.
-        corrected: the same for the fourth row.
-        foreach: True hands whole lists to PyTorch's `torch._foreach_*` functions (fewer launches, the same arithmetic
-            in the same order, temporaries for all tensors at once); False takes one tensor after the other.
+        scale: 0-d; g = scale * gradient; None means 1.
+        last_scales: one per tensor; last = last_scales[i] * last_grads[i]; None means 1.
+        k: weight of the correction, c = g + k (g - last).
+        products: whether the caller needs the first three rows; otherwise they may be zero.
+        corrected: whether the caller needs the fourth row; otherwise it may be zero.
+        foreach: True passes whole lists to `torch._foreach_*` (fewer launches, the same arithmetic in the same order,
+            temporaries for all tensors at once); False handles one tensor at a time.
 
     Returns:
-        float64 (`sum_dtype`), 4 rows, one column a tensor: <g, g>, <g, last>, <last, last>, <c, c>. No square of a
-        float32 overflows there.
+        float64 (see `sum_dtype`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
+        of a float32 never overflows there.
     """
     columns = []
     for part in _parts(len(gradients), foreach):
-        own_k = k if corrected else None  # without k, c is not made
+        own_k = k if corrected else None  # None skips the computation of c
         g, last, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), own_k)
         cc = _squares(c) if corrected or not last else None
         gg = _squares(g) if products and (last or cc is None) else cc
@@ -82,42 +88,43 @@ def update(
     keep_last: bool = True,
     foreach: bool = False,
 ) -> None:
-    """One update, in place. Arithmetic is in float32, or float64 if any tensor is; lower precisions are rounded once.
+    """Update parameters and states in place.
 
-    With g, last and c as in `sums`, and c multiplied by the tensor's factor::
+    Arithmetic is in float32, or float64 if any tensor is; results of lower precision are rounded once. With g, last
+    and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
         m = e + blend (c - e)
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
         lion:   x = x (1 - lr weight_decay) - lr sign(m)
-        momentum:  x = m                                nothing else: `apply` is the rest of the step
+        momentum:  x = m                                no more: `apply` completes the step
         last = g
 
     Args:
-        params: x; modified. For momentum what m is written to, of any dtype.
+        params: x; modified. For momentum, the tensors that receive m, of any dtype.
         gradients: not modified.
         exp_avgs: e; modified.
         exp_avg_sqs: v; modified; empty for lion and momentum.
-        max_exp_avg_sqs: running maxima of v, which take its place (AMSGrad); modified; empty without.
+        max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
         last_grads: modified; empty for a rule without last gradient.
-        rule: `"adamw"`, `"lion"` or `"momentum"`, which takes no account of `steps`, `lr` and `weight_decay`.
+        rule: `"adamw"`, `"lion"`, or `"momentum"`, which ignores `steps`, `lr` and `weight_decay`.
         steps: t of each tensor, from 1.
         lr: step size.
-        scale: as `sums`.
-        last_scales: as `sums`.
-        factors: of c, one for each tensor; None is 1.
-        k: as `sums`.
+        scale: see `sums`.
+        last_scales: see `sums`.
+        factors: multiply c, one per tensor; None means 1.
+        k: see `sums`.
         blend: 0, or gamma for the form that needs no last gradient.
         beta1: decay rate of e.
         beta2: decay rate of v.
         eps: added to the bias-corrected root of v.
-        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        second_moment: what v averages the squares of: `"corrected"`, c, or `"gradient"`, g.
-        keep_last: whether `last_grads` take g.
-        foreach: as `sums`.
+        weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
+        second_moment: `"corrected"` averages c^2 in v, `"gradient"` averages g^2.
+        keep_last: whether to write g into `last_grads`.
+        foreach: see `sums`.
 
-    Source: Algorithm 2 of the paper; order of operations of torch.optim.AdamW, so that gamma=0 without clipping is
+    Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
@@ -125,17 +132,23 @@ def update(
         dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
         g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
         if factors is not None:
+            # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; the factors are from `clipping.factors`)
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
         e = _in(exp_avgs[part], dtype)
+        # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for blend > 0 this is e_t, the average of g_t)
         torch._foreach_lerp_(e, c, 1 - beta1)
+        # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
         m = list(torch._foreach_lerp(e, c, blend)) if blend else e
         if rule == "adamw":
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
             s = g if second_moment == "gradient" else c
+            # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
             torch._foreach_mul_(v, beta2)
             torch._foreach_addcmul_(v, s, s, value=1 - beta2)
             if peak:
+                # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
                 torch._foreach_maximum_(peak, v)
+            # √v_t / √(1 - β₂ᵗ) + eps
             denominators = torch._foreach_sqrt(peak or v)
             torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in steps[part]])
             torch._foreach_add_(denominators, eps)
@@ -143,13 +156,15 @@ def update(
             _put(peak, max_exp_avg_sqs[part])
         if keep_last and last_grads:
             torch._foreach_copy_(last_grads[part], g)
-        # Parameters come last: a gradient may be the parameter itself.
+        # Write parameters last: a gradient may be the parameter itself.
         if rule == "momentum":
             torch._foreach_copy_(params[part], m)
         elif rule == "lion":
+            # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (Algorithm 3)
             apply(params[part], [_sign(moment) for moment in m], lr=lr, weight_decay=weight_decay, foreach=True)
         else:
             x = _in(params[part], dtype)
+            # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
             torch._foreach_mul_(x, 1 - lr * weight_decay)
             torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
             _put(x, params[part])
@@ -159,30 +174,33 @@ def update(
 def apply(
     params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float, foreach: bool = False
 ) -> None:
-    """In place, in the arithmetic of `update`: x = x (1 - lr weight_decay) - lr direction.
+    """Step along given directions, in place: x = x (1 - lr weight_decay) - lr direction.
+
+    The arithmetic is that of `update`.
 
     Args:
         params: x; modified.
         directions: shapes of `params`; not modified.
         lr: step size.
-        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
-        foreach: as `sums`.
+        weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
+        foreach: see `sums`.
     """
     for part in _parts(len(params), foreach):
         dtype = _arithmetic([*params[part], *directions[part]])
         x = _in(params[part], dtype)
+        # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 with the direction of mars-shampoo or mars-m)
         torch._foreach_mul_(x, 1 - lr * weight_decay)
         torch._foreach_add_(x, _in(list(directions[part]), dtype), alpha=-lr)
         _put(x, params[part])
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums on a device: float64, or float32 on Apple's GPUs, which have no other."""
+    """Return the dtype of sums on a device: float64, or float32 on Apple GPUs, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
-    """Squared norm of each tensor."""
+    """Return the squared norm of each tensor."""
     device = tensors[0].device
     if device.type == "cpu":
         return torch.stack([_square(tensor) for tensor in tensors])
@@ -198,12 +216,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sign(tensor: Tensor) -> Tensor:
-    """torch.sign, except that NaN stays NaN."""
+    """Return torch.sign, except that NaN stays NaN."""
     return torch.where(tensor.isnan(), tensor, tensor.sign())
 
 
 def _parts(count: int, foreach: bool) -> list[slice]:
-    """What is worked on at once: everything, or one tensor after the other."""
+    """Return the slices to process: everything at once, or one tensor at a time."""
     return [slice(0, count)] if foreach else [slice(index, index + 1) for index in range(count)]
 
 
@@ -219,7 +237,7 @@ def _correct(
     k: float | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """g, last and c in the dtype of the arithmetic; c is g where there is no last or no k."""
+    """Return g, last and c in the dtype of the arithmetic; c is g without last gradients or k."""
     dtype = _arithmetic([*gradients, *last_grads]) if dtype is None else dtype
     g, last = _in(gradients, dtype), _in(last_grads, dtype)
     if scale is not None:
@@ -230,6 +248,7 @@ def _correct(
         last = list(torch._foreach_mul(last, [value.to(dtype) for value in last_scales]))
     if k is None:
         return g, last, g
+    # c_t = g_t + k (g_t - last_t)    (Algorithm 2)
     c = list(torch._foreach_sub(g, last))
     torch._foreach_mul_(c, k)
     torch._foreach_add_(c, g)
@@ -241,12 +260,12 @@ def _arithmetic(tensors: list[Tensor]) -> torch.dtype:
 
 
 def _in(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors themselves where they have this dtype, else copies."""
+    """Return tensors of this dtype: the given ones where they match, copies otherwise."""
     return [t.to(dtype) for t in tensors]
 
 
 def _put(results: list[Tensor], tensors: list[Tensor]) -> None:
-    """Round results into the tensors they were made from; nothing to do where they are those."""
+    """Round results back into the tensors they came from; a no-op where they are the same tensors."""
     for result, tensor in zip(results, tensors, strict=True):
         if result is not tensor:
             tensor.copy_(result)

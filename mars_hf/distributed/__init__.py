@@ -1,1 +1,1 @@
-"""Where the pieces of a parameter live, and how ranks share what a step needs of whole ones."""
+"""Placement of parameters on ranks, and the work on whole parameters that ranks share."""

@@ -1,4 +1,4 @@
-"""Where FSDP2 (`fully_shard`) and `distribute_tensor` put the pieces of a parameter."""
+"""Find the placement of DTensors, as FSDP2 (`fully_shard`) and `distribute_tensor` make them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mars_hf.distributed.routes import Region
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is sharded or replicated by torch.distributed.tensor."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # nearly always, and told at once
+    """Return whether a tensor is sharded or replicated by torch.distributed.tensor."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)  # the usual case, and a fast test
     return not plain and dist.is_available() and isinstance(tensor, _dtensor_class())
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that is on this rank; shares its memory."""
+    """Return this rank's part of a tensor; shares its memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def check_gradient_placement(param: Any, grad: Any) -> None:
-    """Raise RuntimeError unless a gradient is laid out like its parameter."""
+    """Raise RuntimeError unless a gradient has the placements of its parameter."""
     if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):
         found = getattr(grad, "placements", "not a DTensor")
         raise RuntimeError(
@@ -34,7 +34,7 @@ def check_gradient_placement(param: Any, grad: Any) -> None:
 
 
 def place_dtensor(tensor: Any, slot: int) -> Placement | None:
-    """FSDP2 (`fully_shard`), alone or with replication over a second mesh dimension."""
+    """Return the placement of a DTensor of FSDP2, alone or with replication; None if it is not sharded."""
     mesh, placements = tensor.device_mesh, tensor.placements
     names = mesh.mesh_dim_names or ()
     sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
@@ -54,7 +54,7 @@ def place_dtensor(tensor: Any, slot: int) -> Placement | None:
         return None
     (mesh_dim,) = sharded
     dim = placements[mesh_dim].dim % tensor.ndim
-    # As torch.chunk does it; the first ones are full.
+    # As torch.chunk cuts: the first parts are full.
     full = -(-tensor.shape[dim] // mesh.size(mesh_dim))
     start = min(mesh.get_local_rank(mesh_dim) * full, tensor.shape[dim])
     region = Region(dim, start, min(full, tensor.shape[dim] - start))
@@ -64,9 +64,9 @@ def place_dtensor(tensor: Any, slot: int) -> Placement | None:
 
 
 def replicas_in_mesh(tensor: Any) -> Group:
-    """The ranks along the longest mesh dimension that a DTensor is replicated over; None where there are no others.
+    """Return the ranks of the longest mesh dimension that a DTensor is replicated over; None if it has one rank.
 
-    Along further dimensions work is repeated, which changes nothing: all ranks there start from the same.
+    Along further dimensions ranks repeat the work, with the same result, since all start from the same values.
     """
     mesh = tensor.device_mesh
     lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}

@@ -1,4 +1,4 @@
-"""Work on whole parameters, shared among ranks: pieces go to one owner, and what it makes of them comes back."""
+"""Share work on whole parameters among ranks: pieces go to one owner, and its results come back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Work = Callable[[dict[int, Tensor]], dict[int, Tensor]]
 
 
 class Exchange:
-    """Does work that needs whole parameters, each on one rank only, for all ranks that hold pieces or copies of them.
+    """Do work on whole parameters once, each on one rank, for all ranks that hold pieces or copies.
 
-    Ranks may hold pieces of parameters (`shards`: FSDP2, ZeRO), repeat what others hold (`replicas`: DDP), or both
-    (HSDP). `Routes` divides the work. Everybody gets the owner's result, so that replicas stay alike to the bit.
+    Ranks may hold pieces of parameters (`shards`: FSDP2, ZeRO), copies of what others hold (`replicas`: DDP), or both
+    (HSDP). `Routes` divides the work. All ranks get the owner's result, so replicas stay bit-identical.
 
-    One is made for each set of parameters that are updated together. That is collective, and so is `run`: all ranks of
-    both groups take part, also those that hold nothing.
+    Each set of parameters updated together has its own Exchange. Construction and `run` are collective: all ranks of
+    both process groups take part, also those that hold nothing.
     """
 
     def __init__(
@@ -38,26 +38,24 @@ class Exchange:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Tell the other ranks what is here, and divide the work.
+        """Exchange local regions with the other ranks and assign each parameter an owner.
 
         Args:
-            shapes: of the whole parameters, by slot. Slots, shapes and costs are the same on all ranks; parameters of
-                which no rank holds anything are left out.
-            costs: of the work on each, by slot; above 0, any unit.
-            regions: what is here of each, by slot; an empty one is as good as none.
-            shards: process group whose ranks hold the pieces of the parameters; None where they are whole, which is
-                not the default group.
-            replicas: process group whose ranks hold the same pieces; None if there are none.
-            device: of the pieces.
-            dtype: that pieces and results are rounded to, on the wire and where there is none; 2 bytes an element with
-                torch.bfloat16.
+            shapes: shapes of the whole parameters, by slot. Slots, shapes and costs are the same on all ranks;
+                parameters that no rank holds are left out.
+            costs: cost of the work on each slot; above 0, in any unit.
+            regions: local region of each slot; an empty one counts as none.
+            shards: process group whose ranks hold the pieces; None means whole parameters, not the default group.
+            replicas: process group whose ranks hold the same pieces; None means no replicas.
+            device: device of the pieces.
+            dtype: dtype that pieces and results are rounded to, sent or not; torch.bfloat16 takes 2 bytes per element.
 
         Raises:
-            RuntimeError: on all ranks, where they disagree, or hold other than each element of a parameter once.
+            RuntimeError: ranks disagree, or do not hold each element of a parameter exactly once; raised on all ranks.
         """
         self._shards, self._replicas = _unless_alone(shards), _unless_alone(replicas)
         self._device, self._dtype = device, dtype
-        # Where the work is done.
+        # The device that does the work.
         self._wire = device
         for group in (self._shards, self._replicas):
             if group is not None:
@@ -66,7 +64,7 @@ class Exchange:
         settings = digest([(slot, shape, costs[slot]) for slot, shape in sorted(shapes.items())], dtype)
         held = {slot: region for slot, region in sorted(regions.items()) if region.shape(shapes[slot]).numel()}
         shared = gather_objects((settings, held, replica), self._shards)
-        # One answer for all ranks, so that none of them goes on alone.
+        # One answer for all ranks, so that none of them continues alone.
         everywhere = gather_objects((digest([(settings, held) for settings, held, _ in shared]), rank), self._replicas)
         if len(set(everywhere)) > 1 or len({(settings, replica) for settings, _, replica in shared}) > 1:
             raise disagreement(len(everywhere) * len(shared), len(shared))
@@ -76,35 +74,34 @@ class Exchange:
 
     @property
     def owners(self) -> dict[int, int]:
-        """Who works on each slot: its replica times the number of ranks that share one, plus its place among them."""
+        """Return the owner of each slot: its replica times the ranks per replica, plus its place among them."""
         return self._routes.owners
 
     @property
     def volume(self) -> dict[str, int]:
-        """Bytes that this rank sends in a `run`, by collective; nothing else is sent.
+        """Return the bytes that this rank sends in a `run`, by collective; nothing else is sent.
 
         - `to_owners`: one all-to-all among `shards`. With W ranks that hold equal parts and R replicas, a rank sends
-          (W - 1) / W of the R-th part of its pieces. What is whole on one rank (most matrices under ZeRO-1 and 2) is
-          worked on there, and sends nothing.
-        - `from_owners`: one all-to-all among `shards`, the way back: as much, the other way round.
-        - `replicas`: one all-gather among `replicas`: (R - 1) times the pieces that this replica worked on, as large as
-          the largest of such blocks, since blocks are padded; (R - 1) / R of the pieces where they are equal. As much
-          is received.
+          (W - 1) / W of the R-th part of its pieces. A parameter that is whole on one rank (most matrices under ZeRO-1
+          and 2) is worked on there and sends nothing.
+        - `from_owners`: one all-to-all among `shards`, the way back: the same amount in the other direction.
+        - `replicas`: one all-gather among `replicas`: (R - 1) times the pieces that this replica worked on, padded to
+          the largest such block; (R - 1) / R of the pieces if blocks are equal. A rank receives as much.
         """
         return self._routes.volume(self._dtype.itemsize)
 
     @torch.no_grad()
     def run(self, pieces: Mapping[int, Tensor], work: Work) -> dict[int, Tensor]:
-        """Do the work.
+        """Do the work and return this rank's pieces of the results.
 
         Args:
-            pieces: what is here of each slot, shaped like `region.of(whole)`, of any floating dtype; not modified.
-            work: makes of whole tensors, by slot, others of the same shapes; does not modify them. Called once with
-                all that this rank works on, or not at all if that is nothing.
+            pieces: local piece of each slot, shaped like `region.of(whole)`, any floating dtype; not modified.
+            work: maps whole tensors, by slot, to results of the same shapes; must not modify them. Called once with
+                all tensors that this rank works on, or not at all if there are none.
 
         Returns:
             The same pieces of the results, in the dtype of the exchange. They may share memory with each other and
-            with what `work` has returned.
+            with the results of `work`.
         """
         here = self._from_owners(self._work(work, self._to_owners(pieces)))
         here = self._from_replicas(here)
@@ -118,7 +115,7 @@ class Exchange:
         return {slot: results[slot].to(self._wire, self._dtype).contiguous() for slot in wholes}
 
     def _to_owners(self, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Whole tensors of what this rank works on."""
+        """Return the whole tensors that this rank works on."""
         routes = self._routes
         wholes = {}
         for slot, shape in routes.whole.items():
@@ -135,7 +132,7 @@ class Exchange:
         return wholes
 
     def _from_owners(self, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's pieces of what is worked on in its replica."""
+        """Return this rank's pieces of the results of its replica."""
         routes = self._routes
         here = {item.slot: item.region.of(results[item.slot]) for item in routes.kept}
         if routes.moves:
@@ -145,15 +142,15 @@ class Exchange:
         return here
 
     def _from_replicas(self, here: dict[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's pieces of everything."""
+        """Return this rank's pieces of all results."""
         routes = self._routes
         if self._replicas is None or not routes.block:
             return here
         block = routes.blocks[_rank(self._replicas)]
         sent = self._pack([here[item.slot] for item in block], self._wire, routes.block)
-        # Padded, since NCCL makes a broadcast for each rank of an uneven one.
+        # Padded: NCCL turns an uneven all-gather into one broadcast per rank.
         received = torch.empty(len(routes.blocks) * routes.block, dtype=self._dtype, device=self._wire)
-        # torch 2.13 gave it another name.
+        # torch 2.13 renamed it.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(_bytes(received), _bytes(sent), group=self._replicas)
         blocks = received.split(routes.block)
@@ -177,7 +174,7 @@ class Exchange:
         return received
 
     def _pack(self, tensors: Sequence[Tensor], device: torch.device, numel: int | None = None) -> Tensor:
-        """The elements of all, one after the other and rounded; padded to `numel` with anything."""
+        """Return the elements of all tensors, rounded, one after the other; padded to `numel` with anything."""
         flat = torch.empty(
             sum(tensor.numel() for tensor in tensors) if numel is None else numel, dtype=self._dtype, device=device
         )
@@ -191,7 +188,7 @@ class Exchange:
 
 
 def _unpack(flat: Tensor, parcels: Iterable[Sequence[Item]]) -> list[tuple[Item, Tensor]]:
-    """Each piece, as a view."""
+    """Return each piece as a view."""
     items = [item for parcel in parcels for item in parcel]
     parts = flat[: sum(item.numel for item in items)].split([item.numel for item in items])
     return [(item, part.view(item.shape)) for item, part in zip(items, parts, strict=True)]
@@ -204,7 +201,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """What travels: not every backend knows every dtype."""
+    """View a tensor as bytes: not every communication backend knows every dtype."""
     return flat.view(torch.uint8)
 
 
@@ -217,7 +214,7 @@ def _rank(group: Group) -> int:
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """What each rank of a group has; this one's alone where there is no group."""
+    """Return the values of all ranks of a process group; this rank's alone if there is none."""
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -226,16 +223,16 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
 
 
 def agree(values: Any, group: Group, device: torch.device, *flags: bool) -> tuple[bool, tuple[bool, ...]]:
-    """Tell the other ranks of a group, in one all-reduce of a few numbers, what this one is about to do.
+    """Check, in one all-reduce of a few numbers, that all ranks of a process group are about to do the same.
 
     Args:
-        values: what they should all be about to do; compared by `repr`.
-        group: the ranks.
-        device: where the work will be done; waits for it, unless it is a CPU.
-        *flags: what each of them may want.
+        values: what this rank is about to do; compared by `repr`.
+        group: the process group.
+        device: device of the work; waits for it, unless it is a CPU.
+        *flags: requests that any rank may raise.
 
     Returns:
-        Whether all agree, and for each flag whether any rank has raised it; the same on every rank.
+        Whether all ranks agree, and for each flag whether any rank raised it; the same on every rank.
     """
     number = int(digest(values)[:15], 16)
     sent = torch.tensor([number, -number, *flags], dtype=torch.int64).to(wire_device(device, group))
@@ -245,7 +242,7 @@ def agree(values: Any, group: Group, device: torch.device, *flags: bool) -> tupl
 
 
 def disagreement(ranks: int, copy: int) -> RuntimeError:
-    """The error for ranks that would update different parameters; `copy` of them hold one copy of the model."""
+    """Return the error for ranks that would update different parameters; `copy` ranks hold one copy of the model."""
     return RuntimeError(
         f"{ranks} ranks, {copy} for each copy of the model, disagree on the parameters to be updated, on their shapes, "
         "or on which pieces are where: build the optimizer from the same parameters in the same order on every rank, "
@@ -254,5 +251,5 @@ def disagreement(ranks: int, copy: int) -> RuntimeError:
 
 
 def digest(*values: Any) -> str:
-    """A number, in hexadecimal digits, for values of the same `repr`."""
+    """Return a hash, in hexadecimal digits, of the `repr` of values."""
     return hashlib.sha256(repr(values).encode()).hexdigest()

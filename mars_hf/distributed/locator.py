@@ -1,7 +1,7 @@
-"""Explains what arrives at `step()`: which parameter each stretch of an engine's tensors belongs to.
+"""Find the parameter behind each part of the tensors that an engine passes to `step()`.
 
-An engine may hand over something else than the parameters an optimizer was built with: FSDP2 a DTensor for each,
-DeepSpeed ZeRO flat tensors that hold pieces of many.
+An engine may replace the parameters that an optimizer was built with: FSDP2 by a DTensor for each, DeepSpeed ZeRO by
+flat tensors that hold pieces of many.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mars_hf.distributed.replicas import Replicas, all_objects
 
 
 class Locator:
-    """Knows the parameters an optimizer was built with, and explains what arrives at `step()`.
+    """Locate the tensors of a step among the parameters that the optimizer was built with.
 
-    It keeps their shapes and their `id`, and no reference to them. A strong one would keep the unsharded model alive
-    while accelerate shards it. With a weak one `torch.utils.swap_tensors` refuses a tensor, by which `model.to(dtype)`
-    converts DTensors. Only where DeepSpeed has put flat tensors in their place does it look for the parameters.
+    It keeps their shapes and ids, but no references. A strong reference would keep the unsharded model alive while
+    accelerate shards it. A weak one would make `torch.utils.swap_tensors`, which `model.to(dtype)` uses on DTensors,
+    refuse the tensor. It looks for the parameters themselves only if DeepSpeed has replaced them by flat tensors.
 
-    A parameter's slot is its position among all; it is the same on every rank.
+    A parameter's slot is its position among all parameters; it is the same on every rank.
     """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]] = (), process_group: Group = None) -> None:
@@ -40,11 +40,11 @@ class Locator:
         self.shapes: list[torch.Size] = []  # of the whole parameters, by slot
         self._roles: list[str] = []
         self._slots: dict[int, int] = {}  # by id
-        # Those that an engine has put into flat tensors, by slot.
+        # Parameters that an engine has put into flat tensors, by slot.
         self._origins: dict[int, weakref.ref[Tensor]] = {}
-        # Of an engine's flat tensor, and what of it and its parameters the placement was found from.
+        # An engine's flat tensor to its placement and the facts that the placement follows from.
         self._flat: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # By mesh; what is in them follows from the slot, the placements and the shape of a DTensor.
+        # Mesh to placements, keyed by slot, placements and shape of a DTensor.
         self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._sharded_slots: set[int] = set()
         self._verified: WeakIdKeyDictionary = WeakIdKeyDictionary()  # flat tensors, and meshes with their geometries
@@ -65,22 +65,22 @@ class Locator:
         self._verified.clear()
 
     def slots(self, *, vectors: bool) -> list[int]:
-        """Slots of the matrices, of the vectors if wanted, and of all DTensors found so far; alike on every rank."""
+        """Return the slots of matrices, of vectors if wanted, and of all DTensors found so far; equal on all ranks."""
         return [
             slot for slot, role in enumerate(self._roles) if vectors or role == "matrix" or slot in self._sharded_slots
         ] + sorted(slot for slot in self._sharded_slots if slot >= len(self._roles))
 
     def origin(self, slot: int) -> Tensor | None:
-        """The parameter in a slot that an engine has put into a flat tensor; None if there is none."""
+        """Return the parameter of a slot that an engine has put into a flat tensor; None if unknown."""
         return self._origins[slot]() if slot in self._origins else None
 
     def all_seen(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all of these, or others laid out like them, have been asked about before; alike on every rank."""
+        """Return whether all tensors, or ones with the same placement, were seen before; equal on all ranks."""
         seen = True
         for tensor in tensors:
             owner: Any = tensor
             key = None
-            if dtensors.is_dtensor(tensor):  # by what every rank knows; and no reference to the DTensor, see the class
+            if dtensors.is_dtensor(tensor):  # key by facts known to every rank, without a reference (see the class)
                 owner, key = owner.device_mesh, (owner.placements, owner.shape)
             known = self._verified.setdefault(owner, set())
             seen = seen and key in known
@@ -88,14 +88,14 @@ class Locator:
         return seen
 
     def locate(self, tensor: Tensor, slot: int) -> Placement | None:
-        """Where the pieces of an optimizer's tensor belong; None for a whole parameter.
+        """Return the placement of an optimizer's tensor; None for a whole parameter.
 
         Args:
-            tensor: what a parameter group holds now.
+            tensor: a tensor in a parameter group.
             slot: its position among the tensors of all groups.
 
         Raises:
-            RuntimeError: the tensor is a piece of something unknown; the message names what it looks like.
+            RuntimeError: the tensor is a piece of something unknown; the message describes it.
         """
         if dtensors.is_dtensor(tensor):
             return self._locate_dtensor(tensor, slot)
@@ -110,7 +110,7 @@ class Locator:
         if placement is not None:
             self._flat[tensor] = placement, self._facts(tensor, placement)
             return placement
-        # An engine that is not known would have flattened matrices too.
+        # A vector the user replaced or added; an unknown engine would have flattened matrices too.
         in_its_place = slot >= len(self.shapes) or self._roles[slot] == "vector"
         if not self._origins and (in_its_place or _is_of_a_module(tensor)):
             self._replace(slot, tensor)
@@ -122,12 +122,12 @@ class Locator:
         )
 
     def _is_known(self, tensor: Tensor) -> bool:
-        """Whether this is one of the parameters; what took the place of a freed one in memory has another shape."""
+        """Return whether this is one of the parameters: same id and shape, since ids of freed ones are reused."""
         slot = self._slots.get(id(tensor))
         return slot is not None and self.shapes[slot] == tensor.shape
 
     def _replace(self, slot: int, tensor: Tensor) -> None:
-        """Remember a vector that the user has put in the place of another, or added."""
+        """Remember a vector that the user has replaced or added."""
         self._slots[id(tensor)] = slot
         if slot < len(self.shapes):
             self.shapes[slot] = tensor.shape
@@ -151,7 +151,7 @@ class Locator:
         return placement
 
     def _explain(self, tensor: Tensor) -> Placement | None:
-        """Which parameters an engine has put into a flat tensor; None if no engine says so."""
+        """Return the placement of an engine's flat tensor; None if no known engine explains it."""
         if self._origins:
             placement = self._explain_with_origins(tensor)
             if placement is not None:
@@ -164,7 +164,7 @@ class Locator:
         return zero.place_in_zero3(tensor, origins) or zero.place_in_zero12(tensor, origins)
 
     def _find_origins(self) -> None:
-        """Look for the parameters among all objects: some 50 ms. Weak references do no harm to those of an engine."""
+        """Search all objects for the parameters: about 50 ms. Weak references do not disturb an engine's parameters."""
         found = {}
         for candidate in all_objects():
             slot = self._slots.get(id(candidate))
@@ -174,7 +174,7 @@ class Locator:
         self._origins = dict(sorted(found.items()))
 
     def _facts(self, tensor: Tensor, placement: Placement) -> tuple[Any, ...]:
-        """What a placement in an engine's flat tensor was found from; it holds as long as these are the same."""
+        """Return the facts behind a placement in a flat tensor; it is valid while they stay the same."""
         origins = [self.origin(piece.slot) for piece in placement.pieces]
         return (
             *(tensor.shape, tensor.storage_offset()),
@@ -183,7 +183,7 @@ class Locator:
 
 
 def _is_of_a_module(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter of any module, as one that an engine has made is not."""
+    """Return whether a tensor is a parameter of any module; an engine's own tensors are not."""
     if type(tensor) is not nn.Parameter:
         return False
     modules = (candidate for candidate in all_objects() if issubclass(type(candidate), nn.Module))

@@ -1,4 +1,4 @@
-"""Where the pieces of a parameter live, and who repeats them."""
+"""Describe where the pieces of a parameter live, and which ranks replicate them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Group = Any
 
 
 class Piece(NamedTuple):
-    """A stretch of a local tensor, flattened: `numel` elements from `start` on, out of `whole` of parameter `slot`.
+    """A part of a flattened local tensor: `numel` elements from `start` on, of the `whole` ones of parameter `slot`.
 
-    `region` says which of them these are.
+    `region` says which elements of the parameter these are.
     """
 
     slot: int
@@ -28,9 +28,9 @@ class Piece(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The pieces a local tensor is made of (none where it is all padding), and the ranks that hold the others.
+    """The pieces in a local tensor (none if it is all padding), and the ranks that hold the others.
 
-    `replicas` are the ranks that hold the same pieces; here None means that there are none.
+    `replicas` are the ranks that hold the same pieces; None means no replicas.
     """
 
     pieces: tuple[Piece, ...]
@@ -39,19 +39,19 @@ class Placement(NamedTuple):
 
 
 def cut(tensor: Tensor, placement: Placement | None) -> list[Tensor]:
-    """The pieces of a local tensor, as views; the tensor itself where it is one piece."""
+    """Return the pieces of a local tensor as views; the tensor itself if it is one piece."""
     if placement is None or [piece.numel for piece in placement.pieces] == [tensor.numel()]:
         return [tensor]
     return [tensor[piece.start : piece.start + piece.numel] for piece in placement.pieces]
 
 
 def shares(placement: Placement | None) -> list[float]:
-    """Which part of its parameter each piece is."""
+    """Return each piece's fraction of its parameter."""
     return [1.0] if placement is None else [piece.numel / piece.whole for piece in placement.pieces]
 
 
 def shape_of(param: Tensor) -> torch.Size:
-    """The parameter's own shape, also where DeepSpeed's `zero.Init` has left an empty tensor in its place."""
+    """Return the parameter's own shape, also if DeepSpeed's `zero.Init` has left an empty tensor in its place."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 

@@ -1,4 +1,4 @@
-"""Which part of which parameter is on which rank, and who works on the whole of it: geometry, and no communication."""
+"""Plan which rank works on each whole parameter, and which pieces travel for it: geometry, no communication."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Most that a rank may have to do, over what it has to do in the best division found, where that saves communication.
+# Largest work of the busiest rank, relative to the best division found, if that saves communication.
 SLACK = 1.1
 
 
 class Region(NamedTuple):
-    """What a rank holds of a whole parameter.
+    """The part of a whole parameter that a rank holds.
 
     `dim=None`: elements [start, start + length) of the parameter flattened in row-major order. Otherwise indices
     [start, start + length) along dimension `dim`.
@@ -26,24 +26,24 @@ class Region(NamedTuple):
 
     @classmethod
     def everything(cls, shape: torch.Size) -> Region:
-        """All of a parameter, in its own shape."""
+        """Return the region that is all of a parameter, in its own shape."""
         return cls(0, 0, shape[0])
 
     def of(self, whole: Tensor) -> Tensor:
-        """This part of a whole parameter, as a view; `dim=None` takes a contiguous tensor."""
+        """Return this part of a whole parameter as a view; `dim=None` needs a contiguous tensor."""
         if self.dim is None:
             return whole.view(-1)[self.start : self.start + self.length]
         return whole.narrow(self.dim, self.start, self.length)
 
     def shape(self, whole: torch.Size) -> torch.Size:
-        """The shape of this part of a parameter of shape `whole`."""
+        """Return the shape of this part of a parameter of shape `whole`."""
         if self.dim is None:
             return torch.Size([self.length])
         return torch.Size([*whole[: self.dim], self.length, *whole[self.dim + 1 :]])
 
 
 class Item(NamedTuple):
-    """A piece on its way: of the parameter in `slot` the part `region`, a tensor of `shape`."""
+    """A piece that travels: part `region` of the parameter in `slot`, a tensor of `shape`."""
 
     slot: int
     region: Region
@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Return the number of elements."""
         return self.shape.numel()
 
 
@@ -59,10 +59,10 @@ def assign(costs: Sequence[float], ranks: int, homes: Sequence[Sequence[int]] = 
     """Divide pieces of work among ranks, longest processing time first; ties go to the lower index.
 
     Args:
-        costs: of each piece of work, any unit.
+        costs: cost of each piece of work, in any unit.
         ranks: number of ranks.
-        homes: for each piece of work the ranks where it costs no communication, empty if there are none; they get it
-            as far as no rank then has more than `SLACK` times the work of the busiest one without them.
+        homes: for each piece of work, the ranks where it costs no communication; may be empty. They get it as long as
+            no rank has more than `SLACK` times the work of the busiest rank without homes.
 
     Returns:
         The rank of each piece of work.
@@ -76,7 +76,7 @@ def assign(costs: Sequence[float], ranks: int, homes: Sequence[Sequence[int]] = 
 
 
 class Routes:
-    """Who works on which parameter, and which pieces it needs from whom."""
+    """Plan which rank works on which parameter, and which pieces it needs from which ranks."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class Routes:
         replica: int = 0,
         replicas: int = 1,
     ) -> None:
-        """Plan for one rank; all plan alike.
+        """Plan for one rank; all ranks make the same plan.
 
         Args:
-            shapes: of the whole parameters, by slot; those of which nobody holds anything are left out.
-            costs: of the work on each, by slot.
-            held: what each rank that shares a replica's pieces holds of each slot; the same in all replicas.
-            rank: this one's place in `held`.
-            replica: the one that this rank belongs to.
-            replicas: how many there are.
+            shapes: shapes of the whole parameters, by slot; slots that no rank holds are left out.
+            costs: cost of the work on each slot.
+            held: regions that each rank of a replica holds, by slot; the same in all replicas.
+            rank: this rank's place in `held`.
+            replica: index of this rank's replica.
+            replicas: number of replicas.
 
         Raises:
-            RuntimeError: what the ranks hold are not the whole parameters, each element once.
+            RuntimeError: the ranks' regions do not cover each element of a parameter exactly once.
         """
         slots = sorted({slot for regions in held for slot in regions})
         holders = {slot: [index for index, regions in enumerate(held) if slot in regions] for slot in slots}
@@ -112,13 +112,13 @@ class Routes:
             for slot in slots
         ]
         owners = assign([costs[slot] for slot in slots], ranks * replicas, homes)
-        # Of each slot: replica * ranks + rank.
+        # Slot to replica * ranks + rank.
         self.owners = dict(zip(slots, owners, strict=True))
         here = replica * ranks
-        # What this rank works on, with its shape, and what of it is here already.
+        # Slots that this rank works on, with their shapes, and those that are whole here already.
         self.whole = {slot: shapes[slot] for slot in slots if self.owners[slot] == here + rank}
         self.uncut = {slot for slot in self.whole if holders[slot] == [rank]}
-        # For each rank of this replica: pieces that are here of what it works on, and the other way round.
+        # For each rank of this replica: local pieces of the slots it works on, and its pieces of ours.
         self.sent = [
             [self._item(slot, rank) for slot in slots if slot in held[rank] and self.owners[slot] == here + peer]
             if peer != rank
@@ -129,28 +129,28 @@ class Routes:
             [self._item(slot, peer) for slot in self.whole if slot in held[peer]] if peer != rank else []
             for peer in range(ranks)
         ]
-        # For each replica: this rank's pieces of what is worked on there.
+        # For each replica: this rank's pieces of the slots that the replica works on.
         self.blocks = [
             [self._item(slot, rank) for slot in slots if slot in held[rank] and self.owners[slot] // ranks == index]
             for index in range(replicas)
         ]
-        # Whether any rank of this replica has to send a piece to another one of it.
+        # Whether any rank of this replica must send a piece to another rank of it.
         self.moves = any(
             holders[slot] != [owner % ranks] for slot, owner in self.owners.items() if owner // ranks == replica
         )
 
     @property
     def kept(self) -> list[Item]:
-        """This rank's own pieces of what it works on."""
+        """Return this rank's own pieces of the slots it works on."""
         return [self._item(slot, self._rank) for slot in self.whole if slot in self._held[self._rank]]
 
     @property
     def block(self) -> int:
-        """Elements of the largest block."""
+        """Return the number of elements in the largest block."""
         return max(sum(item.numel for item in items) for items in self.blocks)
 
     def volume(self, itemsize: int) -> dict[str, int]:
-        """Bytes that this rank sends; see `exchange.Exchange.volume`."""
+        """Return the bytes that this rank sends; see `exchange.Exchange.volume`."""
         to_owners, from_owners = (
             itemsize * sum(item.numel for items in parcel for item in items) for parcel in (self.sent, self.received)
         )
@@ -165,7 +165,7 @@ class Routes:
 def _longest_first(
     costs: Sequence[float], ranks: int, homes: Sequence[Sequence[int]], limit: float
 ) -> tuple[list[int], float]:
-    """Owners, and the work of the busiest rank; those with homes come first, and stay there up to `limit`."""
+    """Return owners and the busiest rank's work; work with homes comes first and stays there up to `limit`."""
     owners, loads = [0] * len(costs), [0.0] * ranks
     for index in sorted(range(len(costs)), key=lambda index: (not homes[index], -costs[index], index)):
         rank = min(homes[index] or range(ranks), key=loads.__getitem__)

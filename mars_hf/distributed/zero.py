@@ -1,4 +1,4 @@
-"""Where DeepSpeed's ZeRO-1, 2 and 3 put the pieces of a parameter."""
+"""Find the placement of the flat tensors of DeepSpeed ZeRO-1, 2 and 3."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mars_hf.distributed.routes import Region
 
 
 def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
-    """DeepSpeed ZeRO-1 and 2 and its bf16 optimizer: each rank's tensor is one stretch of a group's flat buffer.
+    """Return the placement of a flat tensor of ZeRO-1/2 or DeepSpeed's bf16 optimizer; None if it is not one.
 
-    Each parameter is a view of that buffer, so its storage offset is its place there. `_hp_mapping`, which DeepSpeed
-    leaves on the parameters, tells which buffer it is; its addresses are wrong with `round_robin_gradients`.
+    Each rank's tensor is one part of a group's flat buffer. Each parameter is a view of that buffer, so its storage
+    offset is its place there. `_hp_mapping`, which DeepSpeed sets on the parameters, identifies the buffer; its
+    addresses are wrong with `round_robin_gradients`.
     """
     linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if _compat.is_of_zero12(origin)]
     if not linked:
@@ -48,7 +49,10 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
 
 
 def place_in_zero3(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Placement | None:
-    """DeepSpeed ZeRO-3: `_z3_optimizer` knows the sub-group of each parameter and its place in that."""
+    """Return the placement of a flat tensor of ZeRO-3; None if it is not one.
+
+    `_z3_optimizer` knows each parameter's sub-group and its place there.
+    """
     partitioned: list[tuple[int, Any]] = [
         (slot, origin) for slot, origin in origins if _compat.zero3_optimizer(origin) is not None
     ]

@@ -1,4 +1,4 @@
-"""The parameter groups of a model, by module, name and shape."""
+"""Build the parameter groups of a model by module, name and shape."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NORM_CLASS_NAME = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
 _BIAS_NAME = re.compile(r"(?:^|[._])bias$")
 
-# The groups of a model: role, and whether `weight_decay` holds.
+# The groups of a model: role, and whether `weight_decay` applies.
 _ORDER = [("matrix", True), ("matrix", False), ("embedding", True), ("embedding", False), ("vector", True)]
 
 
@@ -44,33 +44,33 @@ def from_model(
     orthogonalize_embeddings: bool = False,
     adamw: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Parameter groups of a model, by module and shape: decayed matrices, undecayed matrices, embeddings, vectors.
+    """Return the parameter groups of a model: decayed matrices, undecayed matrices, embeddings, vectors.
 
-    Trainable parameters only, each once (tied weights under the first of their names), named, in the order of
-    `model.named_parameters()`; a group without parameters is left out.
+    Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
+    their first name). Empty groups are omitted.
 
-    - Vectors: parameters that are no matrix by `matrix_ndim`, every bias and every parameter of a normalization layer
-      whatever its shape. They state no decay and so take `weight_decay_1d`.
-    - Matrices: all others, embeddings included. Decayed as `transformers.Trainer` would; those whose name matches a
-      pattern of `no_decay` have `weight_decay` 0 as well.
-    - With mars-shampoo and mars-m, a matrix is orthogonalized only if activations are multiplied with it (see
-      `matrix_layouts.left_out`), in a group for each `layout` (see `matrix_layouts.of_model`). Embeddings, heads,
-      tables, scales and what `adamw` names take AdamW with the settings of vectors. `left_out` of their group has
-      names and reasons.
+    - Vectors: parameters that are not matrices by `matrix_ndim`, every bias, and every parameter of a normalization
+      layer whatever its shape. They set no decay, so `weight_decay_1d` applies.
+    - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`; names that match a pattern
+      of `no_decay` get `weight_decay` 0 as well.
+    - mars-shampoo and mars-m orthogonalize a matrix only if activations are multiplied with it (see
+      `matrix_layouts.left_out`); each `layout` has its own group (see `matrix_layouts.of_model`). Embeddings, heads,
+      tables, scales and parameters named in `adamw` use AdamW with the settings of vectors; `left_out` of their group
+      maps names to reasons.
 
     Args:
-        model: any module; PEFT wrappers need nothing special, their frozen weights are left out like any other.
+        model: any module; PEFT wrappers need nothing special, frozen weights are skipped.
         matrix_ndim: `">=2"` or `"==2"`, see `Mars`.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`); each must match at least one matrix.
-        mars_type: as `Mars`. The arguments below are for mars-shampoo and mars-m.
-        split_fused: which fused projections are orthogonalized part by part, see `matrix_layouts.of_model`. A pattern
-            also vouches for parameters of modules that nothing is known of.
-        orthogonalize_embeddings: embeddings and heads are orthogonalized like other matrices.
-        adamw: shell patterns of names of further parameters that take AdamW; each must match one.
+        mars_type: see `Mars`. The arguments below are for mars-shampoo and mars-m.
+        split_fused: fused projections to orthogonalize part by part, see `matrix_layouts.of_model`. A pattern also
+            admits parameters of unknown modules.
+        orthogonalize_embeddings: True orthogonalizes embeddings and heads like other matrices.
+        adamw: shell patterns of further parameter names that use AdamW; each must match one.
 
     Raises:
-        ValueError: the model has no trainable parameter, a pattern matches nothing, a `split_fused` that does not fit,
-            or one of the last three arguments for a rule without orthogonalization.
+        ValueError: no trainable parameter, a pattern that matches nothing, a `split_fused` that does not fit, or one of
+            the last three arguments with a rule that does not orthogonalize.
     """
     norms = {
         id(param)
@@ -114,7 +114,7 @@ def from_model(
 
 
 def _reason_of_vector(param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
-    """Why a parameter of two or more dimensions is a vector."""
+    """Return why a parameter of two or more dimensions is a vector."""
     if role_of(param, matrix_ndim) == "vector":
         return f"matrix_ndim={matrix_ndim!r}"
     return "normalization" if is_norm else "bias"
@@ -123,7 +123,7 @@ def _reason_of_vector(param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
 def _orthogonal(
     model: nn.Module, mars_type: str, split_fused: Any, **rest: Any
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """For rules that orthogonalize: why matrices take AdamW, by name, and what the groups of the others state."""
+    """Return, by name, why matrices use AdamW, and the keys that groups of orthogonalized matrices need."""
     if mars_type in ORTHOGONAL_TYPES:
         found = matrix_layouts.of_model(model, split_fused=split_fused)
         stated = split_fused if isinstance(split_fused, Mapping) else ()

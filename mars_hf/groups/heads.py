@@ -1,4 +1,4 @@
-"""Which layers of a model are heads: those that turn hidden states into scores, tokens, labels or boxes."""
+"""Find the heads of a model: layers that turn hidden states into scores, tokens, labels or boxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from mars_hf import _compat
 from mars_hf.groups import known_models
 
-# Names of heads, by the last part of the path of a module.
+# Names of heads: the last part of a module's path.
 _HEAD = re.compile(
     r"(?:\w+_)?classifier(?:_\w+)?|heads?|score|itm_score|rank_output|qa_outputs|seq_relationship|embed_out"
     r"|(?:qa|v|value|reward|classification|multiple_choice|answer|video_grounding|ctc|iou_prediction|obj_score)_head"
@@ -19,32 +19,32 @@ _HEAD = re.compile(
     r"|(?:\w+_)?logits?_(?:proj|fc|dense|shift|scale)|(?:start|end)_logits|answer_class|sequence_summary"
     r"|ctc_proj|feat_out|prob_out"
 )
-# A single layer of such a name is a head; of a larger module that is not known.
+# A single layer with such a name is a head; a larger module may not be.
 _HEAD_LAYER = re.compile(
     r"(?!conv_)(?:\w+_)?heads?|lm_loss|vocab_projector|unembedding_projection|dense_prediction|cls|decoder_pred"
     r"|conv_score_b"
 )
-# Heads that are trained with the model: what precedes their last layer is a hidden layer like any other.
+# Heads trained with the model: the layers before their last one are ordinary hidden layers.
 _LANGUAGE_HEAD = re.compile(
     r"pred_layer|(?:lm|mim|mlm|mmm_image|mmm_text|obj_predict)_head|mlm_score|entity_predictions|generation_head"
 )
-# Heads of other names, with the class of the module they are in.
+# Heads with other names, and the class of their parent module.
 _HEAD_OF = {
     ("final_layer", "PerceiverBasicDecoder"),
     ("output_projection", "FSMTDecoder"),
     ("dense", "MobileBertLMPredictionHead"),  # the rest of the output embeddings, stored (in, vocabulary)
 }
-# What only has the name of a head, by the class of the module or of the one it is in: attention has heads too, routers
-# classify tokens, pooling keeps the width, and SigLIP projects texts.
+# Not heads despite their names, by class of the module or of its parent: attention has heads too, routers classify
+# tokens, pooling keeps the width, and SigLIP projects texts.
 _NO_HEAD = re.compile(r"\w*Pooling\w*")
 _NO_HEAD_IN = re.compile(r"\w*(?:Attention|Router)|Siglip2?Text(?:Model|Transformer)")
 
 
 def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
-    """Map the ids of the parameters of embeddings and heads, and of all tied to them, to which of the two they are.
+    """Map parameter ids of embeddings and heads, tied ones included, to `"embedding"` or `"head"`.
 
-    Heads are what the model calls its output embeddings or its classifier, and modules with the names of heads: whole
-    if they are a few linear layers, else their last layer.
+    Heads are the model's own output embeddings or classifier, and modules with the names of heads: the whole module if
+    it is a few linear layers, otherwise its last layer.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     embeddings = [module for module in modules.values() if known_models.is_embedding(module)]
@@ -67,7 +67,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
 
 
 def _outputs(module: nn.Module) -> list[nn.Module]:
-    """What a model of transformers calls its output embeddings, one of timm its classifier."""
+    """Return the output embeddings of a transformers model, or the classifier of a timm model."""
     found: list[nn.Module] = []
     for getter in ("get_output_embeddings", "get_classifier"):
         if not callable(get := getattr(module, getter, None)) or any(
@@ -91,9 +91,9 @@ def _is_required(parameter: Parameter) -> bool:
 
 
 def _beside_backbone(model: nn.Module) -> list[nn.Module]:
-    """Layers beside the backbone of a transformers model that have an output for each label or token.
+    """Return linear layers beside a transformers model's backbone with one output per label or token.
 
-    Only for models that do not say themselves what their outputs are: any layer of two units looks like two labels.
+    Only for models that do not name their outputs: any layer of two units looks like two labels.
     """
     backbone, config = getattr(model, "base_model_prefix", None), getattr(model, "config", None)
     if not backbone or backbone not in _compat.own_modules(model):
@@ -115,13 +115,13 @@ def _may_hold_head(module: nn.Module, parent: nn.Module) -> bool:
 
 
 def _heads_of(name: str, module: nn.Module, parent: nn.Module, knows_outputs: bool) -> list[nn.Module]:
-    """The heads in a module, by its name.
+    """Return the heads in a module, judging by its name.
 
     Args:
-        name: the last part of its path.
-        module: what may be or hold a head.
-        parent: the module it is in.
-        knows_outputs: whether the parent says itself what its output embeddings are.
+        name: the last part of the module's path.
+        module: a module that may be or hold a head.
+        parent: the parent module.
+        knows_outputs: whether the parent names its own output embeddings.
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [head for child in module.children() for head in _heads_of(name, child, parent, knows_outputs)]
@@ -138,12 +138,12 @@ def _heads_of(name: str, module: nn.Module, parent: nn.Module, knows_outputs: bo
 
 
 def _has_matrix(module: nn.Module, recurse: bool = False) -> bool:
-    """Whether a module has a parameter of two or more dimensions; `zero.Init` of DeepSpeed empties it."""
+    """Return whether a module has a parameter of two or more dimensions, also if DeepSpeed's `zero.Init` emptied it."""
     return any(len(getattr(param, "ds_shape", param.shape)) > 1 for param in module.parameters(recurse))
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has a weight itself, or is what PEFT wraps around one that has."""
+    """Return whether a module has a weight of its own, or is PEFT's wrapper around one."""
     wraps = hasattr(module, "base_layer")
     return wraps or (_has_matrix(module) and not any(_has_matrix(child, True) for child in module.children()))
 
@@ -155,7 +155,7 @@ def _is_few_linear_layers(module: nn.Module) -> bool:
 
 
 def _ends_image_model(path: str, module: nn.Module, parent: nn.Module) -> bool:
-    """Whether a linear layer is the last with a weight in a module with convolutions of images that is no block."""
+    """Return whether a linear layer ends an image model: last weight beside Conv2d, outside numbered blocks."""
     if any(part.isdigit() for part in path.split(".")):
         return False
     children = [child for child in parent.children() if _has_matrix(child, True)]
@@ -164,7 +164,7 @@ def _ends_image_model(path: str, module: nn.Module, parent: nn.Module) -> bool:
 
 
 def _last_layers(module: nn.Module) -> list[nn.Module]:
-    """The last layer of a module with a weight; of a list or dict of modules the last of each."""
+    """Return the last layer with a weight; for a list or dict of modules, the last of each."""
     children = [child for child in module.children() if _has_matrix(child, True)]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [layer for child in children for layer in _last_layers(child)]

@@ -1,7 +1,7 @@
-"""What modules of PyTorch, transformers and PEFT do with their weights.
+"""Know how modules of PyTorch, transformers and PEFT use their weights.
 
-A rule that orthogonalizes wants weights that activations are multiplied with. Types decide, then the tables below, then
-the code of a module. What none of them knows is left to AdamW.
+Orthogonalization suits weights that multiply activations. Types decide, then the tables below, then a module's code.
+Any other weight uses AdamW.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Fields = Mapping[str, Any]
 
 
 def _square(module: Any, shape: Sequence[int]) -> Fields | str:
-    """Read (in, heads, size) as it is if in == heads * size: then its transpose is orthogonalized and scaled alike."""
+    """Read (in, heads, size) unchanged if in == heads * size: its transpose has the same directions and scale."""
     return {} if shape[0] == shape[1] * shape[2] else "(in, heads, size) that is not square"
 
 
@@ -50,21 +50,21 @@ def _batched_transposed(module: Any, shape: Sequence[int]) -> Fields:
     return {"batched": True, "transposed": True}
 
 
-# Classes and their parameters that multiply activations, where neither a type nor the code below says so.
+# Parameters that multiply activations, by class and name, where neither type nor code shows it.
 _MULTIPLIED: dict[tuple[str, str], Callable[[Any, Sequence[int]], Fields | str]] = {
     **{("XLNetRelativeAttention", leaf): _square for leaf in "qkvor"},
     ("FunnelRelMultiheadAttention", "r_kernel"): _square,
     ("Gemma3MultiModalProjector", "mm_input_projection_weight"): _transposed,
     ("T5Gemma2MultiModalProjector", "mm_input_projection_weight"): _transposed,
     ("XCLIPModel", "prompts_visual_projection"): _transposed,
-    ("MoshiFlexibleLinear", "weight"): _batched,  # a projection for each codebook
-    # A dense projection for each block of channels.
+    ("MoshiFlexibleLinear", "weight"): _batched,  # one projection per codebook
+    # One dense projection per block of channels.
     ("ZambaMambaMixer", "x_proj_weight"): _batched,
     ("ZambaMambaMixer", "dt_proj_weight"): _batched,
     ("RecurrentGemmaRglru", "input_gate_weight"): _batched_transposed,
     ("RecurrentGemmaRglru", "recurrent_gate_weight"): _batched_transposed,
     ("DeepseekV4GroupedLinear", "weight"): lambda linear, shape: {"stacked": linear.n_groups},
-    # Experts below one another in two dimensions.
+    # Experts stacked below one another in two dimensions.
     ("DbrxExpertGLU", "w1"): lambda experts, shape: {"stacked": experts.moe_num_experts},
     ("DbrxExpertGLU", "v1"): lambda experts, shape: {"stacked": experts.moe_num_experts},
     ("DbrxExpertGLU", "w2"): lambda experts, shape: {"stacked": experts.moe_num_experts, "transposed": True},
@@ -72,14 +72,14 @@ _MULTIPLIED: dict[tuple[str, str], Callable[[Any, Sequence[int]], Fields | str]]
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """Names of a module's class and of those it derives from; FSDP2 and parametrizations derive new ones."""
+    """Return the names of a module's class and its bases: FSDP2 and parametrizations derive new classes."""
     return [base.__name__ for base in type(module).__mro__]
 
 
 def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """Map the id of each parameter to its places: path of a module that has it, this module, its name there.
+    """Map each parameter's id to its places: the path of the owning module, the module, the name in it.
 
-    A tensor that a parametrization is made of is at the place of the tensor that it makes.
+    The source tensor of a parametrization is at the place of the tensor that it produces.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -98,7 +98,7 @@ def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
 
 
 def _normalized(parametrizations: nn.Module) -> str | None:
-    """The name of the weight in a list of parametrizations; None unless torch's normalizations are all in it."""
+    """Return the weight's name in a list of parametrizations; None unless it is one of torch's normalizations alone."""
     kinds = [type(module).__name__ for module in parametrizations.children()]
     if len(kinds) != 1 or kinds[0] not in _compat.NORMALIZED:
         return None
@@ -106,15 +106,15 @@ def _normalized(parametrizations: nn.Module) -> str | None:
 
 
 def reading(module: nn.Module, leaf: str, shape: Sequence[int]) -> Fields | str:
-    """How activations are multiplied with a parameter of two or more dimensions.
+    """Return how a parameter of two or more dimensions multiplies activations.
 
     Args:
-        module: has the parameter.
-        leaf: the parameter's name there.
-        shape: of the parameter.
+        module: the module that owns the parameter.
+        leaf: the parameter's name in the module.
+        shape: shape of the parameter.
 
     Returns:
-        The fields of its `MatrixLayout`, or as a str what it is otherwise.
+        The fields of its `MatrixLayout`; a str that describes the parameter if it does not multiply activations.
     """
     names = class_names(module)
     for name in names:
@@ -146,14 +146,14 @@ def reading(module: nn.Module, leaf: str, shape: Sequence[int]) -> Fields | str:
 
 
 def unknown(module: nn.Module) -> str:
-    """What `reading` says of a parameter that nothing is known of."""
+    """Return the answer of `reading` for a parameter of unknown use."""
     return f"{type(module).__name__} is not known to multiply activations with it"
 
 
 def adapters_of_experts(model: nn.Module) -> dict[int, str]:
-    """Map the ids of PEFT's adapters of expert stacks to what they are.
+    """Map the parameter ids of PEFT's adapters for expert stacks to a description.
 
-    One tensor holds the adapters of all experts: side by side in lora_A, and interleaved along the inputs in lora_B.
+    One tensor holds the adapters of all experts: side by side in lora_A, interleaved along the inputs in lora_B.
     """
     wrappers = [module for module in model.modules() if getattr(module, "num_experts", 1) > 1]
     wrappers = [wrapper for wrapper in wrappers if "ParamWrapper" in class_names(wrapper)]
@@ -162,22 +162,22 @@ def adapters_of_experts(model: nn.Module) -> dict[int, str]:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module is a table that rows are looked up in, by its type or, if that multiplies nothing, its name."""
+    """Return whether a module is a lookup table, judging by its type, then by the names of its classes."""
     if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS)):
         return False  # such as a PatchEmbedding that derives from a convolution
     return isinstance(module, _EMBEDDINGS) or any(name.endswith("Embedding") for name in class_names(module))
 
 
 def _is_like_linear(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a module states the sizes that its weight has, as linear layers of other libraries do."""
+    """Return whether a module states its weight's sizes, as linear layers of other libraries do."""
     return tuple(shape) == (getattr(module, "out_features", None), getattr(module, "in_features", None))
 
 
 @functools.cache
 def linear_weights(kind: type) -> Mapping[str, int]:
-    """Parameters that the code of a class hands to `torch.nn.functional.linear` as they are, to their dimensions.
+    """Map the parameters that a class's code passes to `torch.nn.functional.linear` to their number of dimensions.
 
-    Two for `linear(x, self.weight)`, three for `linear(x, self.weight[expert])`. Without source code there are none.
+    Two for `linear(x, self.weight)`, three for `linear(x, self.weight[expert])`. Empty without source code.
     """
     found: dict[str, int] = {}
     for base in kind.__mro__:
@@ -241,8 +241,8 @@ def _falcon(attention: Any, out: int) -> tuple[int, ...]:
     return _thirds_of_each_head(attention, out)
 
 
-# Names of a fused projection and of the class it is in, to sizes along its output dimension. The same name means other
-# orders in other models, so the class decides.
+# Fused projection and its parent's class, to sizes along the output dimension. The class decides: one name stands for
+# different orders in different models.
 _FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
     ("c_attn", "GPT2Attention"): _gpt2,
     ("c_attn", "DecisionTransformerGPT2Attention"): _gpt2,
@@ -258,7 +258,7 @@ _FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
         a.config.num_attention_heads * a.head_dim, out
     ),
     ("qkv_proj", "MiniMaxLightningAttention"): _thirds_of_each_head,
-    ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one a logical TPU core
+    ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one per logical TPU core
     ("Wqkv", "MptAttention"): _thirds,
     ("Wqkv", "ModernBertAttention"): _thirds,
     ("Wqkv", "DbrxAttention"): lambda a, out: _query_and_rest(a.hidden_size, out),
@@ -272,7 +272,7 @@ _FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
 def fused_parts(
     modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Sizes of the projections known to be fused in a weight of shape `matrix`; None if it is one."""
+    """Return the sizes of the projections fused in a weight of shape `matrix`; None for a single one."""
     module = modules[path]
     out, cols = matrix[-2:]
     if leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention):

@@ -1,7 +1,7 @@
-"""How a parameter becomes the matrices that are orthogonalized, and which parameters of a model do not.
+"""Turn parameters into the matrices to orthogonalize, and find the parameters of a model to leave out.
 
 Orthogonalization and its scale depend on which dimension is the output, and on what counts as one matrix. A
-`MatrixLayout` says both; `of_model` finds it from the modules of a model.
+`MatrixLayout` says both; `of_model` derives it from the modules of a model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mars_hf.groups import heads, known_models
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a parameter of two or more dimensions becomes (out, in) matrices.
+    """Describe the (out, in) matrices in a parameter of two or more dimensions.
 
     Attributes:
         transposed: the parameter is stored (in, out): Conv1D of transformers, transposed convolutions, some experts.
-        parts: sizes along the output dimension of the projections fused in it, each a matrix of its own; None for one
-            matrix. Where they add up to a fraction of that dimension they repeat: (d, d, d) with 3 heads d d d rows
-            each is query, key and value of the first head, then of the second, and so on.
-        batched: the first dimension counts matrices (experts). Otherwise all dimensions but the output are one: a
+        parts: sizes of fused projections along the output dimension, each a matrix of its own; None for one matrix.
+            If they add up to a fraction of that dimension, they repeat: (d, d, d) with 3 heads of d d d rows each is
+            query, key and value of the first head, then of the second, and so on.
+        batched: the first dimension counts matrices (experts). Otherwise all dimensions but the output merge: a
             convolution (out, in, height, width) is a matrix (out, in * height * width).
-        stacked: the first dimension holds this many matrices one below another, (experts * out, in).
+        stacked: the first dimension holds this many matrices below one another, (experts * out, in).
     """
 
     transposed: bool = False
@@ -39,22 +39,22 @@ class MatrixLayout:
 
 
 def to_plain(layout: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a parameter group keeps of a layout: a dict of its fields, which any checkpoint can hold."""
+    """Return a layout as parameter groups keep it: a dict of its fields, which any checkpoint can hold."""
     found = from_plain(layout)
     if found is None:
         return None
     fields = asdict(found)
     if found.stacked == 1:
-        del fields["stacked"]  # as in checkpoints that are older than this field
+        del fields["stacked"]  # checkpoints older than this field lack it
     return fields
 
 
 def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout | None:
-    """The layout that `to_plain` has written; fields left out have their defaults.
+    """Return the layout that `to_plain` wrote; missing fields have their defaults.
 
     Raises:
-        TypeError: an unknown field, or a value of another kind.
-        ValueError: parts that are no sizes, or `stacked` that is no number of matrices.
+        TypeError: an unknown field, or a value of another type.
+        ValueError: `parts` are not sizes, or `stacked` is not a number of matrices.
     """
     if value is None:
         return None
@@ -74,7 +74,7 @@ def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout |
 
 
 def of_shape(shape: Sequence[int]) -> MatrixLayout:
-    """The layout of a parameter of which nothing else is known: three dimensions are a batch of (out, in) matrices."""
+    """Return the default layout for a shape: three dimensions are a batch of (out, in) matrices."""
     return MatrixLayout(batched=len(shape) == 3)
 
 
@@ -91,17 +91,17 @@ def check(shape: Sequence[int], layout: MatrixLayout) -> None:
 
 
 def _unstacked(shape: Sequence[int], layout: MatrixLayout) -> tuple[Sequence[int], MatrixLayout]:
-    """The same matrices with a dimension of their own to count them."""
+    """Return shape and layout of the same matrices, with a dimension that counts stacked ones."""
     if layout.stacked == 1:
         return shape, layout
     return (layout.stacked, shape[0] // layout.stacked, *shape[1:]), replace(layout, batched=True, stacked=1)
 
 
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
-    """The parts of a parameter-shaped tensor, as views to write to.
+    """Return the parts of a parameter-shaped tensor as writable views.
 
     Returns:
-        One view a part, with the elements of `split`'s matrices in the same order, but dimensions not merged:
+        One view per part, with the elements of `split`'s matrices in the same order but unmerged dimensions:
         (experts, out, in), (out, in, height, width), and (repeats, size, in) for fused projections.
     """
     shape, layout = _unstacked(tensor.shape, layout)
@@ -117,7 +117,7 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
 
 
 def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int, ...]]:
-    """Shapes of the matrices in a parameter of this shape: (out, in), or (experts, out, in) if batched."""
+    """Return the shapes of the matrices in a parameter: (out, in), or (experts, out, in) if batched."""
     shape, layout = _unstacked(shape, layout)
     batch, rest = list(shape[: int(layout.batched)]), list(shape[int(layout.batched) :])
     if layout.transposed:
@@ -129,11 +129,11 @@ def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int,
 
 
 def split(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
-    """The matrices in a parameter-shaped tensor.
+    """Return the matrices in a parameter-shaped tensor.
 
     Returns:
-        One (out, in) matrix a part, or (experts, out, in) if batched: views where strides allow it, which is always
-        but for parts that repeat and for some transposed or channels-last convolutions.
+        One (out, in) matrix per part, or (experts, out, in) if batched. They are views, except for parts that repeat
+        and for some transposed or channels-last convolutions, whose strides do not allow it.
     """
     shapes = matrix_shapes(tensor.shape, layout)
     return [view.reshape(shape) for view, shape in zip(views(tensor, layout), shapes, strict=True)]
@@ -142,26 +142,26 @@ def split(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
 def of_model(
     model: nn.Module, *, split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto"
 ) -> dict[str, MatrixLayout]:
-    """Layouts of all parameters with two or more dimensions, embeddings included.
+    """Return the layouts of all parameters with two or more dimensions, embeddings included.
 
     Args:
         model: any module.
-        split_fused: which projections are split into their parts.
+        split_fused: projections to split into their parts.
 
-            - `"auto"`: those known to be fused (the table is `_FUSED` in this file): query, key and value in
-              transformers' GPT-2, GPTBigCode, GPT-NeoX, BLOOM, Falcon, Persimmon, CodeGen, MPT, DBRX, ModernBERT,
-              Phi-3 and 4, MiniMax, Bark and DeBERTa, in any module's `qkv` with three times as many outputs as
-              inputs, and in `nn.MultiheadAttention`; gate and up in `gate_up_proj`. Interleaved ones (a head's query,
-              key and value side by side) are taken apart as they are computed. Anything unknown stays one matrix.
-            - `"none"`: nothing, as reference implementations do.
-            - shell patterns of parameter names to sizes along the output dimension, see `MatrixLayout.parts`: these
-              and no others. The first match counts; each pattern must match a parameter.
+            - `"auto"`: known fused ones (table `_FUSED` in `known_models`). Query, key and value in transformers'
+              GPT-2, GPTBigCode, GPT-NeoX, BLOOM, Falcon, Persimmon, CodeGen, MPT, DBRX, ModernBERT, Phi-3 and 4,
+              MiniMax, Bark and DeBERTa, in any module's `qkv` with three times as many outputs as inputs, and in
+              `nn.MultiheadAttention`; gate and up in `gate_up_proj`. Interleaved ones (a head's query, key and value
+              side by side) are split the way the model computes them. Anything unknown stays one matrix.
+            - `"none"`: none, as in reference implementations.
+            - a mapping of shell patterns of parameter names to sizes along the output dimension (see
+              `MatrixLayout.parts`): these only. The first match counts; each pattern must match a parameter.
 
     Returns:
-        Names, as `model.named_parameters()` gives them, to layouts.
+        A mapping of names, as in `model.named_parameters()`, to layouts.
 
     Raises:
-        ValueError: sizes that do not fit, a pattern that matches nothing, or a `split_fused` of another kind.
+        ValueError: sizes that do not fit, a pattern that matches nothing, or a `split_fused` of another type.
     """
     if isinstance(split_fused, str) and split_fused not in ("auto", "none"):
         raise ValueError(f"split_fused={split_fused!r}: 'auto', 'none' or a mapping of name patterns to sizes")
@@ -197,22 +197,21 @@ def left_out(
     adamw: Sequence[str] = (),
     projections: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Find the parameters with two or more dimensions that must not be orthogonalized, and say why.
+    """Return the parameters of two or more dimensions that must not be orthogonalized, with reasons.
 
-    Weights that activations are multiplied with are orthogonalized: those of linear layers, convolutions without
-    groups, attention, recurrent layers and experts, by the modules that have them (`known_models.reading`). All else is
-    left out: embeddings, tables of positions and tokens, scales, single rows and columns, and parameters of modules
-    that nothing is known of. Heads, which turn hidden states into scores, and whatever is tied to a head or an
-    embedding are left out as well.
+    Weights that multiply activations are orthogonalized: those of linear layers, ungrouped convolutions, attention,
+    recurrent layers and experts (see `known_models.reading`). Everything else is left out: embeddings, tables of
+    positions and tokens, scales, single rows and columns, and parameters of unknown modules. So are heads, which turn
+    hidden states into scores, and parameters tied to a head or an embedding.
 
     Args:
         model: any module.
-        orthogonalize_embeddings: treat embeddings and heads like other weights.
-        adamw: shell patterns of further names; each must match a parameter.
-        projections: shell patterns of names to take for weights where nothing is known of their module.
+        orthogonalize_embeddings: True treats embeddings and heads like other weights.
+        adamw: shell patterns of further names to leave out; each must match a parameter.
+        projections: shell patterns of names to treat as weights if their module is unknown.
 
     Returns:
-        Names, as `model.named_parameters()` gives them, to reasons.
+        A mapping of names, as in `model.named_parameters()`, to reasons.
 
     Raises:
         ValueError: a pattern matches nothing.
@@ -249,7 +248,7 @@ def left_out(
 def _reading(
     places: Sequence[tuple[str, nn.Module, str]], shape: Sequence[int]
 ) -> tuple[str, nn.Module, str, known_models.Fields | str]:
-    """The place where activations are multiplied with a parameter, and how; else its first place and what it is."""
+    """Return the place where a parameter multiplies activations, and how; otherwise its first place and what it is."""
     readings = [(*place, known_models.reading(place[1], place[2], shape)) for place in places]
     return next((found for found in readings if not isinstance(found[-1], str)), readings[0])
 

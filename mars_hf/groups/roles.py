@@ -1,4 +1,4 @@
-"""Which rule the parameters of a group take, and how a group is split by role."""
+"""Assign rules to parameter groups, and split groups by role."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mars_hf.groups.settings import (
 
 
 def role_of(param: Tensor, matrix_ndim: str) -> str:
-    """`matrix` or `vector` by the number of dimensions: two or more (`">=2"`), or exactly two (`"==2"`)."""
+    """Return `matrix` for two or more dimensions (`">=2"`) or exactly two (`"==2"`), else `vector`."""
     ndim = len(shape_of(param))
     return "matrix" if (ndim == 2 if matrix_ndim == "==2" else ndim >= 2) else "vector"
 
 
 def takes_mars(group: Mapping[str, Any]) -> bool:
-    """Whether the parameters of an optimizer's group take the MARS rule; plain AdamW otherwise."""
+    """Return whether an optimizer's group uses the MARS rule; otherwise it uses plain AdamW."""
     return bool(group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"]))
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
-    """The rule that the parameters of an optimizer's group take: a `mars_type`, or plain `adamw`."""
+    """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
     if not takes_mars(group):
         return "adamw"
     if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
@@ -43,27 +43,26 @@ def rule_of(group: Mapping[str, Any]) -> str:
 
 
 def orthogonalizes(group: Mapping[str, Any]) -> bool:
-    """Whether the first moments of an optimizer's group are orthogonalized."""
+    """Return whether an optimizer's group orthogonalizes its first moments."""
     return rule_of(group) in ORTHOGONAL_TYPES
 
 
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split one parameter group into matrices, vectors and embeddings, in this order, each in the order given.
 
-    A part without parameters is left out (a group that had none stays, as a matrix group). A group that states its
-    `role` is not split. What a group states itself holds for all of its parameters, except that vectors take
-    `lr_1d`, `betas_1d` and `weight_decay_1d` where the group states those, and that a stated `lr` is the matrices':
-    vectors take it times the ratio lr_1d / lr of the defaults (where lr_1d is None 1/2, or 1 for mars-m). Embeddings,
-    which are only what a group states to be such, have the settings of vectors.
+    Empty parts are omitted; an empty group stays, as a matrix group. A group with a `role` is not split. A group's own
+    settings apply to all its parameters, with two exceptions for vectors: `lr_1d`, `betas_1d` and `weight_decay_1d`
+    override the plain settings, and the group's `lr` is scaled by the ratio lr_1d / lr of the defaults (with
+    lr_1d=None: 1/2, or 1 for mars-m). Embeddings, which only a group's `role` declares, have the settings of vectors.
 
     Args:
-        group: a dict with `params` (a tensor, an iterable of tensors, or of (name, tensor) pairs) and any
-            hyperparameter of `Mars`; other keys are carried along.
+        group: a dict with `params` (a tensor, or an iterable of tensors or (name, tensor) pairs) and any
+            hyperparameter of `Mars`; other keys are kept.
         defaults: every hyperparameter of `Mars`.
 
     Raises:
-        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group whose role is
-            `matrix`, a layout that does not fit, `capturable` with a rule that orthogonalizes.
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
+            a layout that does not fit, or `capturable` with a rule that orthogonalizes.
     """
     reject_misspelled(group, "parameter group")
     check(group)
@@ -104,7 +103,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
 
 
 def _check_orthogonal(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for matrices that are to be orthogonalized and cannot be."""
+    """Raise ValueError if the group's rule orthogonalizes and a matrix or setting does not allow it."""
     if not orthogonalizes(group):
         return
     if group["capturable"]:
@@ -119,7 +118,7 @@ def _check_orthogonal(group: Mapping[str, Any]) -> None:
 
 
 def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Learning rate, betas and decay of the vectors or embeddings of a group, which take AdamW."""
+    """Return learning rate, betas and decay for the vectors or embeddings of a group, which use AdamW."""
     ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]
@@ -137,7 +136,7 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Warn if a cyclic schedule has given matrices and vectors one rate, where their rates have another ratio."""
+    """Warn if a cyclic schedule gives matrices and vectors the same rate although their rates differ."""
     peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
     lr_1d = _vector_settings({}, defaults)["lr"]
     if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:

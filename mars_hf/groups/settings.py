@@ -1,4 +1,4 @@
-"""Every setting of MARS, in one table: name, default, accepted values, and who else reads it."""
+"""List every setting of MARS in one table: name, default, accepted values, and its other readers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ROLES = ("matrix", "vector", "embedding")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting.
+    """Describe one setting.
 
     Attributes:
         name: keyword of `Mars` or `create`, and key of a parameter group.
-        default: as in the signature.
+        default: default value, equal to the signature's.
         kind: accepted values.
-        scope: `"group"`: a key of every parameter group. `"1d"`: consumed when a group is split by role, because the
-            vectors' own `lr`, `betas` and `weight_decay` take its value and schedulers see one of each. `"model"`: an
-            option of `create`, for models only.
-        is_live: whether every step reads it anew. A change of any other setting sorts the buckets again, so that a
-            forgotten entry costs time and never correctness.
-        is_orthogonal: whether only rules that orthogonalize have it.
+        scope: `"group"`: a key of every parameter group. `"1d"`: used up when a group is split by role; it becomes the
+            vectors' `lr`, `betas` or `weight_decay`, so schedulers see one of each. `"model"`: an option of `create`,
+            for models only.
+        is_live: whether every step reads it. A change of any other setting sorts the buckets again, so a forgotten
+            entry costs time, never correctness.
+        is_orthogonal: whether it applies only to rules that orthogonalize.
         in_card: whether the model card has a column for it.
-        is_announced: whether the first line of a run names it among the defaults in force.
-        help: for command lines; one line.
+        is_announced: whether the first log line of a run lists it among the defaults in force.
+        help: one line for command lines.
     """
 
     name: str
@@ -101,7 +101,7 @@ _TABLE = (
         in_card=True,
         is_orthogonal=True,
     ),
-    # The entries of a first moment are below what float16 holds.
+    # No float16: the entries of a first moment underflow in it.
     Setting("ns_dtype", None, optional_dtype(*DTYPES[1:]), "Of Newton-Schulz; left out: bfloat16.", is_orthogonal=True),
     Setting(
         "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True
@@ -149,21 +149,21 @@ _TABLE = (
     ),
 )
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
-# Of `Mars`, and of `create` besides.
+# Defaults of `Mars`, and of the options that only `create` has.
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
 MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
-# What a parameter group may state besides its parameters.
+# Settings that a parameter group may contain.
 GROUP_KEYS = tuple(setting.name for setting in _TABLE if setting.scope == "group")
 KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
 ORTHOGONAL_KEYS = tuple(setting.name for setting in _TABLE if setting.is_orthogonal)
-# Those whose change sorts the buckets again.
+# A change of one of these sorts the buckets again.
 STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if not SETTINGS[name].is_live))
-# The halves of a pair, for what holds neither commas nor tuples in a value.
+# Names for the halves of a pair, where a value can hold neither commas nor tuples.
 PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
-# Bookkeeping of groups, ours and torch's; it changes no arithmetic. `gamma_of_average` is the gamma of the steps behind
-# exp_avg, where no last gradient is kept; `left_out` says which matrices are not orthogonalized, and why.
+# Bookkeeping keys of groups, ours and torch's; they change no arithmetic. `gamma_of_average` is the gamma of the steps
+# behind exp_avg, for states without last gradient; `left_out` maps matrices that are not orthogonalized to reasons.
 LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out")
-# What other libraries call our settings: carried as a label they would be ignored silently.
+# Other libraries' names for our settings: kept as labels, they would be ignored silently.
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "step_size"), "lr"),
     **dict.fromkeys(("wd", "adam_weight_decay"), "weight_decay"),
@@ -174,11 +174,11 @@ _OTHER_NAMES = {
 
 
 class UnknownHyperparameterError(TypeError, ValueError):
-    """A setting MARS does not have: as a keyword a TypeError, as a key of a group or of `optim_args` a ValueError."""
+    """Raised for an unknown setting: a TypeError as a keyword, a ValueError as a key of a group or of `optim_args`."""
 
 
 def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str) -> None:
-    """Raise UnknownHyperparameterError, naming the accepted ones, if `names` holds any other."""
+    """Raise UnknownHyperparameterError, listing the accepted names, if `names` has any other."""
     accepted = tuple(accepted)
     unknown = [name for name in names if name not in accepted]
     if unknown:
@@ -188,9 +188,9 @@ def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str) ->
 
 
 def reject_misspelled(names: Iterable[str], where: str) -> None:
-    """Raise UnknownHyperparameterError for names that are nearly those of settings; others are somebody's labels.
+    """Raise UnknownHyperparameterError for names close to a setting's; others pass as labels.
 
-    Schedulers and wrappers put keys of their own into groups (`lr_scale`, `rho`, `max_lr`), which torch carries along.
+    Schedulers and wrappers add keys of their own to groups (`lr_scale`, `rho`, `max_lr`), which torch keeps.
     """
     settings = (*GROUP_KEYS, *KEYS_1D, "role")
     for name in names:
@@ -209,7 +209,7 @@ def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
     """Return the coefficients of each Newton-Schulz step, from `ns_coefficients` and `ns_steps`.
 
     Raises:
-        ValueError: a schedule whose length is not `ns_steps`.
+        ValueError: the schedule's length is not `ns_steps`.
     """
     given, steps = settings["ns_coefficients"], settings["ns_steps"]
     schedule: Any = SCHEDULES[given] if isinstance(given, str) else given
@@ -224,7 +224,7 @@ def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError at the first setting with a value MARS cannot use; other keys are not looked at."""
+    """Raise ValueError at the first setting with a value that MARS cannot use; ignore other keys."""
     for name, value in settings.items():
         if name == "role":
             one_of(*ROLES).check(name, value)
@@ -239,7 +239,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checked settings in types that any checkpoint can hold: NumPy's numbers become Python's, pairs tuples."""
+    """Return checked settings as plain types for checkpoints: NumPy numbers become Python's, pairs tuples."""
     return {name: _plain(name, value) for name, value in settings.items()}
 
 
@@ -253,14 +253,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def read(name: str, text: str) -> Any:
-    """Return the value that a string stands for, such as a value of `optim_args`: `none` is None.
+    """Parse a setting's value from a string, as in `optim_args`; `none` means None.
 
     Args:
-        name: of a setting, or of half a pair (`beta1`).
-        text: of its value.
+        name: name of a setting, or of half a pair (`beta1`).
+        text: the value as text.
 
     Raises:
-        ValueError: the string is no value of this kind.
+        ValueError: the string is not a value of this kind.
     """
     if text.lower() in ("none", "null") and name != "split_fused":
         return None
@@ -269,5 +269,5 @@ def read(name: str, text: str) -> Any:
 
 
 def lr_1d_ratio(mars_type: str) -> float:
-    """Return the share of lr that lr_1d=None stands for: that of every published configuration."""
+    """Return the ratio lr_1d / lr that lr_1d=None stands for: that of every published configuration."""
     return 1.0 if mars_type == "mars-m" else 0.5

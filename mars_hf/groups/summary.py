@@ -1,4 +1,4 @@
-"""What `print(optimizer)` shows."""
+"""Summarize parameter groups for `print(optimizer)`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars_hf.groups.roles import rule_of
 
 
 def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
-    """A table of parameter groups, and below it what is not orthogonalized: names by reason, digits as `*`."""
+    """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`."""
     rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
     left_out: dict[str, list[str]] = {}
     for group in param_groups:

@@ -1,4 +1,4 @@
-"""The kinds of values that settings take: how each is checked, and read from a string."""
+"""Define the kinds of values that settings accept: how to check each and how to parse it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of value.
+    """Describe one kind of value.
 
     Attributes:
-        check: raises ValueError, naming setting and value, for what is not of this kind.
-        type: of one value on a command line; None if a command line cannot hold it.
-        read: makes a value of a string.
-        is_number: whether any other number type (NumPy's) becomes a float.
+        check: raises ValueError, naming setting and value, for a value of another kind.
+        type: type of one value on a command line; None if a command line cannot hold it.
+        read: parses a value from a string.
+        is_number: whether other number types (NumPy's) become floats.
     """
 
     check: Callable[[str, Any], None]
@@ -33,23 +33,23 @@ class Kind:
 
 
 def dtype_of(value: str | torch.dtype) -> torch.dtype:
-    """Return the dtype that a setting names ("bfloat16", "torch.bfloat16"), or is."""
+    """Return the dtype of a setting: a torch.dtype, or its name ("bfloat16", "torch.bfloat16")."""
     return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
 
 
 def is_triple(value: Any) -> bool:
-    """Tell whether a value is three finite numbers: the coefficients of one Newton-Schulz step."""
+    """Return whether a value is three finite numbers: the coefficients of one Newton-Schulz step."""
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         return False
     return all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
 
 
 def one_of(*accepted: str, words: Mapping[str, str] | None = None) -> Kind:
-    """Return the kind of a few names.
+    """Return a kind that accepts a few names.
 
     Args:
         *accepted: the names.
-        words: what a string holds in their place, where it cannot hold them; None for the names themselves.
+        words: spellings to parse from strings that cannot hold the names; None parses the names themselves.
     """
 
     def check(name: str, value: Any) -> None:
@@ -70,7 +70,7 @@ def one_of(*accepted: str, words: Mapping[str, str] | None = None) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """Return a kind that also takes None."""
+    """Return a kind that also accepts None."""
 
     def check(name: str, value: Any) -> None:
         if value is not None:
@@ -80,7 +80,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def optional_dtype(*accepted: str) -> Kind:
-    """Return the kind of a dtype or its name, or None."""
+    """Return a kind that accepts a dtype, its name, or None."""
 
     def check(name: str, value: Any) -> None:
         if value is not None and str(value).removeprefix("torch.") not in accepted:
@@ -154,7 +154,7 @@ def _layout(name: str, value: Any) -> None:
 
 
 def _unchecked(name: str, value: Any) -> None:
-    """Leave the check to the function that uses the value."""
+    """Accept anything; the function that uses the value checks it."""
 
 
 def _read_number(kind: Callable[[str], float]) -> Callable[[str, str], Any]:
@@ -179,7 +179,7 @@ def _read_list(name: str, text: str) -> list[str]:
 
 
 def patterns(given: str | Iterable[str]) -> list[str]:
-    """Return shell patterns as a list; one alone may be a string."""
+    """Return shell patterns as a list; a single one may be a string."""
     return [given] if isinstance(given, str) else list(given)
 
 

@@ -1,7 +1,7 @@
-"""The tensors of a step, sorted into buckets: lists that one backend call takes.
+"""Sort the tensors of a step into buckets: lists that one backend call takes.
 
-`plan_buckets` decides which tensors go together; `fill_bucket` picks those that the parameters, their `.grad` and the
-state have at that moment.
+`plan_buckets` decides which tensors go together; `fill_bucket` picks the current tensors of parameters, `.grad` and
+state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mars_hf.distributed.placement import Group, Placement, cut, shares
 from mars_hf.groups.roles import takes_mars
 from mars_hf.step import looks, states
 
-# The list of a bucket that each state is in.
+# State key to the bucket's list.
 _LISTS = {
     "exp_avg": "exp_avgs",
     "exp_avg_sq": "exp_avg_sqs",
@@ -31,37 +31,37 @@ _LISTS = {
 
 
 class Entry(NamedTuple):
-    """A parameter of the step: it has a gradient."""
+    """A parameter with a gradient, as the step sees it."""
 
     param: Tensor
     state: dict[str, Any]
-    group: int  # its place among the optimizer's groups
-    slot: int  # its place among all parameters
+    group: int  # index of the parameter group
+    slot: int  # index among all parameters
 
     @property
     def gradient(self) -> Tensor:
-        """The parameter's gradient."""
+        """Return the parameter's gradient."""
         assert self.param.grad is not None
         return self.param.grad
 
 
 @dataclass
 class Bucket:
-    """Pieces of parameters of one group that live on one device, share their dtypes and go to one backend.
+    """Hold pieces of one group's parameters with one device, the same dtypes and one backend.
 
-    A piece is a whole tensor, or the stretch of an engine's flat tensor that belongs to one parameter. All lists have
-    one entry a piece, or are empty where the rule needs none.
+    A piece is a whole tensor, or one parameter's part of an engine's flat tensor. Each list has one entry per piece, or
+    is empty if the rule does not need it.
     """
 
     group: dict[str, Any]
     backend: Backend
     moves_gradients: bool = False
-    chunk: Hashable = None  # equal for buckets whose matrices are orthogonalized together; None for no such rule
-    is_sharded: bool = False  # whether the other pieces of its parameters are on other ranks
-    process_group: Group = None  # of those ranks
-    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # of the optimizer's tensors, for a chunk
-    owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that a piece is of
-    owned: list[dict[str, Any]] = field(default_factory=list)  # their states
+    chunk: Hashable = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
+    is_sharded: bool = False  # whether other ranks hold the other pieces of its parameters
+    process_group: Group = None  # those ranks
+    placements: dict[Tensor, Placement | None] = field(default_factory=dict)  # by the optimizer's tensor; for chunks
+    owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that each piece belongs to
+    owned: list[dict[str, Any]] = field(default_factory=list)  # the states of the owners
     params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
@@ -70,34 +70,34 @@ class Bucket:
     last_grads: list[Tensor] = field(default_factory=list)
     compensations: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    shares: list[float] = field(default_factory=list)  # how much of its parameter a piece is
-    slots: list[int] = field(default_factory=list)  # of the parameters
-    starts: list[int] = field(default_factory=list)  # where in its parameter a piece begins
+    shares: list[float] = field(default_factory=list)  # each piece's fraction of its parameter
+    slots: list[int] = field(default_factory=list)  # the parameters' slots
+    starts: list[int] = field(default_factory=list)  # where in its parameter each piece begins
 
     @property
     def mars(self) -> bool:
-        """Whether these take the MARS rule; plain AdamW otherwise."""
+        """Return whether the bucket uses the MARS rule; otherwise it uses plain AdamW."""
         return takes_mars(self.group)
 
     @property
     def k(self) -> float:
-        """Weight of the correction."""
+        """Return the weight of the correction, gamma beta1 / (1 - beta1); 0 without last gradients."""
         beta1 = float(self.group["betas"][0])
         return float(self.group["gamma"]) * beta1 / (1 - beta1) if self.last_grads else 0.0
 
     def pieces(self) -> Iterator[Bucket]:
-        """Return buckets of one piece each."""
+        """Yield buckets of one piece each."""
         lists = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
         for index in range(len(self.params)):
             yield replace(self, **{name: getattr(self, name)[index : index + 1] for name in lists})
 
     def add_whole(self, entries: Sequence[Entry], keys: Iterable[str], copied: Iterable[int]) -> None:
-        """Do what `add` does for each of these, all of them whole and plain, list by list: it is done at every step.
+        """Fill an empty bucket with whole, plain tensors, list by list: faster than `add`, for every step.
 
         Args:
-            entries: the tensors, with their gradients and states; the first ones of the bucket.
-            keys: of the states that the rule takes.
-            copied: places of those whose gradients are taken as copies.
+            entries: parameters with gradients and states; the first ones of the bucket.
+            keys: keys of the states that the rule uses.
+            copied: indices of entries whose gradients are copied.
         """
         self.params = [entry.param for entry in entries]
         self.owners = self.params
@@ -118,9 +118,9 @@ class Bucket:
 
         Args:
             entry: the tensor, with its gradient and state.
-            placement: where its pieces belong; None for a whole parameter.
-            keys: of the states that the rule takes.
-            copied: whether the gradient is taken as a copy laid out like the parameter.
+            placement: placement of its pieces; None for a whole parameter.
+            keys: keys of the states that the rule uses.
+            copied: whether to copy the gradient, with the parameter's strides.
         """
         param, state = entry.param, entry.state
         here = dtensors.local(param.detach()) if placement is not None or dtensors.is_dtensor(param) else param
@@ -143,7 +143,7 @@ class Bucket:
             self.is_sharded, self.process_group = True, placement.group
 
     def cut(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return pieces, as `params` has them, of tensors like the optimizer's."""
+        """Cut tensors shaped like the optimizer's into the pieces of `params`."""
         pieces = []
         for tensor, placement in zip(tensors, self.placements.values(), strict=True):
             pieces += cut(tensor, placement)
@@ -152,15 +152,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a bucket is made: everything about it but its tensors."""
+    """Describe how to fill a bucket: everything but its tensors."""
 
     group: int
     backend: Backend
     moves: bool
     chunk: Hashable
-    keys: tuple[str, ...]  # of the states it takes
-    places: list[int]  # of its parameters among the entries
-    copied: set[int]  # those whose gradients lie in memory otherwise than the backend needs them
+    keys: tuple[str, ...]  # keys of the states that the rule uses
+    places: list[int]  # indices of its parameters among the entries
+    copied: set[int]  # places of gradients that do not suit the backend and are copied
 
 
 def plan_buckets(
@@ -169,13 +169,13 @@ def plan_buckets(
     placements: Mapping[Tensor, Placement],
     chunks: Mapping[Tensor, Hashable] | None = None,
 ) -> list[Recipe]:
-    """Decide which entries are updated together, and fill states where they lack something.
+    """Decide which entries are updated together, and add missing buffers to their states.
 
     Args:
-        param_groups: of the optimizer.
-        entries: of the step.
-        placements: of the sharded parameters.
-        chunks: of the parameters that are to be orthogonalized, see `Bucket.chunk`; None where there are none.
+        param_groups: the optimizer's groups.
+        entries: the step's entries.
+        placements: placements of the sharded parameters.
+        chunks: the chunk of each parameter to orthogonalize, see `Bucket.chunk`; None means none.
     """
     chunks = chunks or {}
     needed = [states.fill(entry.param, param_groups[entry.group], entry.state) for entry in entries]
@@ -216,7 +216,7 @@ def fill_bucket(
     entries: Sequence[Entry],
     placements: Mapping[Tensor, Placement],
 ) -> Bucket:
-    """Pick the tensors of a bucket."""
+    """Fill a bucket with the current tensors."""
     group = param_groups[recipe.group]
     bucket = Bucket(group, recipe.backend, moves_gradients=recipe.moves, chunk=recipe.chunk)
     own = [entries[place] for place in recipe.places]
@@ -230,7 +230,7 @@ def fill_bucket(
 
 
 def entries_of(param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Tensor, dict[str, Any]]) -> list[Entry]:
-    """Return the parameters that have a gradient, with a new state, not kept yet, where there is none."""
+    """Return the parameters that have a gradient; one without a state gets a new dict, not stored yet."""
     entries = []
     slot = 0
     for index, group in enumerate(param_groups):
@@ -243,7 +243,7 @@ def entries_of(param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Te
 
 
 def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
-    """Tell whether the gradient itself may become the last gradient: it owns its memory, and looks like it."""
+    """Return whether the gradient tensor itself may become the last gradient: same look, memory of its own."""
     grad, last = entry.param.grad, entry.state.get("last_grad")
     if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:
         return False
@@ -254,7 +254,7 @@ def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
 
 
 def _sharing(entries: Sequence[Entry], needed: Sequence[Iterable[str]]) -> set[int]:
-    """Places of entries that share memory with another tensor of the step: they are updated one after the other."""
+    """Return the places of entries that share memory with another tensor of the step: they update one by one."""
     tensors, places = [], []
     for place, (entry, keys) in enumerate(zip(entries, needed, strict=True)):
         own = [entry.param, entry.gradient, *(entry.state[key] for key in keys)]
@@ -264,7 +264,7 @@ def _sharing(entries: Sequence[Entry], needed: Sequence[Iterable[str]]) -> set[i
 
 
 def _is_dense(entry: Entry, keys: Iterable[str]) -> bool:
-    """Whether parameter and states lie in memory as kernels need them; of gradients a copy can be made."""
+    """Return whether the memory of parameter and states suits kernels; gradients can be copied instead."""
     if "compensation" in entry.state and entry.state["compensation"].dtype != torch.bfloat16:
         return False
     tensors = [dtensors.local(tensor) for tensor in (entry.param, *(entry.state[key] for key in keys))]
@@ -272,12 +272,12 @@ def _is_dense(entry: Entry, keys: Iterable[str]) -> bool:
 
 
 def _laid_out_like(param: Tensor, gradient: Tensor) -> Tensor:
-    """A copy of the gradient, with the parameter's strides."""
+    """Return a copy of the gradient with the parameter's strides."""
     return torch.empty_like(param, dtype=gradient.dtype, memory_format=torch.preserve_format).copy_(gradient)
 
 
 def _gradient_fits(entry: Entry, backend: Backend) -> bool:
     param, gradient = dtensors.local(entry.param), dtensors.local(entry.gradient)
     if not backend.is_flat:
-        return not gradient.is_neg()  # which PyTorch forgets between float16 and float32
+        return not gradient.is_neg()  # PyTorch loses the neg bit between float16 and float32
     return looks.is_plain(gradient) and looks.fill_alike([param, gradient])

@@ -1,4 +1,4 @@
-"""What a step refuses, before anything is changed."""
+"""Reject gradients, states and settings that a step cannot use, before anything changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars_hf.step import looks, states
 def check_averages(
     param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Tensor, Mapping[str, Any]], indices: Iterable[int]
 ) -> None:
-    """Raise RuntimeError if gamma has changed in groups whose first moments follow without a last gradient."""
+    """Raise RuntimeError if gamma has changed in groups that keep no last gradient."""
     for index in indices:
         group = param_groups[index]
         gamma, before = group["gamma"], group.get("gamma_of_average")
@@ -31,7 +31,7 @@ def check_averages(
 
 
 def check_gradient(param: Tensor) -> None:
-    """Raise RuntimeError for a gradient MARS cannot use."""
+    """Raise RuntimeError for a gradient that MARS cannot use."""
     grad = param.grad
     if grad is None:
         return
@@ -66,7 +66,7 @@ def check_gradient(param: Tensor) -> None:
 
 
 def check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Raise RuntimeError for a state that does not fit its parameter, or has lost its last gradient."""
+    """Raise RuntimeError for a state that does not fit its parameter or lacks its last gradient."""
     states.check(param, state)
     if not states.lacks_last_grad(group, state):
         return

@@ -1,4 +1,4 @@
-"""What one step multiplies the gradients of a bucket by."""
+"""Hold the factors that one step applies to the gradients of a bucket."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mars_hf.step.buckets import Bucket
 
 @dataclass(frozen=True)
 class Correction:
-    """How gradients become corrected gradients: c = factor (g + k (g - last)), g = scale gradient.
+    """Hold the numbers in c = factor (g + k (g - last)), where g = scale * gradient.
 
     Attributes:
-        scale: of the gradients, 0-d; None is 1.
-        last_scales: of the last gradients, one a piece; None is 1.
-        factors: of the corrected gradients, one a piece; None is 1.
-        clips: whether the update itself takes the factors.
+        scale: scale of the gradients, 0-d; None means 1.
+        last_scales: scales of the last gradients, one per piece; None means 1.
+        factors: factors of the corrected gradients, one per piece; None means 1.
+        clips: whether the update computes the factors itself.
     """
 
     scale: Tensor | None = None
@@ -30,7 +30,7 @@ class Correction:
 
     @classmethod
     def before_norms(cls, bucket: Bucket) -> Correction:
-        """Return what is known before any norm is: the sign, and scales that the last step left."""
+        """Return the part that needs no norm: the sign, and the scales that the last step left."""
         ascends = bucket.group["maximize"] and bucket.params
         scale = torch.full((), -1.0, device=bucket.params[0].device) if ascends else None
         return cls(scale, _last_scales(bucket.owned))
@@ -43,12 +43,12 @@ class Correction:
 
 
 class Update(NamedTuple):
-    """A bucket that is ready for its update.
+    """A bucket ready for its update.
 
     Attributes:
-        bucket: its tensors.
-        correction: of its gradients.
-        directions: of its pieces, where the rule orthogonalizes; else empty.
+        bucket: the tensors.
+        correction: the correction of the gradients.
+        directions: one per piece if the rule orthogonalizes, else empty.
     """
 
     bucket: Bucket
@@ -56,17 +56,17 @@ class Update(NamedTuple):
     directions: Sequence[Tensor] = ()
 
     def pieces(self) -> Iterator[Update]:
-        """Return updates of one piece each."""
+        """Yield updates of one piece each."""
         for index, bucket in enumerate(self.bucket.pieces()):
             yield Update(bucket, self.correction.of_piece(index), self.directions[index : index + 1])
 
 
 def _last_scales(owned: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """What the last gradients in these states are still to be multiplied by, as one tensor; None for 1."""
+    """Return the scales that these states' last gradients still need, as one tensor; None means 1."""
     scales = [state.get("last_grad_scale") for state in owned]
     given = [scale for scale in scales if scale is not None]
     if not given:
         return None
-    if len(given) == len(scales) and all(scale is given[0] for scale in given):  # of one step
+    if len(given) == len(scales) and all(scale is given[0] for scale in given):  # from the same step
         return given[0].repeat(len(given))
     return torch.stack([torch.ones_like(given[0]) if scale is None else scale for scale in scales])

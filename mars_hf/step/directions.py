@@ -1,4 +1,4 @@
-"""From first moments to the directions of mars-shampoo and mars-m: orthogonalized matrices times their scale."""
+"""Turn first moments into the directions of mars-shampoo and mars-m: orthogonalized matrices times their scale."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mars_hf.groups.values import dtype_of
 
 _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 _MUON_EPS = 1e-7
-# Temporary tensors of up to 32 MB are taken from memory that the process has; larger ones cost a page fault every 4 KB.
+# The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 CHUNK_CPU = 2**22
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the first moment of one parameter becomes its direction.
+    """Describe how one parameter's first moment becomes its direction.
 
     Attributes:
-        rule: `"mars-shampoo"` or `"mars-m"`, which have different scales.
-        layout: of the parameter.
-        coefficients: of Newton-Schulz, a triple a step.
+        rule: `"mars-shampoo"` or `"mars-m"`; their scales differ.
+        layout: the parameter's layout.
+        coefficients: Newton-Schulz coefficients, one triple per step.
         eps: added to the norm of each matrix.
-        dtype: of the iteration.
+        dtype: dtype of the iteration.
     """
 
     rule: str
@@ -41,9 +41,10 @@ class Settings:
 
 
 def settings_of(group: Mapping[str, Any], param: Tensor) -> Settings:
-    """The settings of a parameter of one of the optimizer's groups.
+    """Return the settings of a parameter in an optimizer's group.
 
-    mars-shampoo orthogonalizes m / (1 - beta1); as only the norm's eps tells that from m, eps takes the factor.
+    mars-shampoo orthogonalizes m / (1 - beta1). Newton-Schulz normalizes its input, so only eps sees the factor: eps is
+    multiplied by 1 - beta1 instead.
     """
     rule = group["mars_type"]
     eps = _MUON_EPS if rule == "mars-m" else group["eps"] * (1 - group["betas"][0])
@@ -52,7 +53,7 @@ def settings_of(group: Mapping[str, Any], param: Tensor) -> Settings:
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
-    """The dtype of the iteration: `ns_dtype`, or bfloat16, and float64 for float64 parameters."""
+    """Return the dtype of the iteration: `ns_dtype`, else bfloat16, or float64 for float64 parameters."""
     if group["ns_dtype"] is not None:
         return dtype_of(group["ns_dtype"])
     return torch.float64 if param.dtype == torch.float64 else torch.bfloat16
@@ -63,17 +64,17 @@ def directions(
 ) -> dict[int, Tensor]:
     """Orthogonalize whole first moments and multiply them by their scale.
 
-    All matrices of one shape, of whichever parameters, go through Newton-Schulz together where their settings agree, in
-    the dtype these name, also inside autocast.
+    Matrices of one shape and the same settings go through Newton-Schulz together, whichever parameters they belong to.
+    The iteration uses the settings' dtype, also inside autocast.
 
     Args:
-        momenta: m of each parameter, by any key; shape of the parameter, any strides, floating point; not modified.
-        settings: of the same keys.
-        out_dtype: of the result; the scale is applied in it, so that the result of the iteration is rounded once.
+        momenta: m of each parameter, by any key: the parameter's shape, any strides, floating point; not modified.
+        settings: settings under the same keys.
+        out_dtype: dtype of the results; the scale is applied in it, so the iteration's result is rounded once.
 
     Returns:
-        New tensors of the shapes and strides of `momenta`. At its peak this holds, besides those, their matrices in the
-        iteration's dtype and what `orthogonalize` works on.
+        New tensors with the shapes and strides of `momenta`. Peak memory adds their matrices in the iteration's dtype
+        and the temporaries of `orthogonalize`.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for key in momenta:
@@ -94,30 +95,30 @@ def directions(
 
 
 def flops(shape: tuple[int, ...], layout: MatrixLayout, steps: int) -> float:
-    """Multiplications and additions of Newton-Schulz on a parameter of this shape."""
+    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape."""
     total = 0.0
     for matrix in matrix_layouts.matrix_shapes(shape, layout):
         small, large = sorted(matrix[-2:])
         count = matrix[0] if layout.batched else 1
-        # x xᵀ and its product with x, and the square of a (small, small) matrix.
+        # x xᵀ, its product with x, and the square of a (small, small) matrix.
         total += count * steps * (4.0 * small * small * large + 2.0 * small**3)
     return total
 
 
 class Chunks:
-    """Sorts parameters into chunks to orthogonalize one after the other.
+    """Sort parameters into chunks that are orthogonalized one after the other.
 
-    In a chunk are parameters with matrices of the same shapes, from all groups, up to `limit` elements together: few
-    calls of Newton-Schulz, and temporary memory that does not grow with the model.
+    A chunk holds parameters with matrices of the same shapes, from all groups, up to `limit` elements together. This
+    keeps calls of Newton-Schulz few and temporary memory independent of the model's size.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """Start without any; `limit` is a number of elements, None for `MAX_ELEMENTS` or, on CPUs, `CHUNK_CPU`."""
+        """Start empty; `limit` is in elements, and None means `MAX_ELEMENTS`, or `CHUNK_CPU` on CPUs."""
         self._limit = limit
         self._sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def of(self, group: Mapping[str, Any], param: Tensor) -> tuple[Any, ...]:
-        """The chunk of the next parameter, told by a key."""
+        """Return the key of the next parameter's chunk."""
         layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(param.shape)
         shapes = frozenset(tuple(sorted(shape[-2:])) for shape in matrix_layouts.matrix_shapes(param.shape, layout))
         kind = (param.device, param.dtype, iteration_dtype(group, param), shapes)

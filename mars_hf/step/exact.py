@@ -1,4 +1,4 @@
-"""Exact MARS: x_{t-1}, and the stale gradient that somebody supplies."""
+"""Exact MARS: keep x_{t-1} and the stale gradients that the training loop supplies."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from mars_hf.groups.roles import takes_mars
 from mars_hf.step import states
 from mars_hf.step.checks import check_gradient
 
-# Of an optimizer: the state of each parameter.
+# The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]
 
 
 def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    """Return the parameters that are corrected by a stale gradient."""
+    """Return the parameters whose gradients a stale gradient corrects."""
     return [
         param for group in param_groups if takes_mars(group) and not group["is_approx"] for param in group["params"]
     ]
 
 
 def require_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States, *, given: bool) -> None:
-    """Raise RuntimeError in an exact step, other than the first one, for which nobody has supplied any.
+    """Raise RuntimeError in an exact step, other than the first, without stale gradients.
 
     Args:
-        param_groups: of the optimizer.
-        all_states: of the optimizer.
-        given: whether somebody has, if only for parameters without a stale gradient.
+        param_groups: the optimizer's groups.
+        all_states: the optimizer's states.
+        given: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
     """
     moving = [param for param in corrected_params(param_groups) if param.grad is not None and param in all_states]
     own = [all_states[param] for param in moving]
@@ -43,7 +43,7 @@ def require_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_state
 
 
 def keep_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> None:
-    """Keep x_t of what moves, unless the loop takes its stale gradients ahead of time, before it does."""
+    """Keep a copy of x_t before the update; skipped if the loop computes stale gradients ahead of time."""
     if any("previous_grad" in state for state in all_states.values()):
         return
     for group in param_groups:
@@ -56,7 +56,7 @@ def keep_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -
 
 @torch.no_grad()
 def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> None:
-    """Exchange x_t and x_{t-1} in place, where there are both."""
+    """Exchange x_t and x_{t-1} in place, for parameters that have both."""
     for group in param_groups:
         for param in group["params"]:
             if "previous_param" in all_states.get(param, ()):
@@ -68,7 +68,7 @@ def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: State
 
 @torch.no_grad()
 def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> bool:
-    """Keep a copy of the gradients, as the stale ones of this batch; returns whether any parameter takes one."""
+    """Copy the gradients as this batch's stale gradients; return whether any parameter uses one."""
     given = False
     for group in param_groups:
         for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
@@ -77,7 +77,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
             if param.grad is not None:
                 check_gradient(param)
                 dtype = states.last_grad_dtype(param, group, all_states[param])
-                gradient = dtensors.local(param.grad).resolve_neg()  # copy_ forgets it between dtypes
+                gradient = dtensors.local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
                 kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
                 dtensors.local(kept).copy_(gradient)
                 if group["maximize"]:
@@ -87,7 +87,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
 
 
 def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
-    """Make the stale gradients that have been kept the last gradients of the next step."""
+    """Make the kept stale gradients the last gradients of the next step."""
     own = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
     if any("previous_grad" in state for state in own):
         for state in own:
@@ -98,7 +98,7 @@ def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states
 
 
 def drop_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
-    """Drop what a step has used up."""
+    """Drop the stale gradients that a step has used."""
     for param in corrected_params(param_groups):
         for key in ("last_grad", "last_grad_scale"):
             all_states.get(param, {}).pop(key, None)

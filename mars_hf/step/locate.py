@@ -1,4 +1,4 @@
-"""Where the pieces of the tensors of a step belong."""
+"""Find the placements of a step's parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mars_hf.groups.roles import takes_mars
 def locate(
     param_groups: Sequence[Mapping[str, Any]], locator: Locator, max_grad_norm: float | None
 ) -> dict[Tensor, Placement]:
-    """Return where the pieces of the tensors belong whose norms may be asked for; whole parameters are not in it."""
+    """Return the placements of sharded parameters whose norms the step may need; whole parameters have none."""
     found = {}
     slot = 0
     for group in param_groups:

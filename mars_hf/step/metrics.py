@@ -1,4 +1,4 @@
-"""What one step of MARS did, summed where the tensors are and read only when somebody asks."""
+"""Measure what a step of MARS does: sums stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.placement import Group
 from mars_hf.distributed.whole_sums import all_reduce
 
-HERE = object()  # a group of this rank alone; None is the default process group
+HERE = object()  # stands for this rank alone; None is the default process group
 
 
 class StepMetrics:
-    """Sums over the parameters that took the MARS rule.
+    """Accumulate sums over the parameters that use the MARS rule.
 
     `add` queues work on the parameters' device and never waits for it; `read` waits once. All sums are additive over
-    parameters and over pieces of parameters, so that they can be put together across ranks.
+    parameters and their pieces, so they add up across ranks.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StepMetrics:
         self._sharded: dict[Group, torch.device] = {}
 
     def join(self, group: Group, device: torch.device) -> None:
-        """Take part in the sums over a process group's ranks, also when nothing of a parameter is here."""
+        """Take part in the sums of a process group, even if this rank holds no piece of a parameter."""
         self._sharded.setdefault(group, device)
 
     def add(
@@ -43,12 +43,12 @@ class StepMetrics:
         """Add pieces of parameters, whole ones included.
 
         Args:
-            sums: over the pieces, as `rules.sums` takes them.
+            sums: sums over the pieces, from `rules.sums`.
             squares: squared norm of the whole c_t that each piece belongs to.
-            shares: part of its parameter that each piece is.
-            clip_threshold: as the rule takes it.
-            has_last: whether there are last gradients to compare with.
-            group: process group that the other pieces are on; left out: there are none.
+            shares: each piece's fraction of its parameter.
+            clip_threshold: the group's threshold; None for no clipping.
+            has_last: whether the bucket has last gradients to compare with.
+            group: process group that holds the other pieces; by default this rank holds them all.
         """
         parts = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
             sums.device, non_blocking=True
@@ -59,18 +59,18 @@ class StepMetrics:
         self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
 
     def add_update(self, update: Tensor, group: Group = HERE) -> None:
-        """Add x_{t+1} - x_t of a piece."""
+        """Add a piece's x_{t+1} - x_t."""
         square = torch.linalg.vector_norm(update, dtype=sum_dtype(update.device)).square()
         self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
 
     def read(self) -> dict[str, float]:
-        """The metrics as floats, the same on every rank; empty when no parameter took the MARS rule.
+        """Return the metrics as floats, the same on every rank; empty if no parameter uses the MARS rule.
 
-        - `mars/clip_fraction`: share of the parameters whose c_t was longer than `clip_threshold`.
-        - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t||, before clipping, over all of them together.
+        - `mars/clip_fraction`: fraction of the parameters whose c_t exceeds `clip_threshold`.
+        - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t|| over all parameters together, before clipping.
         - `mars/grad_cosine`: cosine of g_t and g_{t-1}; 0 at the first step, which has no g_{t-1}.
 
-          These two are left out where no last gradient is kept (see `Mars`, state).
+          These two are missing if no last gradient is kept (see `Mars`, State).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
         total = torch.zeros(9, dtype=torch.float64, device="cpu")

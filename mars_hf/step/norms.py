@@ -1,4 +1,4 @@
-"""Between the pass that reads and the pass that writes: norms over whole parameters and what follows from them."""
+"""Compute norms over whole parameters, and scales and factors from them, between the two passes of a step."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def take_norms(
     max_grad_norm: float | None,
     metrics: StepMetrics | None,
 ) -> tuple[list[Correction], Tensor | None]:
-    """Take the norms that a step needs; none where nobody asks.
+    """Take only the norms that a step needs, and return the corrections that follow.
 
     Args:
-        buckets: of the step.
-        param_groups: of the optimizer.
-        placements: of the sharded parameters. All ranks must call this if there are any.
-        locator: that has found them.
-        max_grad_norm: largest norm of all gradients together; None for no scaling.
-        metrics: what to report to; None if nobody asks.
+        buckets: the step's buckets.
+        param_groups: the optimizer's groups.
+        placements: placements of the sharded parameters; if any, all ranks must call this.
+        locator: the locator that found them.
+        max_grad_norm: largest norm of all gradients together; None turns scaling off.
+        metrics: receives the sums; None measures nothing.
 
     Returns:
-        The correction of each bucket, and the norm of all gradients, 0-d, if `max_grad_norm` is given.
+        The correction of each bucket, and the norm of all gradients (0-d), None without `max_grad_norm`.
 
     Raises:
         RuntimeError: `max_grad_norm` under DeepSpeed.
     """
     corrections = [Correction.before_norms(bucket) for bucket in buckets]
     asked = [place for place, bucket in enumerate(buckets) if _wants_norms(bucket.group, metrics)]
-    if max_grad_norm is None and metrics is None:  # nobody else needs the norms of whole tensors
+    if max_grad_norm is None and metrics is None:  # only clipping needs norms: backends that clip compute them
         for place in asked:
             clips = buckets[place].backend.clips and not buckets[place].is_sharded
             corrections[place] = replace(corrections[place], clips=clips)
@@ -85,10 +85,10 @@ def _wants_norms(group: Mapping[str, Any], metrics: StepMetrics | None) -> bool:
 
 
 class _Norms:
-    """The norms of one step.
+    """Compute the norms of one step.
 
-    Sums are taken over the pieces on this rank when it is made, put together across ranks by `reduce` where parameters
-    are sharded, and turned into factors and scales by `corrections`.
+    The constructor sums over the pieces on this rank, `reduce` adds the sums of sharded parameters across ranks, and
+    `corrections` turns them into factors and scales.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class _Norms:
         """Take the sums.
 
         Args:
-            found: all buckets of a step if `max_grad_norm` is given, else those whose norms are asked for.
-            max_grad_norm: as `take_norms`.
-            metrics: as `take_norms`.
+            found: all buckets of a step if `max_grad_norm` is given, else those whose norms are needed.
+            max_grad_norm: see `take_norms`.
+            metrics: see `take_norms`.
         """
         self._max_grad_norm = max_grad_norm
         self._metrics = metrics
@@ -113,7 +113,7 @@ class _Norms:
         self._whole: WholeSums | None = None
 
     def _sum(self, bucket: Bucket, correction: Correction) -> Tensor:
-        """Sums over the pieces of a bucket, without its last gradients where nothing asks for them."""
+        """Return the sums over a bucket's pieces, without last gradients if nothing needs them."""
         folded = self._max_grad_norm is not None
         without = folded and bucket.group["clip_threshold"] is None and self._metrics is None
         return bucket.backend.run_sums(
@@ -129,15 +129,15 @@ class _Norms:
     def reduce(
         self, placements: Sequence[Placement], slots: Sequence[int], device: torch.device, *, verify: bool
     ) -> None:
-        """Put the sums of pieces together across ranks: one all-reduce a process group.
+        """Add the sums of pieces across ranks: one all-reduce per process group.
 
-        All ranks take part, also those that hold nothing of some parameters.
+        All ranks take part, also those that hold no piece of some parameters.
 
         Args:
-            placements: of the sharded parameters, those without gradient included.
-            slots: of all parameters that may be sharded; the same ones on every rank.
-            device: of the parameters.
-            verify: as `WholeSums.reduce`.
+            placements: placements of the sharded parameters, those without gradient included.
+            slots: slots of all parameters that may be sharded; the same on every rank.
+            device: device of the parameters.
+            verify: see `WholeSums.reduce`.
         """
         rows = self._rows.stop - self._rows.start
         self._whole = WholeSums(slots, rows, device, rules.sum_dtype(device))
@@ -151,7 +151,7 @@ class _Norms:
         self._whole.reduce(verify=verify)
 
     def take_norm(self) -> Tensor | None:
-        """Return the global norm of all gradients, 0-d, if `max_grad_norm` is given."""
+        """Return the global norm of all gradients, 0-d; None without `max_grad_norm`."""
         if self._max_grad_norm is None:
             return None
         here = [sums[GG].sum() for bucket, _, sums in self._sums if not bucket.is_sharded]
@@ -178,7 +178,7 @@ class _Norms:
         return found
 
     def _factors(self, bucket: Bucket, sums: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What corrected gradients are clipped by; None where they are not."""
+        """Return the clipping factors of corrected gradients; None without clipping."""
         whole = sums[self._rows]
         if bucket.is_sharded and self._whole is not None:
             whole = self._whole.of(bucket.process_group, bucket.slots).to(sums)

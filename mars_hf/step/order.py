@@ -1,7 +1,7 @@
-"""Keeps the order of the buckets from step to step, as places in the step's list of entries; never a tensor.
+"""Keep the order of the buckets from step to step, as places in the step's list of entries; never a tensor.
 
-Sorting some hundred tensors takes milliseconds, as long as a GPU needs for the update itself. A step therefore uses the
-order of the step before if all its tensors look the same.
+Sorting some hundred tensors takes milliseconds, as long as a GPU needs for the update itself. A step therefore reuses
+the previous step's order if all its tensors look the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mars_hf.step.buckets import Entry, Recipe, may_move
 
 
 class Order:
-    """Remembers how a step was sorted, for as long as the next ones look like it; holds no tensor."""
+    """Remember how a step was sorted, for as long as later steps look like it; holds no tensor."""
 
     def __init__(
         self, recipes: Sequence[Recipe], param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
     ) -> None:
-        """Remember the recipes that `sort` has given for these entries."""
+        """Remember the recipes of `plan_buckets` for these entries."""
         self.recipes = recipes
         self._structure = structure(param_groups)
         self._slots = [entry.slot for entry in entries]
@@ -37,11 +37,11 @@ class Order:
 
     @staticmethod
     def covers(entries: Sequence[Entry]) -> bool:
-        """Tell whether `fits` can vouch for these: plain tensors."""
+        """Return whether `fits` can judge these entries: only plain tensors."""
         return all(type(entry.param) in (Tensor, nn.Parameter) for entry in entries)
 
     def fits(self, param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> bool:
-        """Tell whether every tensor of a step looks like its predecessor, and every setting is the same."""
+        """Return whether every tensor of a step looks like its predecessor and every setting is the same."""
         if [entry.slot for entry in entries] != self._slots or structure(param_groups) != self._structure:
             return False
         if ["last_grad" in entry.state for entry in entries] != self._has_last:
@@ -59,7 +59,7 @@ class Order:
         )
 
     def _tensors(self, entries: Sequence[Entry]) -> list[Tensor]:
-        """Every tensor that the step reads or writes."""
+        """Return every tensor that the step reads or writes."""
         tensors: list[Any] = []
         for (param, state, _, _), keys in zip(entries, self._keys, strict=True):
             tensors += (param, param.grad, state["step"], *[state[key] for key in keys])
@@ -67,5 +67,5 @@ class Order:
 
 
 def structure(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the settings that decide how tensors are sorted, group by group, and the groups' sizes."""
+    """Return each group's size and the settings that decide how its tensors are sorted."""
     return [(len(group["params"]), *[group[name] for name in STRUCTURAL_KEYS]) for group in param_groups]

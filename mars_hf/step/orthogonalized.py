@@ -1,4 +1,4 @@
-"""The matrices of a step: first moments are taken together, orthogonalized, and handed back as directions."""
+"""Orthogonalize the matrices of a step: collect first moments, share the work among ranks, return directions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mars_hf.step.update import take_momenta
 
 logger = logging.getLogger(__name__)
 
-# Exchanges of a team that are kept, for steps with the same gradients as an earlier one.
+# Exchanges kept per team, for later steps in which the same parameters have gradients.
 MAX_EXCHANGES = 16
 
 
 class Team(NamedTuple):
     """Ranks that share the work on some matrices, and how they send them; see `exchange.Exchange`.
 
-    `uniform` says that an engine makes all ranks bring the same.
+    `uniform` means that an engine ensures that all ranks bring the same gradients.
     """
 
     shards: Group
@@ -45,7 +45,7 @@ class Team(NamedTuple):
 
 
 class _Repeated(NamedTuple):
-    """Plain matrices that DistributedDataParallel repeats: one bucket, which its ranks share or each works on alone."""
+    """Key of plain matrices that DistributedDataParallel replicates: its ranks share them, or each works alone."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,67 +61,67 @@ class _Plain(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A tensor with a gradient that a team works on; also where nothing of its parameters is on this rank."""
+    """A tensor with a gradient that a team works on, also if this rank holds no piece of its parameters."""
 
     slot: int
-    place: int  # of its group among the optimizer's
+    place: int  # index of its parameter group
     shape: torch.Size
     placement: Placement | None
     id: int
 
 
 class _Work(NamedTuple):
-    """What a team does in one step."""
+    """The work of a team in one step."""
 
     members: list[_Member]
     groups: Mapping[int, dict[str, Any]]  # by place
     dtype: torch.dtype
     exchange: Exchange
-    place_of: Mapping[int, int]  # of the group of each slot, also of those of which nothing is here
+    place_of: Mapping[int, int]  # slot to the place of its group, also for slots without a piece on this rank
 
 
 class Matrices:
-    """Gives buckets of mars-shampoo and mars-m their directions.
+    """Compute the directions of mars-shampoo and mars-m buckets.
 
-    Matrices that are on this rank alone are orthogonalized in chunks. Where ranks hold pieces of them (FSDP2, ZeRO) or
-    repeat them (DDP), each is brought together on one rank, orthogonalized there once, and its direction sent back.
+    Matrices on this rank alone are orthogonalized in chunks. If ranks hold pieces of a matrix (FSDP2, ZeRO) or
+    replicate it (DDP), one rank collects it, orthogonalizes it once and sends the direction back.
 
-    Under DDP ranks share a step if DistributedDataParallel has averaged gradients since the last one, and if all of
-    them bring gradients for the same matrices, now and in all steps before. Otherwise each rank does all of the work on
-    its own gradients, as with any torch optimizer: after a backward pass of the bare module or under `no_sync`, in
-    `join`, where a rank lacks a gradient, and once ranks have taken different steps. Where ranks hold pieces, none of
-    them can go on alone: all raise RuntimeError.
+    Under DDP, ranks share a step if DistributedDataParallel has averaged gradients since the last step, and all ranks
+    have brought gradients for the same matrices in this and every earlier step. Otherwise each rank does all the work
+    on its own gradients, as with any torch optimizer: after a backward pass of the bare module or under `no_sync`, in
+    `join`, if a rank lacks a gradient, and once ranks have taken different steps. Ranks that hold pieces cannot
+    continue alone: all raise RuntimeError.
     """
 
     def __init__(self, layout: Locator) -> None:
-        """With the parameters that the optimizer was built with."""
+        """Start with the locator of the optimizer's parameters."""
         self._locator = layout
-        # From `assign` on, by the id of a tensor. Nothing here keeps one alive.
+        # Set by `assign`, by the id of a tensor. Nothing here keeps a tensor alive.
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
         self._members: dict[Team, list[_Member]] = {}
         self._exchanges: dict[tuple[Team, Hashable, Hashable], tuple[Exchange, dict[int, int]]] = {}
         self._names: dict[Hashable, str] = {}
-        self._past = ""  # stands for the gradients of all steps so far; alike where first moments are
+        self._past = ""  # digest of the gradients present in all steps so far; equal ones mean equal first moments
         self._name = secrets.token_hex(8)
-        self._apart: set[Team] = set()  # whose ranks have taken different steps
-        self._groups: Sequence[dict[str, Any]] = ()  # from `assign` to the end of the step
+        self._apart: set[Team] = set()  # teams whose ranks have taken different steps
+        self._groups: Sequence[dict[str, Any]] = ()  # set from `assign` to the end of the step
 
     def assign(
         self, param_groups: Iterable[dict[str, Any]], placements: Mapping[Tensor, Placement]
     ) -> dict[Tensor, Hashable]:
-        """Decide which matrices are orthogonalized together in the coming step.
+        """Decide which matrices are orthogonalized together in the next step.
 
-        This holds for later steps too, as long as groups, parameters and who has a gradient stay the same. Where there
-        are DTensors or placements every step needs a call.
+        The answer holds for later steps as long as groups, parameters and the set of gradients stay the same. With
+        DTensors or placements, every step needs a call.
 
         Args:
-            param_groups: of the optimizer.
-            placements: of the sharded tensors.
+            param_groups: the optimizer's groups.
+            placements: placements of the sharded tensors.
 
         Returns:
-            For every tensor that has a gradient and holds matrices to be orthogonalized a key; those with the same key
-            are orthogonalized together.
+            A key for every tensor that has a gradient and matrices to orthogonalize; tensors with the same key are
+            orthogonalized together.
         """
         chunks = Chunks()
         found: dict[Tensor, Hashable] = {}
@@ -146,15 +146,15 @@ class Matrices:
         return found
 
     def in_order(self, buckets: Sequence[Bucket], corrections: Sequence[Correction]) -> Iterator[Update]:
-        """Yield buckets in the order they are to be updated in, with directions where their rule has any.
+        """Yield buckets in update order, with directions if their rule orthogonalizes.
 
-        Those that are orthogonalized together come together: their first moments are taken further and orthogonalized
-        before the first of them, and no directions are kept when the next one is asked for. Collective, where ranks
-        share work: to be called in every step, also without buckets.
+        Buckets orthogonalized together follow each other: their first moments are advanced and orthogonalized before
+        the first of them, and no directions are kept once the caller asks for the next. Collective if ranks share work:
+        call it in every step, also without buckets.
 
         Raises:
-            RuntimeError: on all ranks, before any first moment has changed: they hold pieces of the same matrices, and
-                bring gradients for different ones.
+            RuntimeError: ranks hold pieces of the same matrices but bring gradients for different ones; raised on all
+                ranks, before any first moment has changed.
         """
         correction_of = {id(bucket): own for bucket, own in zip(buckets, corrections, strict=True)}
         try:
@@ -171,7 +171,7 @@ class Matrices:
             self._groups = ()
 
     def _join(self, slot: int, place: int, param: Tensor, placement: Placement | None, dtype: torch.dtype) -> Hashable:
-        """The team that works on a DTensor or an engine's tensor; None if there is none."""
+        """Return the team that works on a DTensor or an engine's tensor; None if no other rank takes part."""
         shards = None if placement is None or _is_alone(param, placement) else placement.group
         if placement is not None:
             repeating = placement.replicas
@@ -181,13 +181,13 @@ class Matrices:
             return None
         team = Team(shards, repeating, dtensors.local(param).device, dtype, not dtensors.is_dtensor(param))
         self._teams[id(param)] = team
-        members = self._members.setdefault(team, [])  # also without a gradient here: others may have one
+        members = self._members.setdefault(team, [])  # also without a gradient here: other ranks may have one
         if param.grad is not None:
             members.append(_Member(slot, place, param.shape, placement, id(param)))
         return team
 
     def _divide(self, buckets: Sequence[Bucket]) -> list[tuple[list[_Work], list[Bucket]]]:
-        """Which buckets are worked on together, and what for; for nothing where no other rank takes part."""
+        """Return the buckets to work on together, with the shared work; empty work if no other rank takes part."""
         averaged = self._averaged()
         teams = {team: list(members) for team, members in self._members.items()}
         for key, group in averaged.items():
@@ -195,7 +195,7 @@ class Matrices:
         groups = dict(enumerate(self._groups))
         present = [member.slot for members in teams.values() for member in members]
         cut: dict[Team, list[Bucket]] = {team: [] for team in self._members}
-        repeated: list[Bucket] = []  # in which there may be tensors of several teams
+        repeated: list[Bucket] = []  # may hold tensors of several teams
         alone: dict[Hashable, list[Bucket]] = {}
         shares_all = True
         for bucket in buckets:
@@ -213,10 +213,10 @@ class Matrices:
                         teams[team].append(_Member(own.slot, own.place, tensor.shape, None, id(tensor)))
                         groups[own.place] = bucket.group
             place.append(bucket)
-        # For all of them before any work is done, so that nothing has changed where ranks disagree.
+        # Ask for all teams before any work: nothing has changed yet if ranks disagree.
         works = {team: self._work(team, sorted(teams[team]), groups) for team in sorted(teams, key=_order)}
         if present:
-            # What a rank has done on gradients of its own is its own.
+            # A step on unaveraged gradients is this rank's alone, so its digest must differ from the others'.
             self._past = digest(self._past, sorted(present), "" if shares_all else self._name)
         shared = [work for team, work in works.items() if team not in cut and work is not None]
         for bucket in repeated if not shared else ():
@@ -226,13 +226,13 @@ class Matrices:
         return [(work, own) for work, own in parts if work or own]
 
     def _averaged(self) -> dict[int, Group]:
-        """The process group of each plain parameter on whose ranks this step is shared, by id."""
+        """Return the process group that shares this step, for each plain parameter that has one, by id."""
         if not self._plain:
             return {}
         return self._locator.replicas.averaged(list(self._plain))
 
     def _work(self, team: Team, members: list[_Member], groups: Mapping[int, dict[str, Any]]) -> _Work | None:
-        """What a team does in this step, after asking its ranks; None if each works alone. Collective."""
+        """Agree with a team's ranks on its work in this step; None if each rank works alone. Collective."""
         if team in self._apart:
             return self._work_without_replicas(team, members, groups)
         places = {member.place for member in members}
@@ -265,9 +265,9 @@ class Matrices:
         return _Work(members, groups, team.dtype, *self._exchanges[key])
 
     def _forget_exchanges(self, team: Team) -> None:
-        """Drop those of process groups that have been destroyed, and the oldest of a team that has too many.
+        """Drop exchanges of destroyed process groups, and the oldest ones of a team that has too many.
 
-        An engine's team has one for each of its tensors and needs them all, as its ranks do not ask who lacks one.
+        An engine's team has one exchange per tensor and needs them all: its ranks do not ask who lacks one.
         """
         gone = [key for key in self._exchanges if not all(map(replicas.exists, key[0][:2]))]
         own = [] if team.uniform else [key for key in self._exchanges if key[0] == team]
@@ -275,7 +275,7 @@ class Matrices:
             del self._exchanges[key]
 
     def _name_of(self, common: Hashable) -> str:
-        """What stands for work that ranks have in common; remembered, as it takes a millisecond to find."""
+        """Return the digest of work that ranks have in common; cached, as it takes a millisecond."""
         if common not in self._names:
             if len(self._names) > MAX_EXCHANGES:
                 self._names.clear()
@@ -293,7 +293,7 @@ class Matrices:
         members: Sequence[_Member],
         groups: Mapping[int, dict[str, Any]],
     ) -> tuple[Exchange, dict[int, int]]:
-        """The exchange of a team, and for every slot the place of its group; collective."""
+        """Return a new exchange for a team, and the place of each slot's group. Collective."""
         place_of: dict[int, int] = {}
         for theirs in gather_objects({slot: m.place for m in members for slot in _held(m)}, team.shards):
             place_of |= theirs
@@ -319,7 +319,7 @@ class Matrices:
     def _share(
         self, works: Sequence[_Work], buckets: Sequence[Bucket], corrections: Sequence[Correction]
     ) -> list[list[Tensor]]:
-        """Return the directions of buckets; tensors that other ranks do not repeat may be among them."""
+        """Return the directions of buckets, which may include tensors that no other rank replicates."""
         momenta = [take_momenta(*pair) for pair in zip(buckets, corrections, strict=True)]
         found: dict[int, tuple[dict[str, Any], Tensor, Tensor]] = {
             id(tensor): (bucket.group, tensor, momentum)
@@ -329,7 +329,7 @@ class Matrices:
         for work in works:
             pieces: dict[int, Tensor] = {}
             for member in work.members:
-                if member.id in found:  # an engine's tensor may be all padding
+                if member.id in found:  # not if an engine's tensor is all padding
                     _, _, momentum = found.pop(member.id)
                     slots = [member.slot] if member.placement is None else [p.slot for p in member.placement.pieces]
                     pieces |= zip(slots, cut(momentum, member.placement), strict=True)
@@ -350,31 +350,31 @@ def _orthogonalize_wholes(work: _Work, wholes: dict[int, Tensor]) -> dict[int, T
 
 
 def _is_alone(param: Tensor, placement: Placement) -> bool:
-    """Whether a sharded parameter is whole, in its own shape, because there is one rank only."""
+    """Return whether a sharded parameter is whole, in its own shape, because its process group has one rank."""
     return dtensors.is_dtensor(param) and dist.get_world_size(placement.group) == 1
 
 
 def _held(member: _Member) -> dict[int, Region]:
-    """What this rank holds of the parameters in a tensor, by slot."""
+    """Return the regions of a tensor's parameters that this rank holds, by slot."""
     if member.placement is None:
         return {member.slot: Region.everything(member.shape)}
     return {piece.slot: piece.region for piece in member.placement.pieces}
 
 
 def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
-    """The settings of a group that all ranks need to have in common."""
+    """Return the settings of a group that must be equal on all ranks."""
     return group["mars_type"], group["layout"], len(ns_coefficients(group))
 
 
 def _order(team: Team) -> tuple[Any, ...]:
-    """In the order of these, ranks that are in several teams do not wait for each other in a circle."""
+    """Return the sort key of teams: one order on all ranks, so that ranks in several teams do not deadlock."""
     ranks = [() if group is None else tuple(dist.get_process_group_ranks(group)) for group in team[:2]]
     names = ["" if group is None else group.group_name for group in team[:2]]
     return *ranks, *names, str(team.device.type), str(team.dtype)
 
 
 def _sizes(team: Team) -> tuple[int, int]:
-    """The number of ranks, and how many of them hold one copy of the model."""
+    """Return the number of ranks, and the number that hold one copy of the model."""
     copies, shards = (1 if group is None else dist.get_world_size(group) for group in (team.replicas, team.shards))
     return copies * shards, shards
 
@@ -387,7 +387,7 @@ def _orthogonalize(buckets: Sequence[Bucket], corrections: Sequence[Correction])
     momenta = dict(enumerate(momentum for own in taken for momentum in own))
     chunk = buckets[0].chunk
     wide = torch.float64 if owners[0][1].dtype == torch.float64 else torch.float32
-    # Rounded as where they travel, so that a step is the same whether it is shared or not.
+    # Round as an exchange does, so that a step is the same whether it is shared or not.
     out_dtype = chunk.dtype if isinstance(chunk, _Repeated) else wide
     found = iter(directions(momenta, settings, out_dtype=out_dtype).values())
     return [bucket.cut([next(found) for _ in bucket.placements]) for bucket in buckets]

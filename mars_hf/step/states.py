@@ -1,4 +1,4 @@
-"""What the optimizer keeps for a parameter: which buffers its rule needs, and in which dtype."""
+"""Decide what the optimizer keeps per parameter: the buffers that its rule needs, and their dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mars_hf.groups.roles import rule_of, takes_mars
 from mars_hf.groups.values import dtype_of as dtype_of_name
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-# Tensors of a state that look like the parameter.
+# Tensors of a state that have the parameter's shape.
 BUFFERS = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation"),
     *("previous_grad", "previous_param"),
@@ -20,11 +20,11 @@ BUFFERS = (
 
 
 class UnfitStateError(ValueError, RuntimeError):
-    """A state that does not fit its parameter: a ValueError where it is loaded, a RuntimeError in a step."""
+    """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
 
 def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of the moments: the one they were loaded with, `state_dtype`, or at least float32."""
+    """Return the dtype of the moments: the loaded one, else `state_dtype`, else at least float32."""
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
@@ -33,7 +33,7 @@ def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
 
 
 def last_grad_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of last gradients."""
+    """Return the dtype of last gradients: the loaded one, else `last_grad_dtype`, else that of the moments."""
     if "last_grad" in state:
         return state["last_grad"].dtype
     if group["last_grad_dtype"] is not None:
@@ -42,14 +42,14 @@ def last_grad_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str,
 
 
 def has_squares(group: dict[str, Any]) -> bool:
-    """Whether the rule has a second moment."""
+    """Return whether the rule has a second moment."""
     return rule_of(group) in ("adamw", "mars-adamw")
 
 
 def is_recursive(group: dict[str, Any], state: Container[str]) -> bool:
-    """Whether the first moment follows from averages of the gradients alone, so that no last gradient is kept.
+    """Return whether the first moment follows from averages of the gradients alone, without a last gradient.
 
-    Only from the first step on: a state with a last gradient goes on with it. Of the state its keys will do.
+    A state that already has a last gradient keeps using it. Only the state's keys are needed.
     """
     without_squares = not has_squares(group) or group["second_moment"] == "gradient"
     unclipped = group["is_approx"] and group["clip_threshold"] is None
@@ -57,13 +57,13 @@ def is_recursive(group: dict[str, Any], state: Container[str]) -> bool:
 
 
 def lacks_last_grad(group: dict[str, Any], state: Container[str]) -> bool:
-    """Whether a state has lost the last gradient that goes with its first moment. Of the state its keys will do."""
+    """Return whether a state lacks the last gradient that belongs to its first moment; only keys are needed."""
     expected = takes_mars(group) and group["is_approx"] and not is_recursive(group, state)
     return expected and "exp_avg" in state and "last_grad" not in state
 
 
 def needed(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the buffers that a step of this rule reads and writes; all have the parameter's shape."""
+    """Return the buffers that a step of this rule reads and writes, with dtypes; all have the parameter's shape."""
     dtype = dtype_of(param, group, state)
     keys = {"exp_avg": dtype}
     if has_squares(group):
@@ -78,14 +78,14 @@ def needed(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[
 
 
 def step_of(value: Any) -> Tensor:
-    """Return a number of steps as the state has it, 0-d float32: itself if it is that."""
+    """Return a step count as a 0-d float32 tensor; one that already is one is returned itself."""
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0:
         return value
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
 
 def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
-    """Add what `needed` names and the state does not have yet: zeros. Returns what is needed."""
+    """Add the buffers that the state lacks, filled with zeros; return what `needed` returns."""
     step = step_of(state.get("step", 0))
     state["step"] = step.to(param.device) if group["capturable"] else step
     keys = needed(param, group, state)
@@ -103,8 +103,8 @@ def check(
     Args:
         param: the parameter.
         state: its state.
-        what: how the message calls the state.
-        anywhere: whether tensors may be on another device than the parameter: of states to be loaded.
+        what: name of the state in the message.
+        anywhere: whether tensors may be on another device than the parameter, as while loading.
     """
     for key, value in state.items():
         if key in ("step", "last_grad_scale"):

@@ -1,4 +1,4 @@
-"""Moves the parameters of a bucket, and takes first moments further where directions follow from them."""
+"""Update the parameters of a bucket; advance first moments for rules that orthogonalize."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def update_bucket(update: Update, metrics: StepMetrics | None = None) -> None:
     """Move the parameters of a bucket by one step.
 
     Args:
-        update: whose steps have been counted.
-        metrics: measures the change, piece by piece, so that the copy of one piece is all it takes; None for none.
+        update: a bucket whose steps have been counted.
+        metrics: receives the change, piece by piece, which copies one piece at a time; None skips it.
     """
     if metrics is None or not update.bucket.mars:
         _move(update)
@@ -36,10 +36,10 @@ def update_bucket(update: Update, metrics: StepMetrics | None = None) -> None:
 
 
 def take_momenta(bucket: Bucket, correction: Correction) -> list[Tensor]:
-    """Take the first moments of a bucket a step further.
+    """Advance the first moments of a bucket by one step.
 
     Returns:
-        m of each of the optimizer's tensors, of its shape and strides, in the dtype of Newton-Schulz.
+        m for each of the optimizer's tensors, with its shape and strides, in the dtype of Newton-Schulz.
     """
     here = [dtensors.local(owner.detach()) for owner in bucket.placements]
     momenta = [torch.empty_like(tensor, dtype=iteration_dtype(bucket.group, tensor)) for tensor in here]
@@ -48,7 +48,7 @@ def take_momenta(bucket: Bucket, correction: Correction) -> list[Tensor]:
 
 
 def keep_gradients(bucket: Bucket, correction: Correction) -> None:
-    """After an update, make gradients that may be moved last gradients, with the scale they still need."""
+    """Move gradients into the state as last gradients after an update, with the scale they still need."""
     scale = None if correction.scale is None else correction.scale.float()
     kept = bucket.moves_gradients or correction.last_scales is not None
     for owner, state in zip(bucket.owners, bucket.owned, strict=True) if kept and bucket.last_grads else ():
@@ -60,7 +60,7 @@ def keep_gradients(bucket: Bucket, correction: Correction) -> None:
 
 
 def _move(update: Update) -> None:
-    """Write the parameters, rounded as their group says."""
+    """Write the parameters, rounded as the group's `rounding` says."""
     bucket = update.bucket
     how = bucket.group["rounding"] if bucket.params[0].dtype == torch.bfloat16 else "nearest"
     if how == "nearest":
@@ -74,7 +74,7 @@ def _move(update: Update) -> None:
 
 
 def _write_rounded(piece: Update) -> None:
-    """Update one piece in float32; as its parameter's neighbours hold values that bfloat16 cannot."""
+    """Update a float32 copy of one piece, then round it into the bfloat16 parameter."""
     bucket = piece.bucket
     (param,) = bucket.params
     values = param.float()
@@ -123,6 +123,6 @@ def _run_rule(bucket: Bucket, correction: Correction, params: list[Tensor], rule
 
 
 def _seeds(bucket: Bucket) -> list[int]:
-    """Of the noise of each piece: alike on all ranks that hold it, and whatever it is updated with."""
+    """Return the noise seed of each piece: equal on all ranks that hold it, whatever else its bucket contains."""
     steps = [int(step.item()) for step in bucket.steps]
     return [bf16_rounding.seed(*own) for own in zip(bucket.slots, steps, bucket.starts, strict=True)]

@@ -1,1 +1,1 @@
-"""What knows transformers: the Trainer, its callbacks, `--optim`, the stale pass and the model card."""
+"""Integration with transformers: the Trainer, its callbacks, `--optim`, the stale pass and the model card."""

@@ -1,4 +1,4 @@
-"""One line about what will train, where settings differ from what was asked for, and what the model card says."""
+"""Describe a run: its first log line, warnings about settings that differ from the given ones, model card entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLURALS = {"matrix": "matrices", "vector": "vectors", "embedding": "embeddings"
 
 
 def _announced(scope: str) -> list[str]:
-    """The settings that the first line names among the defaults; each beta counts for itself."""
+    """Return the settings that the first line lists among the defaults; each beta separately."""
     names = [name for name, setting in SETTINGS.items() if setting.is_announced and setting.scope == scope]
     halves = {pair: [half for half, (of, _) in PAIR_KEYS.items() if of == pair] for pair in ("betas", "betas_1d")}
     return [own for name in names for own in halves.get(name, [name])]
@@ -29,8 +29,8 @@ def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
     """Return rule, form and groups of an optimizer in one line.
 
     Args:
-        mars: with the settings that run.
-        sizes: number of parameters in each group; None counts what is there.
+        mars: the optimizer with its final settings.
+        sizes: number of parameters in each group; None counts the groups' tensors.
     """
     shared = _shared(mars)
     form = "approximate" if shared["is_approx"] else "exact"
@@ -56,7 +56,7 @@ def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
 
 
 def defaults_in_force(mars: Mars) -> str:
-    """Return which settings are MARS's defaults, each with the argument of the user's that it stands in for."""
+    """Return the settings that are MARS's defaults, each with the user's argument that it replaces."""
     origin = origins.of(mars)
     matrix = _shared(mars)
     vector = next((group for group in mars.param_groups if not takes_mars(group)), None)
@@ -78,7 +78,7 @@ def defaults_in_force(mars: Mars) -> str:
         else:
             value = runs[key.removesuffix("_1d")] if half is None else runs[key.removesuffix("_1d")][half]
             text = f"{name}={default:g}" if isinstance(default, (int, float)) else f"{name}={default}"
-        if value != default:  # a checkpoint or a group has its own
+        if value != default:  # a checkpoint or a group has set its own
             continue
         argument, replaced = (origin.unset or {}).get(name, ("", default))
         if replaced != default:
@@ -88,11 +88,11 @@ def defaults_in_force(mars: Mars) -> str:
 
 
 def introduce(mars: Mars, args: TrainingArguments, *, flattened: bool = False) -> str:
-    """Return the line that a run begins with.
+    """Return the first log line of a run.
 
     Args:
-        mars: with the settings that will run.
-        args: of the Trainer.
+        mars: the optimizer with its final settings.
+        args: the Trainer's arguments.
         flattened: whether an engine has put other tensors into the groups.
     """
     origin = origins.of(mars)
@@ -107,10 +107,10 @@ def introduce(mars: Mars, args: TrainingArguments, *, flattened: bool = False) -
 
 
 def saved_settings_that_win(mars: Mars) -> str | None:
-    """Return, for a run that resumes, which settings of the checkpoint hold in place of those given now.
+    """Return a line about settings of the checkpoint that override those given now; None if there are none.
 
-    Loading an optimizer's state replaces the settings of its groups, and loading a scheduler's state its base rates.
-    The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay those of this run.
+    Loading an optimizer's state replaces the settings of its groups; loading a scheduler's state replaces its base
+    rates. The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay this run's.
     """
     changes: dict[str, None] = {}
     for before, group in zip(origins.of(mars).groups, mars.param_groups, strict=False):
@@ -130,7 +130,7 @@ def saved_settings_that_win(mars: Mars) -> str | None:
 
 
 def lost_ratio(mars: Mars, scheduler: Any) -> str | None:
-    """Return a warning if a cyclic scheduler has given all groups one rate, though vectors are to have another."""
+    """Return a warning if a cyclic scheduler gives all groups one rate although vectors have their own; else None."""
     kind = type(scheduler).__name__
     if kind not in ("OneCycleLR", "CyclicLR"):
         return None
@@ -149,7 +149,7 @@ def lost_ratio(mars: Mars, scheduler: Any) -> str | None:
 
 
 def clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
-    """Return a warning if Trainer clips gradients below the optimizer's own `max_grad_norm`."""
+    """Return a warning if Trainer clips gradients below the optimizer's own `max_grad_norm`; else None."""
     own = mars.max_grad_norm
     if own is None or not 0 < args.max_grad_norm < own:
         return None
@@ -160,7 +160,7 @@ def clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
 
 
 def card_entries(mars: Mars) -> dict[str, Any]:
-    """Return what ran, in place of what transformers' model card takes from TrainingArguments."""
+    """Return the true values for entries that transformers' model card would take from TrainingArguments."""
     from mars_hf import __version__
 
     matrices = [group for group in mars.param_groups if takes_mars(group)] or mars.param_groups
@@ -172,7 +172,7 @@ def card_entries(mars: Mars) -> dict[str, Any]:
 
 
 def _shared(mars: Mars) -> Mapping[str, Any]:
-    """The settings of the first group under the MARS rule, or of the first."""
+    """Return the settings of the first group under the MARS rule, or of the first group."""
     return next((group for group in mars.param_groups if takes_mars(group)), mars.param_groups[0])
 
 

@@ -1,4 +1,4 @@
-"""Stop a run at its beginning if another optimizer would step, or if it would not train the model."""
+"""Stop a run at its start if another optimizer would step, or if Mars would not train the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mars_hf.training import provenance as origins
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer that steps, below every wrapper (accelerate's, DeepSpeed's) with it as `.optimizer`."""
+    """Return the optimizer that steps, below all wrappers (accelerate's, DeepSpeed's) and their `.optimizer`."""
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def calling_trainer() -> Trainer | None:
-    """Return the Trainer in whose method this is called, or None outside of one."""
+    """Return the Trainer whose method is on the call stack, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -32,7 +32,7 @@ def calling_trainer() -> Trainer | None:
 
 
 def is_flattened(optimizer: Any) -> bool:
-    """Whether an engine has put tensors of its own into the groups of the optimizer it wraps."""
+    """Return whether an engine has put tensors of its own into the groups of the optimizer it wraps."""
     return "DeepSpeed" in type(optimizer).__name__
 
 
@@ -40,11 +40,11 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
     """Return the Mars that will step.
 
     Args:
-        optimizer: as Trainer has it, wrappers included.
-        given: the Mars that must be it; None accepts any.
+        optimizer: Trainer's optimizer, wrappers included.
+        given: the Mars that must step; None accepts any.
 
     Raises:
-        RuntimeError: there is none, or not the one given; the message has the remedy.
+        RuntimeError: another optimizer would step; the message has the remedy.
     """
     steps = innermost(optimizer)
     if isinstance(steps, Mars) and (given is None or steps is given):
@@ -70,7 +70,7 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
 
 
 def require_stale_gradients(mars: Mars) -> None:
-    """Raise RuntimeError for an exact Mars that nobody supplies with stale gradients."""
+    """Raise RuntimeError for an exact Mars whose loop supplies no stale gradients."""
     if mars.is_exact and not mars.expects_stale_gradients:
         raise RuntimeError(
             "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer in "
@@ -81,12 +81,12 @@ def require_stale_gradients(mars: Mars) -> None:
 def require_parameters(mars: Mars, model: nn.Module, *, flattened: bool = False) -> None:
     """Raise RuntimeError unless the optimizer has every trainable parameter of the model.
 
-    It may have others too: weights of a loss, or parameters that were frozen after it was made.
+    It may have others too: weights of a loss, or parameters frozen after it was built.
 
     Args:
         mars: the optimizer that will step.
-        model: as it will be trained.
-        flattened: whether an engine has put other tensors into its groups; then those it was made of are compared.
+        model: the model as it will be trained.
+        flattened: whether an engine has put other tensors into the groups; then the original parameters are compared.
     """
     if flattened and not origins.is_known(mars):
         return

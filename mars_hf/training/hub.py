@@ -1,4 +1,4 @@
-"""The model card of a run, for the Hub."""
+"""Write the model card of a run, for the Hub."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def write_model_card(trainer: Trainer) -> Path:
     """Write README.md into the output folder: results, optimizer and settings of the run.
 
     Args:
-        trainer: after or during training.
+        trainer: a Trainer, after or during training.
 
     Returns:
-        The card's path.
+        The path of the card.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -63,7 +63,7 @@ def write_model_card(trainer: Trainer) -> Path:
 
 
 def _schedule(trainer: Trainer) -> dict[str, Any]:
-    """Return the schedule that ran: a scheduler that was handed over knows nothing of TrainingArguments."""
+    """Return the schedule that ran: TrainingArguments do not describe a scheduler passed to Trainer."""
     args, scheduler = trainer.args, trainer.lr_scheduler
     if scheduler is not None and not _compat.made_its_scheduler(trainer):
         return {"schedule": f"{type(scheduler).__name__} (handed over)"}
@@ -72,7 +72,7 @@ def _schedule(trainer: Trainer) -> dict[str, Any]:
 
 
 def _max_grad_norm(trainer: Trainer, optimizer: Any) -> Any:
-    """Return what gradients were clipped at: MarsTrainer prefers the optimizer's own norm, Trainer clips at both."""
+    """Return the norm that gradients were clipped to: MarsTrainer prefers the optimizer's, Trainer clips to both."""
     own, given = optimizer.max_grad_norm if isinstance(optimizer, Mars) else None, trainer.args.max_grad_norm
     if own is None:
         return given
@@ -89,7 +89,7 @@ def _describe(optimizer: Any) -> str:
 
 
 def _optimizer_table(optimizer: Any, trainer: Trainer) -> list[str]:
-    """One row a parameter group, with the peak learning rate where a scheduler keeps it."""
+    """Return one row per parameter group, with the peak learning rate if a scheduler keeps it."""
     groups = getattr(optimizer, "param_groups", [])
     names = ["lr", "betas", "eps", "weight_decay"]
     if isinstance(optimizer, Mars):

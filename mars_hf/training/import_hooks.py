@@ -1,4 +1,4 @@
-"""Run code when a module has been imported, without importing it; nothing but the standard library is needed."""
+"""Run code after a module is imported, without importing it; uses only the standard library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Finder:
-    """Finds one module as the other finders do, and calls an action when it has been executed."""
+    """Find one module through the other finders, and call an action after it has executed."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         """Wait for the module called `name`."""
@@ -17,10 +17,10 @@ class _Finder:
         self._searching = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return what the other finders find, with a loader that also calls the action."""
+        """Return the other finders' spec, with a loader that also calls the action."""
         if name != self._name or self._searching:
             return None
-        self._searching = True  # another hook for the same module asks this finder in turn
+        self._searching = True  # another hook for the same module would ask this finder again
         try:
             finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
             found = (finder.find_spec(name, path, target) for finder in finders)
@@ -48,7 +48,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
     Args:
         name: full name of a module.
-        action: called without arguments; what it raises reaches the import statement.
+        action: called without arguments; its exceptions reach the import statement.
     """
     module = sys.modules.get(name)
     if module is None:

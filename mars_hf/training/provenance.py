@@ -1,4 +1,4 @@
-"""What a Mars was made of, before an engine, a scheduler or a checkpoint changes it."""
+"""Remember how a Mars was built, before an engine, a scheduler or a checkpoint changes it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.optimizer import Mars
 
-# The loop's business, not the optimizer's; and the modules' shapes, which loading checks.
+# The loop owns the first two; loading a state checks the layout.
 _NOT_COMPARED = ("max_grad_norm", "take_grad", "layout")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an optimizer was made of.
+    """The parameters and settings that an optimizer was built with.
 
     Args:
         params: weak references to its parameters; an engine may put other tensors into the groups.
         sizes: number of parameters in each group.
         groups: settings of each group.
-        stated: names of the settings that the user stated, in the call or in TrainingArguments (`beta1` and `beta2`
-            apart); None if it was made by `create` or `Mars`.
-        unset: TrainingArguments' values that MARS's defaults stand in for, by our name.
+        stated: names of the settings that the user gave, in the call or in TrainingArguments (`beta1` and `beta2`
+            separately); None if `create` or `Mars` built it.
+        unset: TrainingArguments' values that MARS's defaults replace, by our name.
     """
 
     params: tuple[weakref.ref[Tensor], ...]
@@ -42,12 +42,12 @@ _known: weakref.WeakKeyDictionary[Mars, Origin] = weakref.WeakKeyDictionary()
 def remember(
     mars: Mars, stated: Collection[str] | None = None, unset: Mapping[str, tuple[str, Any]] | None = None
 ) -> None:
-    """Note what an optimizer is made of, in place of an earlier note.
+    """Record how an optimizer was built, replacing an earlier record.
 
     Args:
-        mars: as it was made.
-        stated: see `Origin`; None keeps what is noted.
-        unset: see `Origin`; None keeps what is noted.
+        mars: the optimizer, just built.
+        stated: see `Origin`; None keeps the earlier value.
+        unset: see `Origin`; None keeps the earlier value.
     """
     earlier = _known.get(mars)
     if earlier is not None:
@@ -64,24 +64,24 @@ def remember(
 
 
 def is_known(mars: Mars) -> bool:
-    """Whether what an optimizer was made of has been noted."""
+    """Return whether an optimizer's origin was recorded."""
     return mars in _known
 
 
 def of(mars: Mars) -> Origin:
-    """Return what is known about an optimizer; its present form if nothing is."""
+    """Return an optimizer's origin; if none was recorded, record its present form."""
     if mars not in _known:
         remember(mars)
     return _known[mars]
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group that training runs with; `lr` is the rate its schedule starts from."""
+    """Return a group's hyperparameters; `lr` is the rate that its schedule starts from."""
     found = {key: group[key] for key in GROUP_KEYS if key in group and key not in _NOT_COMPARED}
     found["lr"] = rate(group)
     return found
 
 
 def rate(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group before its schedule: the peak, where a scheduler notes one."""
+    """Return a group's learning rate before its schedule: the peak if a scheduler records one."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))

@@ -1,4 +1,4 @@
-"""The random numbers of a pass, so that another one can draw the same."""
+"""Capture and restore random state, so that two passes draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RandomState(NamedTuple):
-    """State of every generator a forward pass may draw from: Python's, NumPy's, torch's on CPU and on one device."""
+    """State of the generators that a forward pass may use: Python's, NumPy's, torch's on CPU and on one device."""
 
     python: Any
     numpy: Any
@@ -20,12 +20,12 @@ class RandomState(NamedTuple):
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        """The state now.
+        """Capture the current state.
 
         Args:
-            device: where the pass runs; its generator is kept besides the CPU's.
+            device: device of the pass; its generator is captured besides the CPU's.
         """
-        import numpy  # torch does without it, transformers does not
+        import numpy  # optional for torch, required by transformers
 
         on_accelerator = device.type not in ("cpu", "meta")
         return cls(
@@ -37,7 +37,7 @@ class RandomState(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Restore the captured state."""
         import numpy
 
         random.setstate(self.python)

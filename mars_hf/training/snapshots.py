@@ -1,4 +1,4 @@
-"""Put back what a pass that does not count has changed: buffers, counters, metrics, inputs."""
+"""Restore buffers, counters, metrics and inputs after a pass that does not count."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mars_hf import _compat
 logger = logging.get_logger(__name__)
 
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-# Larger ones are left alone, with a warning: every step would copy them.
+# Larger ones are not restored, with a warning: every step would copy them.
 _MOST_ITEMS = 10_000
 _MOST_ELEMENTS = 1 << 22
-# Wrappers that count for themselves.
+# Wrappers with counters of their own, which must not be restored.
 _ENGINES = ("torch.nn.parallel", "torch._dynamo", "deepspeed", "accelerate")
 
 
 @contextlib.contextmanager
 def buffers_kept(*models: nn.Module) -> Iterator[None]:
-    """Leave every module's buffers and counters as they were: the same tensors with the same values.
+    """Restore every module's buffers and counters afterwards: the same tensors with the same values.
 
     Counters are numbers and tensors among a module's attributes.
     """
@@ -43,7 +43,7 @@ def buffers_kept(*models: nn.Module) -> Iterator[None]:
 
 
 class _Buffers:
-    """The buffers and counters of one module."""
+    """Snapshot of one module's buffers and counters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -67,7 +67,7 @@ class _Buffers:
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy, or None of what cannot be written back."""
+    """Return a copy, or None if it could not be written back."""
     if tensor is None or tensor.requires_grad or tensor.is_inference():
         return None
     return tensor.detach().clone()
@@ -76,19 +76,19 @@ def _clone(tensor: Tensor | None) -> Tensor | None:
 def _write(tensor: Tensor, before: Tensor) -> None:
     if tensor.shape == before.shape:
         tensor.copy_(before)
-    else:  # its storage has been exchanged
+    else:  # its storage has been replaced
         tensor.data = before
 
 
 @contextlib.contextmanager
 def attributes_kept(holder: Any, skip: Collection[str] = ()) -> Iterator[None]:
-    """Leave an object's attributes as they were: bindings, and the contents of built-in containers and tensors.
+    """Restore an object's attributes afterwards: bindings, and contents of built-in containers and tensors.
 
-    Other objects among them are not looked into.
+    The insides of other objects are not restored.
 
     Args:
         holder: the object.
-        skip: attributes whose contents nobody changes; their bindings are kept too.
+        skip: attributes whose contents do not change; their bindings are still restored.
     """
     before = dict(vars(holder))
     kept = {name: _Contents(value) for name, value in before.items() if name not in skip}
@@ -109,7 +109,7 @@ def attributes_kept(holder: Any, skip: Collection[str] = ()) -> Iterator[None]:
 
 
 class _Contents:
-    """What is in a value: of containers and tensors, and of those inside them."""
+    """Snapshot of a value: its containers and tensors, nested ones included."""
 
     def __init__(self, value: Any) -> None:
         self._containers: list[tuple[Any, Any]] = []
@@ -121,7 +121,7 @@ class _Contents:
         self._is_kept = self._look_into(value)
 
     def _look_into(self, value: Any) -> bool:
-        """Note what is in a value; False once that is too much."""
+        """Record the contents of a value; return False once they are too large."""
         if id(value) in self._seen:
             return True
         self._seen.add(id(value))
@@ -141,7 +141,7 @@ class _Contents:
         return all(self._look_into(item) for item in (value.values() if isinstance(value, dict) else value))
 
     def restore(self) -> bool:
-        """Put everything back; False if something too large has changed its length."""
+        """Restore the contents; return False if they were too large to keep and the length has changed."""
         if not self._is_kept:
             return self._length is None or len(self._value) == self._length
         for container, before in self._containers:
@@ -159,7 +159,7 @@ class _Contents:
 def copied(inputs: Any, memo: dict[int, Any] | None = None) -> Any:
     """Return a copy of a batch that a pass may change: containers, tensors and arrays, however nested.
 
-    What is none of these is shared.
+    Other objects are shared.
     """
     memo = {} if memo is None else memo
     if id(inputs) in memo:
@@ -199,7 +199,7 @@ def _copied(inputs: Any, memo: dict[int, Any]) -> Any:
 
 
 def difference(one: Any, other: Any, where: str = "inputs") -> str | None:
-    """Return where two batches differ, or None: in structure, shapes, values of tensors, arrays, numbers and text.
+    """Return where two batches differ in structure, shapes or values (tensors, arrays, numbers, text), or None.
 
     Other objects count as equal.
     """

@@ -1,4 +1,4 @@
-"""The stale gradient of exact MARS, taken with a Trainer's own training step."""
+"""Compute the stale gradient of exact MARS with a Trainer's own training step."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from mars_hf.training.guard import innermost
 from mars_hf.training.random_state import RandomState
 from mars_hf.training.snapshots import attributes_kept, buffers_kept, copied, difference
 
-# A Trainer's attributes whose contents no pass changes, and which may be large.
+# Attributes of a Trainer that may be large and whose contents no pass changes.
 _UNCHANGED = ("train_dataset", "eval_dataset", "model", "model_wrapped")
 
 
 class StalePass:
-    """Runs the micro-batches of one step at the parameters of the step before, ahead of the ordinary pass.
+    """Run the micro-batches of one step at the previous step's parameters, ahead of the ordinary pass.
 
-    All micro-batches go through at once, so that gradients are accumulated and synchronized as in an ordinary step,
-    whatever wraps the model. The random state each of them starts with is kept for its ordinary pass, which then draws
-    the same dropout masks. Of a stale pass nothing else stays: it works on copies of the batches, and buffers of the
-    model and attributes of the Trainer (counters, metrics) are put back.
+    All micro-batches run at once, so gradients accumulate and synchronize as in an ordinary step, whatever wraps the
+    model. The pass keeps the random state at the start of each micro-batch for its ordinary pass, which then draws the
+    same dropout masks. Nothing else of a stale pass remains: it works on copies of the batches and restores the model's
+    buffers and the Trainer's attributes (counters, metrics).
 
-    Both passes must be given the same batch. A Trainer that calls the model's `generate` inside the step is stopped.
-    What `compute_loss` is called with is compared, so that other inputs are found out before that step is taken.
+    Both passes need the same batch. A Trainer that calls the model's `generate` inside the step raises an error. The
+    inputs of `compute_loss` are compared, so different ones raise an error before the step.
     """
 
     def __init__(self, trainer: Trainer, max_grad_norm: Callable[[], float]) -> None:
         """Serve one Trainer.
 
         Args:
-            trainer: whose `training_step` is run.
-            max_grad_norm: tells what both gradients are clipped at; 0 for no clipping.
+            trainer: the Trainer whose `training_step` is run.
+            max_grad_norm: returns the norm that both gradients are clipped to; 0 for no clipping.
         """
         self.running = False
         self._trainer = trainer
         self._max_grad_norm = max_grad_norm
-        self._seen: deque[list[Any]] = deque()  # a list a micro-batch: what compute_loss was called with
+        self._seen: deque[list[Any]] = deque()  # one list per micro-batch: the inputs of compute_loss
         self._batches: list[Any] = []
         self._num_items: Any = None
         self._starts: deque[RandomState] = deque()
         self._norm: Tensor | None = None
 
     def hold(self, batches: list[Any], num_items: Any) -> None:
-        """Keep the micro-batches of the step to come, and the number of items that their loss is divided by."""
+        """Keep the next step's micro-batches, and the number of items that divides their loss."""
         self._batches, self._num_items = batches, num_items
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Surround an ordinary micro-batch: the same random numbers and the same inputs as in its stale pass."""
+        """Wrap an ordinary micro-batch: give it its stale pass's random numbers, and check for the same inputs."""
         if self.running or not self._starts:
             yield
             return
@@ -72,20 +72,20 @@ class StalePass:
             self._spread_overflow()
 
     def require_both_passes(self) -> None:
-        """Raise RuntimeError if a stale pass is left without an ordinary one, ahead of the optimizer's step."""
+        """Raise RuntimeError, ahead of the optimizer's step, if a stale pass has no ordinary one."""
         if self._starts:
             self._refuse("has a training_step of its own that does not call MarsTrainer's")
 
     def forget(self) -> None:
-        """Drop what a step that was broken off has left."""
+        """Drop what an interrupted step has left."""
         self._batches, self._norm = [], None
         self._starts.clear()
         self._seen.clear()
 
     def run(self, mars: Mars) -> None:
-        """Supply the optimizer with the stale gradient; nothing before its first step.
+        """Supply the optimizer with the stale gradient; a no-op before its first step.
 
-        Gradients, random state, buffers and the Trainer's attributes are as before afterwards.
+        Gradients, random state, buffers and the Trainer's attributes are unchanged afterwards.
         """
         batches = self._batches
         self.forget()
@@ -105,7 +105,7 @@ class StalePass:
         self._starts.extend(starts)
 
     def _spread_overflow(self) -> None:
-        """If the stale gradient overflowed in fp16, so does the ordinary one: the scaler then skips the step."""
+        """Make the ordinary gradient overflow if the stale one did in fp16, so that the scaler skips the step."""
         norm, self._norm = self._norm, None
         assert norm is not None
         with torch.no_grad():
@@ -144,7 +144,7 @@ class StalePass:
         self._refuse("generates text inside the step")
 
     def _backward(self, inputs: Any, *, last: bool) -> RandomState:
-        """Add the gradient of a micro-batch; the random state it started with."""
+        """Add the gradient of a micro-batch and return the random state at its start."""
         trainer = self._trainer
         start = RandomState.capture(trainer.args.device)
         seen: list[Any] = []
@@ -172,7 +172,7 @@ class StalePass:
             _compat.set_sync_gradients(gradient_state, synchronizes)
 
     def _commit(self, mars: Mars) -> None:
-        """From the gradients of the stale pass to the optimizer's last gradients; clipped as the ordinary ones."""
+        """Clip the stale gradients like ordinary ones and make them the optimizer's last gradients."""
         trainer = self._trainer
         params = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
         gradients = [param.grad for param in params if param.grad is not None]
@@ -191,7 +191,7 @@ class StalePass:
             param.grad = None
 
     def _synchronization(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """As in Trainer's loop: gradients are exchanged between ranks with the last micro-batch."""
+        """Return the context of Trainer's loop: ranks reduce gradients with the last micro-batch only."""
         trainer = self._trainer
         if last or trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return contextlib.nullcontext()
@@ -202,7 +202,7 @@ class StalePass:
 
 @contextlib.contextmanager
 def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an object an attribute of its own, ahead of what its class has."""
+    """Set an instance attribute for the duration of the context."""
     attributes = vars(holder)
     before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
@@ -214,16 +214,16 @@ def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class StalePassCallback(TrainerCallback):
-    """Starts the stale pass of every step of an exact run."""
+    """Start the stale pass of every step of an exact run."""
 
     def __init__(self, stale_pass: StalePass) -> None:
-        """Start this one."""
+        """Keep the stale pass to start."""
         self._stale_pass = stale_pass
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
-        """Before the first micro-batch, and outside of the contexts that Trainer runs micro-batches in."""
+        """Run the stale pass before the first micro-batch, outside the contexts that Trainer wraps micro-batches in."""
         mars = innermost(optimizer)
         if isinstance(mars, Mars) and mars.is_exact:
             self._stale_pass.run(mars)
@@ -231,5 +231,5 @@ class StalePassCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """After the last micro-batch."""
+        """Check, after the last micro-batch, that every stale pass had its ordinary one."""
         self._stale_pass.require_both_passes()

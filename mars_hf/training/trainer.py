@@ -1,4 +1,4 @@
-"""A Trainer for MARS: it steps with the optimizer it was given, under every engine, and knows the exact form."""
+"""A Trainer for MARS: it keeps the given optimizer under every engine, and runs exact MARS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mars_hf.training.stale_pass import StalePass, StalePassCallback
 
 
 class _Adopted(NamedTuple):
-    """An optimizer and what MarsTrainer changes about it while it trains."""
+    """An optimizer, with the settings that MarsTrainer changes while it trains."""
 
     mars: Mars
     max_grad_norm: float | None
@@ -27,38 +27,37 @@ class _Adopted(NamedTuple):
 
 
 class MarsTrainer(Trainer):
-    """transformers.Trainer that keeps its optimizer and runs exact MARS.
+    """Keep the optimizer given to transformers.Trainer, and run exact MARS.
 
-    Trainer drops an instance handed over as `optimizers=(optimizer, scheduler)` under DeepSpeed and refuses it under
-    FSDP. This one hands it over where Trainer would make its own. If it is a Mars, LastGradientCallback is added with
-    it, so that a run in which another optimizer would step stops at its beginning.
+    Trainer drops `optimizers=(optimizer, scheduler)` under DeepSpeed and refuses it under FSDP. MarsTrainer uses that
+    optimizer wherever Trainer would build its own. For a Mars it also adds a LastGradientCallback, which stops the run
+    at its start if another optimizer would step.
 
-    With a Mars, clipping by `max_grad_norm` is part of its step: it takes the global norm and scales in passes over the
-    gradients that it makes anyway, and `grad_norm` is logged as ever. Callbacks that look at gradients before the step
-    see them unclipped, and after it not at all, since they have become last gradients (`take_grad`). With a gradient
-    scaler (fp16), with DeepSpeed, in exact mode, and if the model has trainable parameters that the optimizer does not
-    know, Trainer's own clipping is used. `max_grad_norm` of the optimizer counts before that of TrainingArguments where
-    the latter is the default. When `train()` returns or raises, `max_grad_norm` and `take_grad` of the optimizer are
-    again what they were.
+    A Mars clips by `max_grad_norm` inside its step: it takes the global norm and scales in passes over the gradients
+    that it makes anyway. Trainer logs `grad_norm` as usual. Callbacks see unclipped gradients before the step and none
+    after it, because the step turns them into last gradients (`take_grad`). Trainer's own clipping applies with a
+    gradient scaler (fp16), under DeepSpeed, in exact mode, and if the optimizer lacks some of the model's trainable
+    parameters. The optimizer's `max_grad_norm` overrides that of TrainingArguments if the latter is the default. When
+    `train()` returns or raises, the optimizer's `max_grad_norm` and `take_grad` are restored.
 
     Args:
-        *args: as Trainer.
-        **kwargs: as Trainer. The model must be the one that the optimizer was built from.
+        *args: see Trainer.
+        **kwargs: see Trainer. The model must be the one that the optimizer was built from.
 
     Raises:
-        ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which make others.
-            Also if Mars and TrainingArguments state different values of `max_grad_norm`.
-        NotImplementedError: when training begins, exact MARS under DeepSpeed.
+        ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which build others;
+            or Mars and TrainingArguments have different values of `max_grad_norm`.
+        NotImplementedError: exact MARS under DeepSpeed; raised when training starts.
 
-    Source of the exact form: Algorithm 1 and 2 of arXiv 2411.10438.
+    Source of the exact form: Algorithms 1 and 2 of arXiv 2411.10438.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """See the class."""
-        signature = inspect.signature(super().__init__)  # Trainer's, or that of a class between, such as trl's
+        """Build the Trainer; see the class."""
+        signature = inspect.signature(super().__init__)  # Trainer's, or that of a class in between, such as trl's
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
-        if "optimizers" not in signature.parameters:  # a class between that passes on what it does not know
+        if "optimizers" not in signature.parameters:  # a class in between that passes on unknown arguments
             given = next(
                 (value for value in given.values() if isinstance(value, dict) and "optimizers" in value), given
             )
@@ -82,7 +81,7 @@ class MarsTrainer(Trainer):
 
     @property
     def in_stale_pass(self) -> bool:
-        """Whether `compute_loss` is being called for the stale gradient: for losses that keep count of something."""
+        """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
         return self._stale_pass.running
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +95,7 @@ class MarsTrainer(Trainer):
             self._give_back()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the optimizer that was given, or what Trainer makes."""
+        """Return the given optimizer, or the one that Trainer builds."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
         optimizer = super().create_optimizer(model)
@@ -106,7 +105,7 @@ class MarsTrainer(Trainer):
         return optimizer
 
     def _adopt(self, mars: Mars) -> None:
-        """Take over, for one call of `train()`, what only the owner of the loop can do for a Mars."""
+        """Apply, for one call of `train()`, the settings of a Mars that only the owner of the loop may use."""
         if mars.is_exact and self.is_deepspeed_enabled:
             raise NotImplementedError(
                 "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and exact "
@@ -122,12 +121,12 @@ class MarsTrainer(Trainer):
         take_grad = [group["take_grad"] for group in mars.param_groups]
         self._adopted = _Adopted(mars, own, take_grad, mars.expects_stale_gradients)
         mars.expects_stale_gradients = mars.is_exact
-        if own is not None:  # until a step is found in which it can clip
+        if own is not None:  # off until a step in which it can clip
             mars.max_grad_norm = None
         self._take_gradients()
 
     def _give_back(self) -> None:
-        """Leave an adopted optimizer as it was handed over."""
+        """Restore the settings of an adopted optimizer."""
         if self._adopted is None:
             return
         adopted, self._adopted = self._adopted, None
@@ -135,27 +134,27 @@ class MarsTrainer(Trainer):
         mars.expects_stale_gradients = adopted.expects_stale_gradients
         mars.max_grad_norm = adopted.max_grad_norm
         for index, group in enumerate(mars.param_groups):
-            group["take_grad"] = adopted.take_grad[min(index, len(adopted.take_grad) - 1)]  # some may be new
+            group["take_grad"] = adopted.take_grad[min(index, len(adopted.take_grad) - 1)]  # some groups may be new
 
     def _take_gradients(self) -> None:
-        """Have every group, a new one too, take its gradients."""
+        """Turn `take_grad` on in every group, new ones included."""
         if self._adopted is not None:
             for group in self._adopted.mars.param_groups:
                 group["take_grad"] = True
 
     def _clips_at(self) -> float:
-        """Return the largest global norm of a gradient: the optimizer's own, or TrainingArguments'; 0 for none."""
+        """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
         own = None if self._adopted is None else self._adopted.max_grad_norm
         return self.args.max_grad_norm if own is None else own
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the scheduler that was given, or what Trainer makes."""
+        """Return the given scheduler, or the one that Trainer builds."""
         if self.lr_scheduler is None and self._kept_scheduler is not None:
             self.lr_scheduler = self._kept_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """Leave the clipping to the step where it can do it; what is returned holds the norm after it."""
+        """Leave clipping to the step if it can clip; the returned tensor holds the norm after the step."""
         mars = innermost(self.optimizer)
         if not isinstance(mars, Mars) or self._adopted is None or self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)
@@ -171,14 +170,14 @@ class MarsTrainer(Trainer):
             self.args.max_grad_norm = given
 
     def _can_fold(self, mars: Mars, model: Any) -> bool:
-        # Exact MARS clips two gradients, which are treated alike.
+        # Exact MARS clips two gradients, and both the same way.
         if mars.is_exact or self.accelerator.scaler is not None:
             return False
         known = {id(param) for group in mars.param_groups for param in group["params"]}
         return all(id(param) in known for param in model.parameters() if param.grad is not None)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Return the micro-batches of a step, as Trainer collects them."""
+        """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._stale_pass.hold(batches, num_items)
         return batches, num_items
@@ -191,13 +190,13 @@ class MarsTrainer(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does, once a batch: not for the pass that takes its stale gradient."""
+        """Log like Trainer, but not from the stale pass: once per batch."""
         if not self.in_stale_pass:
             super().log(logs, *args, **kwargs)
 
 
 def _guarded(callbacks: list[Any] | None, optimizer: Mars) -> list[TrainerCallback | type[TrainerCallback]]:
-    """Callbacks with a LastGradientCallback among them."""
+    """Return the callbacks, with a LastGradientCallback added if there is none."""
     callbacks = list(callbacks or [])
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)

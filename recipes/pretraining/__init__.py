@@ -1,1 +1,1 @@
-"""The parts of the GPT-2 pretraining recipe."""
+"""Modules of the GPT-2 pretraining recipe."""

@@ -1,4 +1,4 @@
-"""Settings of a pretraining run: dataclasses for HfArgumentParser, filled from a YAML file and the command line."""
+"""Define the settings of a pretraining run: dataclasses filled from a YAML file and the command line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Where tokens come from."""
+    """Source of the tokens."""
 
     data_dir: str | None = field(
         default=None,
@@ -59,15 +59,15 @@ class DataArguments:
 
 @dataclass
 class _Optimizer:
-    """Which optimizer, and its settings; the learning rate and the decay are --learning_rate and --weight_decay.
+    """Optimizer and its settings; learning rate and decay are --learning_rate and --weight_decay.
 
-    A setting left out takes the optimizer's own default: that of `mars_hf.Mars`, or of `torch.optim.AdamW`.
+    A setting left out has the optimizer's own default: that of `mars_hf.Mars` or `torch.optim.AdamW`.
     """
 
     optimizer: str = field(default="mars_adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
 
 
-# Settings that transformers.TrainingArguments, --optimizer or the recipe itself decide.
+# Settings that transformers.TrainingArguments, --optimizer or the recipe itself decides.
 _DECIDED_ELSEWHERE = (
     "lr",
     "weight_decay",
@@ -86,7 +86,7 @@ _HELP = {
 
 
 def _mars_fields() -> list[tuple[str, Any, Any]]:
-    """The settings of MARS as fields of a dataclass: a pair as its halves, None for a setting left out."""
+    """Return the settings of MARS as dataclass fields: pairs as two halves; None means left out."""
     fields = []
     for name, setting in SETTINGS.items():
         if name in _DECIDED_ELSEWHERE:
@@ -109,7 +109,7 @@ else:
 
 @dataclass
 class PretrainingArguments(TrainingArguments):
-    """transformers.TrainingArguments, and what the recipe adds."""
+    """transformers.TrainingArguments plus the recipe's own settings."""
 
     output_dir: str | None = field(
         default=None,
@@ -126,7 +126,7 @@ class PretrainingArguments(TrainingArguments):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: 6e-3 is a number (YAML 1.1 asks for a dot in it)."""
+    """Load YAML as people write it: 6e-3 is a number, although YAML 1.1 requires a dot."""
 
 
 _Loader.add_implicit_resolver(
@@ -145,13 +145,13 @@ class RunArguments(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None) -> RunArguments:
-    """Settings from `--config FILE` (default: configs/embedded.yaml), overridden by the command line.
+    """Read settings from `--config FILE` (default: configs/embedded.yaml); the command line overrides them.
 
-    A config's top-level keys are settings; its section `optimizers` holds, per optimizer, settings that count when that
+    A config's top-level keys are settings. Its section `optimizers` holds settings per optimizer, which apply if that
     optimizer is chosen.
 
     Args:
-        argv: command line without the program's name; None for sys.argv's.
+        argv: command line without the program's name; None reads sys.argv.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -188,7 +188,7 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
 
 
 def _find(name: str, parser: argparse.ArgumentParser) -> Path:
-    """A config by path, or by the name of a shipped one."""
+    """Find a config by path, or by the name of a shipped one."""
     for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if path.is_file():
             return path
@@ -213,7 +213,7 @@ def _reject_unknown(names: Any, accepted: Any, where: str, parser: argparse.Argu
 
 
 def _as_written(action: argparse.Action, value: Any) -> Any:
-    """A YAML value as the command line would carry it, so that both are read by the same rules."""
+    """Parse a YAML value as if it came from the command line, so that the same rules read both."""
     if value is None or isinstance(value, (bool, dict, list)):
         return value
     return action.type(str(value)) if callable(action.type) else value

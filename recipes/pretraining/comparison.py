@@ -1,4 +1,4 @@
-"""Several optimizers on one job: rows, table and verdicts from the runs."""
+"""Compare optimizers on one job: rows, table and verdicts from their runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Run:
 
     Args:
         contender: the optimizer and its form.
-        seed: of initial weights and order of the data.
-        learning_rate: at the peak of its schedule.
+        seed: seed of the initial weights and of the data order.
+        learning_rate: peak of its schedule.
         eval_loss: held-out loss after the last step.
-        tokens_per_second: of training, without evaluations.
+        tokens_per_second: training throughput, without evaluations.
         curve: step and held-out loss of every evaluation, in order.
     """
 
@@ -31,10 +31,10 @@ class Run:
 
 
 class Row(NamedTuple):
-    """What the runs of one contender come to.
+    """Result of one contender over its runs.
 
     `against_baseline` is the difference of the mean losses, `steps_to_baseline` the first evaluated step whose mean
-    loss is not above the baseline's final one (None: never), `speed` the tokens per second over the baseline's.
+    loss is not above the baseline's final one (None: never), `speed` the ratio of tokens per second to the baseline's.
     """
 
     contender: str
@@ -50,19 +50,19 @@ class Row(NamedTuple):
 
 
 def baseline_of(contenders: Sequence[str]) -> str:
-    """Whom the others are measured against: adamw, or the first."""
+    """Return the contender that the others are compared with: adamw, or the first."""
     return "adamw" if "adamw" in contenders else contenders[0]
 
 
 def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
-    """Mean loss over the runs of one contender, at the steps that all have evaluated: one taken up has more."""
+    """Return one contender's mean loss at the steps that all its runs evaluated; a resumed run has extra ones."""
     curves = [dict(run.curve) for run in runs]
     steps = [step for step in curves[0] if all(step in curve for curve in curves)]
     return [(step, statistics.fmean(curve[step] for curve in curves)) for step in steps]
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """One row a contender, in the order of their first runs."""
+    """Return one row per contender, in the order of their first runs."""
     by_name = by_contender(runs)
     base = by_name[baseline_of(list(by_name))]
     goal = statistics.fmean(run.eval_loss for run in base)
@@ -89,7 +89,7 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown, which reads well on a terminal, too."""
+    """Return the rows as a Markdown table that also reads well in a terminal."""
     baseline = baseline_of([row.contender for row in rows])
     cells = [
         (
@@ -122,7 +122,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A sentence for everyone but the baseline; a lead counts if it exceeds what seeds make of either of the two."""
+    """Return one sentence per contender but the baseline; a lead counts if it exceeds the seed spread of both."""
     names = [row.contender for row in rows]
     base = rows[names.index(baseline_of(names))]
     return [_verdict(row, base) for row in rows if row is not base]
@@ -144,7 +144,7 @@ def _verdict(row: Row, base: Row) -> str:
 
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs by the name of their contender, in the order they come in."""
+    """Group runs by contender, in the order of their first runs."""
     by_name: dict[str, list[Run]] = {}
     for run in runs:
         by_name.setdefault(run.contender, []).append(run)

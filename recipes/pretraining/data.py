@@ -1,4 +1,4 @@
-"""Token files and tokenizer of a run: prepared ones, or the embedded corpus made on the spot."""
+"""Load a run's token files and tokenizer: prepared ones, or the embedded corpus tokenized on the spot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretraining import embedded, token_files
 
 
 class Data(NamedTuple):
-    """A folder of token files, its tokenizer, and how many bytes of text a held-out token stands for."""
+    """A folder of token files, its tokenizer, and the bytes of text per held-out token."""
 
     directory: Path
     tokenizer: PreTrainedTokenizerBase
@@ -23,10 +23,10 @@ class Data(NamedTuple):
 
 
 def load(directory: Path) -> Data:
-    """Data prepared before.
+    """Load prepared data.
 
     Raises:
-        FileNotFoundError: the folder holds none.
+        FileNotFoundError: the folder holds no prepared data.
     """
     meta = token_files.read_meta(directory)
     tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer")
@@ -35,7 +35,7 @@ def load(directory: Path) -> Data:
 
 
 def prepare_embedded(parent: Path, vocab_size: int) -> Path:
-    """Tokenize the embedded corpus into a folder below `parent`, unless it is there already; returns the folder."""
+    """Tokenize the embedded corpus into a folder below `parent`, unless it exists; return the folder."""
     corpus = embedded.read_corpus()
     identity = hashlib.sha256(f"{corpus.fingerprint} {vocab_size}".encode()).hexdigest()[:12]
     directory = Path(parent) / f"embedded-{identity}"

@@ -1,6 +1,6 @@
-"""The embedded corpus: the Python sources of the running interpreter's standard library.
+"""Read the embedded corpus: the Python sources of the interpreter's standard library.
 
-Text that is on every machine, so that the recipe trains without a network and without shipping data.
+Every machine has this text, so the recipe trains without a network and ships no data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Tables, not library code, or not there on every system (Linux distributions package the tests apart).
+# Tables, not library code, or missing on some systems (Linux distributions package the tests separately).
 _LEFT_OUT = {
     "encodings",
     "test",
@@ -29,12 +29,12 @@ _LEFT_OUT = {
     "lib2to3",
     "pydoc_data",
 }
-# One file in this many is held out, chosen by the hash of its path: the same files on every machine.
+# One file in this many is held out, by the hash of its path: the same files on every machine.
 _HELD_OUT_OF = 20
 
 
 class Corpus(NamedTuple):
-    """Documents to train on, documents held out, and what identifies both."""
+    """Documents to train on, held-out documents, and a hash of both."""
 
     train: list[str]
     val: list[str]
@@ -45,7 +45,7 @@ def read_corpus() -> Corpus:
     """Read the standard library's sources, split by file.
 
     Raises:
-        FileNotFoundError: this interpreter came without sources.
+        FileNotFoundError: this interpreter ships without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
@@ -69,7 +69,7 @@ def read_corpus() -> Corpus:
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, GPT-2's kind, with an end-of-text token."""
+    """Train a byte-level BPE tokenizer like GPT-2's, with an end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Pictures of a run."""
+"""Draw the figures of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss_curve(history: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     Args:
         history: `trainer.state.log_history`.
         path: PNG file to write.
-        title: above the axes.
+        title: title above the axes.
     """
     train = [(row["step"], row["loss"]) for row in history if "loss" in row]
     held_out = [(row["step"], row["eval_loss"]) for row in history if "eval_loss" in row]
@@ -45,10 +45,10 @@ def loss_curve(history: Sequence[dict[str, Any]], path: Path, title: str) -> Non
 
 
 def comparison(runs: Sequence[Run], path: Path) -> None:
-    """Held-out loss over steps, and the final losses against the baseline's, as a PNG file.
+    """Draw held-out loss over steps, and the final losses against the baseline's, as a PNG file.
 
-    The bars show differences, from zero: bars of whole losses would have to start at zero as well, where differences
-    of a hundredth cannot be seen.
+    Bars show differences and start at zero. Bars of whole losses would start at zero too and hide differences of a
+    hundredth.
     """
     by_name = by_contender(runs)
     baseline = baseline_of(list(by_name))
@@ -80,7 +80,7 @@ def comparison(runs: Sequence[Run], path: Path) -> None:
 
 
 def _window(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:
-    """Limits that show where the curves end; the fall from the start, many times as high, goes out of the top."""
+    """Return axis limits that show the ends of the curves; the much higher start runs off the top."""
     late = [loss for curve in curves for step, loss in curve if step >= 0.2 * curve[-1][0] and math.isfinite(loss)]
     low, high = min(late, default=0.0), max(late, default=1.0)
     margin = 0.05 * (high - low) or 0.05

@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer twice, from the same two files: tiktoken's for speed, transformers' to go with a model."""
+"""Build GPT-2's tokenizer twice from the same two files: tiktoken's for speed, transformers' to ship with a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _File(NamedTuple):
     sha256: str
 
 
-# Those of tiktoken_ext.openai_public, so that both tokenizers share one cached copy.
+# The files of tiktoken_ext.openai_public, so that both tokenizers share one cached copy.
 MERGES = _File(
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -33,32 +33,32 @@ VOCABULARY = _File(
 
 
 class VocabularyError(OSError):
-    """GPT-2's vocabulary is neither cached nor to be had from the network."""
+    """Raised when GPT-2's vocabulary is neither cached nor available from the network."""
 
 
 def build() -> GPT2Tokenizer:
-    """GPT-2's tokenizer for transformers.
+    """Build GPT-2's tokenizer for transformers.
 
     Raises:
-        VocabularyError: its files are not reachable.
+        VocabularyError: its files are not available.
     """
     vocabulary = json.loads(_read(VOCABULARY))
     version, *lines = _read(MERGES).decode("utf-8").splitlines()
     assert version.startswith("#version")
-    merges: list[Any] = [tuple(line.split()) for line in lines if line]  # transformers declares lines, but wants pairs
+    merges: list[Any] = [tuple(line.split()) for line in lines if line]  # transformers declares lines but needs pairs
     return GPT2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=CONTEXT)
 
 
 def encode(texts: list[str]) -> dict[str, list[Any]]:
-    """Tokenize a batch of documents with tiktoken, in a form that `datasets.Dataset.map` takes.
+    """Tokenize a batch of documents with tiktoken, for `datasets.Dataset.map`.
 
     Args:
-        texts: the documents; what looks like a special token in them is text.
+        texts: the documents; special tokens in them are plain text.
 
     Returns:
-        `ids`: token ids of each, the end-of-text token appended; `bytes`: length of each in UTF-8.
+        `ids`: each document's token ids, with the end-of-text token appended; `bytes`: its length in UTF-8.
     """
-    encoding = tiktoken.get_encoding(NAME)  # made once a process
+    encoding = tiktoken.get_encoding(NAME)  # built once per process
     ids = [np.array([*encoding.encode_ordinary(text), END_OF_TEXT_ID], dtype=np.uint16) for text in texts]
     return {"ids": ids, "bytes": [len(text.encode()) for text in texts]}
 

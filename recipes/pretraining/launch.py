@@ -1,4 +1,4 @@
-"""Runs of the recipe, each in a process of its own."""
+"""Run the recipe in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _TAIL_LINES = 30
 
 
 class RunFailed(RuntimeError):
-    """A run ended without result; the message has its command and the end of what it printed."""
+    """Raised when a run fails; the message has its command and the end of its output."""
 
 
 def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:
-    """Run recipes/pretrain_gpt2.py; what it prints is appended to OUTPUT.log.
+    """Run recipes/pretrain_gpt2.py and append its output to OUTPUT.log.
 
     Args:
-        argv: its arguments, without --output_dir.
-        output: its output folder.
-        launcher: what starts a Python script.
+        argv: the recipe's arguments, without --output_dir.
+        output: the recipe's output folder.
+        launcher: command that starts a Python script.
 
     Returns:
         The run's metrics.json.
@@ -36,7 +36,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
     command = [*launcher, str(SCRIPT), *argv, "--output_dir", str(output)]
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.parent / f"{output.name}.log"
-    # Unbuffered, so that a traceback stands at the log's end.
+    # Unbuffered, so that a traceback is at the log's end.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with log.open("a", encoding="utf-8") as file:
         finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)

@@ -1,4 +1,4 @@
-"""GPT-2 from its configuration, with the settings of the papers."""
+"""Build GPT-2 from its configuration, with the settings of the papers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pretraining.arguments import ModelArguments
 
 
 def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2LMHeadModel:
-    """A freshly initialized GPT-2.
+    """Return a freshly initialized GPT-2.
 
     Args:
         arguments: sizes and settings.
-        vocab_size: of the tokenizer; `arguments.vocab_size` may be larger (padding for speed), not smaller.
+        vocab_size: the tokenizer's size; `arguments.vocab_size` may be larger (padding for speed), not smaller.
         end_of_text: id of the end-of-text token.
 
     Raises:
-        ValueError: the vocabulary does not fit, or heads do not divide the width.
+        ValueError: the vocabulary does not fit, or `n_head` does not divide `n_embd`.
     """
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
         raise ValueError(
@@ -49,7 +49,7 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2L
 
 @torch.no_grad()
 def freeze_biases(model: nn.Module) -> None:
-    """Reproduce `bias=False` on a model that always has biases: every bias is zero and stays so."""
+    """Reproduce `bias=False` on a model that always has biases: set every bias to zero and freeze it."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm, Conv1D)) and module.bias is not None:
             module.bias.zero_()

@@ -1,4 +1,4 @@
-"""The optimizer of a run, as Trainer takes it: a factory and its settings."""
+"""Build the optimizer of a run as Trainer accepts it: a factory and its settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in ORTHOGONAL_TYP
 
 
 class AdamWFactory:
-    """Makes torch's AdamW with the decay groups that MARS gets."""
+    """Make torch's AdamW with the same decay groups as MARS."""
 
     def __call__(self, model: nn.Module, *, no_decay: list[str], **settings: Any) -> torch.optim.AdamW:
-        """Vectors and the matrices of `no_decay` are not decayed."""
+        """Make AdamW; vectors and the matrices of `no_decay` do not decay."""
         decay = {"matrix": settings["weight_decay"], "vector": 0.0}
         groups = [
             {"params": group["params"], "weight_decay": group.get("weight_decay", decay[group["role"]])}
@@ -31,10 +31,10 @@ class AdamWFactory:
 
 
 def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """What `Trainer(optimizer_cls_and_kwargs=...)` takes.
+    """Return the value for `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Raises:
-        ValueError: a setting was given that the optimizer does not have.
+        ValueError: the optimizer does not have a given setting.
     """
     settings = {name: value for name, value in vars(arguments).items() if name != "optimizer" and value is not None}
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}

@@ -1,4 +1,4 @@
-"""What a finished run leaves: metrics.json and a sample."""
+"""Report a finished run: metrics.json and a sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-# The training loss that is reported: mean of the last tenth of the log lines, one line being one noisy batch or few.
+# The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
 
 
@@ -23,14 +23,14 @@ def summarize(
     train_runtime: float,
     first_step: int = 0,
 ) -> dict[str, float | None]:
-    """The figures of metrics.json from `trainer.state.log_history`.
+    """Return the numbers of metrics.json, from `trainer.state.log_history`.
 
     Args:
-        history: log lines; the last evaluation counts, the first one if it was at step 0.
-        bytes_per_token: of the held-out text.
-        tokens_per_step: over all processes and accumulation steps.
-        train_runtime: seconds of `trainer.train()` with its evaluations.
-        first_step: where this process took the run up; 0 unless it was resumed.
+        history: log lines; the last evaluation counts, and the first if it was at step 0.
+        bytes_per_token: bytes per token of the held-out text.
+        tokens_per_step: tokens of all processes and accumulation steps.
+        train_runtime: seconds of `trainer.train()`, evaluations included.
+        first_step: step at which this process resumed the run; 0 for a new run.
     """
     losses = [row["loss"] for row in history if "loss" in row]
     evaluations = [row for row in history if "eval_loss" in row]
@@ -52,7 +52,7 @@ def summarize(
 
 
 def write(path: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics.json, whole or not at all."""
+    """Write a JSON file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
@@ -60,9 +60,9 @@ def write(path: Path, metrics: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
-    """Continue `prompt`, sampled at temperature 0.8 from the tokens the tokenizer knows."""
+    """Continue `prompt` by sampling at temperature 0.8 from the tokenizer's tokens."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    padding = list(range(len(tokenizer), model.config.vocab_size))  # rows without a token
+    padding = list(range(len(tokenizer), model.config.vocab_size))  # embedding rows without a token
     torch.manual_seed(seed)
     was_training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Documents to tokenize: a data set of the Hugging Face Hub, or local files."""
+"""Load documents to tokenize: a data set of the Hugging Face Hub, or local files."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import pyarrow
 import pyarrow.parquet
 
 TEXT = "text"
-# What --dataset accepts besides names on the Hub.
+# Names that --dataset accepts besides those on the Hub.
 ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 class SourceError(ValueError):
-    """The documents that were asked for cannot be had; the message is one line for the user."""
+    """Raised when the requested documents are not available; the message is one line for the user."""
 
 
 def load_hub(
     name: str, *, config: str | None, split: str, text_column: str, num_proc: int | None = None
 ) -> datasets.Dataset:
-    """A data set of the Hub, or of the Hub's local cache, with one column, `text`.
+    """Load a data set of the Hub, or of its local cache, with one column, `text`.
 
     Args:
         name: name on the Hub.
-        config: which of its configurations; None where it has only one.
-        split: which of its splits.
+        config: name of the configuration; None if there is only one.
+        split: name of the split.
         text_column: the column with the documents.
-        num_proc: processes that download and read it; None for this one.
+        num_proc: processes that download and read; None uses this one.
 
     Raises:
-        SourceError: it is neither cached nor reachable, or it has no such configuration, split or column.
+        SourceError: neither cached nor reachable, or no such configuration, split or column.
     """
     try:
         dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
@@ -58,16 +58,16 @@ def load_hub(
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files behind paths: of a folder, those below it whose kind is known; of a glob, what it matches.
+    """Return the files behind paths: files, all files of a known kind below a folder, matches of a glob.
 
     Args:
         patterns: files, folders and globs.
 
     Returns:
-        The files, each once: patterns in their order, files of one pattern sorted by path.
+        The files, each once: patterns in the given order, files of one pattern sorted by path.
 
     Raises:
-        SourceError: one matches nothing, or is a file of another kind, or the kinds differ.
+        SourceError: a pattern matches nothing, or a file is of an unknown kind, or the kinds differ.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -81,19 +81,19 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def kind(files: Sequence[Path]) -> str:
-    """What `find_files` found: txt, jsonl or parquet."""
+    """Return the kind of the files of `find_files`: txt, jsonl or parquet."""
     return _KINDS[files[0].suffix.lower()]
 
 
 def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> datasets.Dataset:
-    """Local files as a data set with one column, `text`.
+    """Load local files as a data set with one column, `text`.
 
-    A .txt file is one document; in .jsonl (or .json) a line is one, in .parquet a row.
+    A document is a .txt file, a line of .jsonl (or .json), or a row of .parquet.
 
     Args:
-        files: what `find_files` found.
-        text_column: the column, or JSON key, with the documents; .txt files have none.
-        cache_dir: where their texts are copied to; it must live as long as the data set.
+        files: the files of `find_files`.
+        text_column: the column, or JSON key, with the documents; unused for .txt files.
+        cache_dir: folder for a copy of the texts; it must outlive the data set.
 
     Raises:
         SourceError: a file cannot be read, is not UTF-8, or has no such column.
@@ -113,16 +113,16 @@ def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> d
 
 
 def split(dataset: datasets.Dataset, *, test_size: float, seed: int, cache_dir: Path) -> dict[str, datasets.Dataset]:
-    """Hold documents out as nanoGPT does: `train_test_split` with shuffling, its test set being `val`.
+    """Hold documents out as nanoGPT does: `train_test_split` with shuffling; its test set is `val`.
 
     Args:
         dataset: the documents.
-        test_size: share held out, rounded up to whole documents, so that one is held out at least.
-        seed: of the shuffling.
-        cache_dir: where the shuffled order goes; it must live as long as the result.
+        test_size: share to hold out, rounded up to whole documents: at least one.
+        seed: seed of the shuffle.
+        cache_dir: folder for the shuffled order; it must outlive the result.
 
     Raises:
-        SourceError: not one document would be left to train on.
+        SourceError: no document would be left to train on.
     """
     try:
         parts = dataset.train_test_split(
@@ -233,11 +233,11 @@ _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise SourceError(f"{where} is not text, but {_one_line(value)}; remove it, or name another with --text_column")
-    value.encode()  # JSON can carry half a surrogate pair, which is no text
+    value.encode()  # raises for half a surrogate pair, which JSON can contain
     return value
 
 
 def _one_line(value: object) -> str:
-    """Message of an error, or a value, short enough for a message."""
+    """Return an error or a value as one line of at most 300 characters."""
     text = " ".join(str(value).split()) or type(value).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,4 +1,4 @@
-"""Token files: `train.bin` and `val.bin` (uint16, as nanoGPT reads them) with a `meta.json` and the tokenizer."""
+"""Read and write token files: `train.bin`, `val.bin` (uint16, as nanoGPT reads them), `meta.json`, the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _META = "meta.json"
 
 
 class TokenFile:
-    """Writes one split, token array by token array, and counts what it writes."""
+    """Write one split, one token array after the other, and count tokens, documents and bytes."""
 
     def __init__(self, path: Path) -> None:
         """Create the file.
 
         Args:
-            path: where it goes.
+            path: path of the file.
         """
         self._file = path.open("wb")
         self._hash = hashlib.sha256()
@@ -42,7 +42,7 @@ class TokenFile:
 
         Args:
             documents: token ids below 2**16.
-            text_bytes: length of their text in UTF-8, without end-of-text tokens.
+            text_bytes: length of the documents' text in UTF-8, without end-of-text tokens.
         """
         arrays = [document.astype(DTYPE) for document in documents]
         if not arrays:
@@ -69,11 +69,11 @@ class TokenFile:
 
 @contextmanager
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write token files into, which becomes `directory` only when the block ends well.
+    """Yield a folder to write token files into; it becomes `directory` once the block succeeds.
 
     Args:
         directory: the final folder.
-        overwrite: whether one that exists may be replaced; it stays until the new one is complete.
+        overwrite: True replaces an existing folder, which stays until the new one is complete.
 
     Raises:
         FileExistsError: the folder exists, is not empty, and `overwrite` is False.
@@ -105,12 +105,12 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def beside(directory: Path, kind: str, pid: int | str) -> Path:
-    """Where process `pid` of this machine keeps its half-made (`partial`) or replaced folder."""
+    """Return the path of a process's unfinished (`partial`) or replaced folder on this machine."""
     return directory.with_name(f"{directory.name}.{kind}-{platform.node() or 'localhost'}-{pid}")
 
 
 def _stale(directory: Path, kind: str) -> list[Path]:
-    """Folders beside `directory` that a killed process of this machine left; newest first."""
+    """Return folders beside `directory` that killed processes of this machine left, newest first."""
     prefix = beside(directory, kind, "").name
     pids = {path: path.name[len(prefix) :] for path in directory.parent.iterdir() if path.name.startswith(prefix)}
     found = [path for path, pid in pids.items() if pid.isdecimal() and not _is_running(int(pid))]
@@ -118,7 +118,7 @@ def _stale(directory: Path, kind: str) -> list[Path]:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether another process has this id; one like our own is a leftover, ids being given anew in each container."""
+    """Return whether another process has this id; our own id is a leftover, since containers reuse ids."""
     if pid == os.getpid():
         return False
     try:
@@ -131,7 +131,7 @@ def _is_running(pid: int) -> bool:
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
-    """Write meta.json; last of all, since its presence says that the folder is complete."""
+    """Write meta.json; call it last, since this file marks the folder as complete."""
     (directory / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
@@ -150,7 +150,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
-    """A split cut into consecutive blocks; labels are the inputs, which the model shifts, the first one left out."""
+    """Cut a split into consecutive blocks; labels are the inputs (the model shifts them), without the first."""
 
     def __init__(self, directory: Path, split: str, block_size: int, max_blocks: int | None = None) -> None:
         """Map the file into memory.
@@ -158,11 +158,11 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         Args:
             directory: folder with token files.
             split: `train` or `val`.
-            block_size: tokens in a block; a rest at the end that fills no block is left out.
-            max_blocks: use only the first blocks; None for all.
+            block_size: tokens per block; an incomplete last block is dropped.
+            max_blocks: use only the first blocks; None uses all.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             ValueError: the split does not fill one block.
         """
         self.tokens = np.memmap(Path(directory) / f"{split}.bin", dtype=DTYPE, mode="r")
@@ -182,7 +182,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         block = self.tokens[index * self.block_size : (index + 1) * self.block_size]
         ids = torch.from_numpy(block.astype(np.int64))
         labels = ids.clone()
-        # Nothing predicts the first token. Trainer divides the loss by the number of labels that count, so leaving it
-        # in would understate every loss by one part in block_size.
+        # Nothing predicts the first token. Trainer divides the loss by the number of valid labels, so a label there
+        # would understate every loss by one part in block_size.
         labels[0] = -100
         return {"input_ids": ids, "labels": labels}

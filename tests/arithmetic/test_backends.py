@@ -1,4 +1,4 @@
-"""Which code runs a batch, and that all of it gives one result."""
+"""The choice of a bucket's backend; all backends give the same result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORTHOGONAL = ("mars-shampoo", "mars-m")
 
 
 def names(optimizer: Mars) -> list[str]:
-    """Engines of the batches of a step, in their order."""
+    """Return the names of the backends of a step's buckets, in order."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
@@ -125,7 +125,7 @@ def train(params: list[nn.Parameter], **settings) -> list[torch.Tensor]:
 
 
 def assert_alike(results: dict[str, list[torch.Tensor]], bar: float) -> None:
-    """Each tensor within `bar` of its largest entry."""
+    """Check that each tensor is within `bar` of its largest entry."""
     for name, found in results.items():
         for a, b in zip(found, results["for-loop"], strict=True):
             if a.numel():
@@ -155,7 +155,7 @@ PATHS = {
 def test_all_paths_give_one_result(settings, dtype, optimize_1d, transposed):
     settings = {"optimize_1d": optimize_1d, **settings}
     results = {name: train(make(dtype, transposed), **path, **settings) for name, path in PATHS.items()}
-    # One unit in the last place of a rounded parameter, where float32 results differ in theirs.
+    # One unit in the last place of a rounded parameter: float32 results differ in their last place.
     bar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     if settings.get("mars_type") == "mars-lion":
         bar = max(bar, 1e-6)
@@ -171,14 +171,14 @@ def test_all_paths_give_one_result(settings, dtype, optimize_1d, transposed):
         *((torch.float32, {}, 1e-5), (torch.float32, {"clip_threshold": None, "gamma": 0.5}, 1e-5)),
         (torch.float32, {"max_grad_norm": 0.3, "take_grad": True}, 1e-5),
         (torch.float32, {"last_grad_dtype": "bfloat16", "maximize": True}, 1e-5),
-        (torch.float32, {"state_dtype": "bfloat16"}, 2**-6),  # a moment that is rounded the other way
+        (torch.float32, {"state_dtype": "bfloat16"}, 2**-6),  # a moment may round the other way
         *((torch.float64, {"ns_dtype": None}, 1e-12), (torch.bfloat16, {}, 2**-7)),
         (torch.bfloat16, {"rounding": "kahan"}, 2**-7),
     ],
     ids=str,
 )
 def test_all_paths_give_one_orthogonalized_step(dtype, settings, bar, mars_type, transposed):
-    """With steps as large as the parameters, and Newton-Schulz in float32, which differences grow less in."""
+    """Steps are as large as the parameters; Newton-Schulz runs in float32, where differences grow less."""
     settings = {"mars_type": mars_type, "lr": 1.0, "lr_1d": 0.01, "ns_dtype": "float32", **settings}
     results = {name: train(make(dtype, transposed), **path, **settings) for name, path in PATHS.items()}
     assert_alike(results, bar)
@@ -187,7 +187,7 @@ def test_all_paths_give_one_orthogonalized_step(dtype, settings, bar, mars_type,
 @needs_compiler
 @pytest.mark.parametrize("mars_type", ORTHOGONAL)
 def test_engines_share_a_chunk_of_matrices(mars_type):
-    """Matrices of one shape, that are orthogonalized together: whole, with gaps in memory, transposed, other dtypes."""
+    """Return matrices of one shape, orthogonalized together: whole, with memory gaps, transposed, other dtypes."""
 
     def mixed() -> list[nn.Parameter]:
         values = [torch.randn(9, 6, generator=torch.Generator().manual_seed(index)) for index in range(4)]
@@ -232,7 +232,7 @@ def test_learning_rate_as_a_tensor():
 @needs_compiler
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)
 def test_a_compiled_training_step(settings):
-    """torch.compile runs up to the optimizer's step, which it calls as it is."""
+    """torch.compile traces up to the optimizer's step and calls that eagerly."""
     results = []
     for compiling in (False, True):
         params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(4))]

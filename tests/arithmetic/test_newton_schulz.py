@@ -1,4 +1,4 @@
-"""Newton-Schulz against float64 in straight lines, and what its result looks like."""
+"""Newton-Schulz against straight-line float64, and properties of its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mars_hf.arithmetic import newton_schulz as ns
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 ATEN = torch.ops.aten
 PRODUCTS = (ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.matmul)
-# Singular values above these shares of the Frobenius norm end in these ranges.
+# Singular values above these fractions of the Frobenius norm end in these ranges.
 RANGES = {"quintic": (2e-3, 0.681, 1.203), "polar-express": (1e-3, 0.852, 1.124)}
 SHAPES = [(32, 32), (32, 80), (80, 32), (1, 9), (9, 1), (1, 1)]
 
@@ -49,7 +49,7 @@ def with_condition(rows: int, cols: int, condition: float) -> torch.Tensor:
 
 
 class CountProducts(TorchDispatchMode):
-    """Counts matrix products."""
+    """Count matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_bf16_is_nearer_to_the_iteration_than_the_official_code(official, shape)
 @pytest.mark.parametrize("file", ["small_grads", "clipped_grads"])
 @pytest.mark.parametrize("case", ["mars-shampoo.1d_adamw", "mars-m"])
 def test_first_update_of_the_official_code(file, case):
-    """The golden files hold bf16 rounding of 3e-2 and more: the same roundings give 1e-4, no other order does."""
+    """Golden files hold bf16 rounding of 3e-2 and more: only the same order of roundings gives 1e-4."""
     shampoo = case != "mars-m"
     tensors = load_file(GOLDEN / f"{file}.safetensors")
     description = json.loads((GOLDEN / f"{file}.json").read_text())
@@ -163,7 +163,7 @@ def test_bounds_are_those_of_the_polynomial(schedule):
 
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
 def test_rank_one_stays_bounded_in_bf16(schedule):
-    # The whole norm in one singular value, at the end of the interval the polynomials are made for.
+    # The whole norm is in one singular value, at the end of the polynomials' interval.
     matrices = torch.stack([torch.outer(torch.randn(48), torch.randn(80)) for _ in range(20)] + [torch.ones(48, 80)])
     result = ns.newton_schulz(matrices, coefficients=ns.SCHEDULES[schedule])
     norms = torch.linalg.matrix_norm(result, 2)
@@ -182,7 +182,7 @@ def test_polar_express_is_closer_to_the_polar_factor(dtype, condition, shape):
 
 
 def best_quintic(low: float, high: float) -> np.ndarray:
-    """The odd quintic nearest to 1 on [low, high] in the maximum norm, by Remez' exchange."""
+    """Return the odd quintic nearest to 1 on [low, high] in the maximum norm, by Remez exchange."""
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     for _ in range(50):
         x = np.array([low, *inner, high])
@@ -196,7 +196,7 @@ def test_polar_express_is_minimax_on_what_the_steps_before_leave():
     for step, stored in enumerate(ns.POLAR_EXPRESS):
         fitted = best_quintic(max(low, 0.02407327424182761 * high), high)
         ends = [fitted @ end**powers for end in (low, high)]
-        fitted *= 2 / sum(ends)  # the interval centered on 1 again
+        fitted *= 2 / sum(ends)  # center the interval on 1 again
         low, high = fitted @ low**powers, fitted @ high**powers
         high = 2 - low
         safety = 1.01 if step < 4 else 1.0
@@ -245,7 +245,7 @@ def test_batched_is_one_by_one():
         alone = ns.newton_schulz(matrix, dtype=torch.float32)
         torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
         each = torch.stack([straight_line(m, per_step("quintic")) for m in matrix.reshape(-1, *matrix.shape[-2:])])
-        # 1e-7 is seen where the matrix itself is as small as 1e-6.
+        # 1e-7 shows if the matrix itself is as small as 1e-6.
         torch.testing.assert_close(result.double(), each.view(matrix.shape), rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The formulas on lists: against float64 written out, both paths with one result, and inputs that must not change."""
+"""The formulas on lists match float64 written out, both paths agree, and inputs do not change."""
 
 from __future__ import annotations
 

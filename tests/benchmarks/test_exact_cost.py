@@ -1,4 +1,4 @@
-"""The benchmark of exact MARS, at a tiny size: it measures what it says."""
+"""The benchmark of exact MARS measures what it says, at a tiny size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measured(tmp_path_factory) -> dict:
 
     progress = Progress()
     result = exact_cost.take_turns(SIZES["tiny"], 2, 3, str(tmp_path_factory.mktemp("runs")), progress)
-    assert progress.blocks == 9  # the first round does not count
+    assert progress.blocks == 9  # the first round is a warm-up
     return result
 
 
@@ -47,7 +47,7 @@ def test_bytes(measured, tmp_path):
 
 @pytest.mark.parametrize(("name", "passes"), [(ADAMW, 6), (APPROX, 6), (EXACT, 11)])
 def test_the_contenders_go_on_where_their_block_ended(tmp_path, monkeypatch, name, passes):
-    """Twice three steps; all but the very first of exact MARS take two passes, and the meter has seen them begin."""
+    """All of exact MARS's six steps but the first take two passes, and the meter sees them begin."""
     trainer, meter = exact_cost.make_trainer(name, SIZES["tiny"], 3, str(tmp_path))
     seen = []
     compute_loss = trainer.compute_loss
@@ -68,7 +68,7 @@ def test_ratios_are_taken_within_rounds():
     def rounds(*blocks):
         return {"rounds": [dict(zip(("gradients", "update"), block, strict=True)) for block in blocks]}
 
-    # The machine is ten times slower in the second round.
+    # The second round is ten times slower.
     measured = {
         ADAMW: rounds((0.3, 0.1), (3.0, 1.0), (0.3, 0.1)),
         APPROX: rounds((0.4, 0.1), (4.0, 1.0), (0.4, 0.1)),

@@ -16,7 +16,7 @@ def test_every_round_begins_with_another_contender_and_some_sit_out():
 
 
 def test_ratio_is_taken_within_rounds():
-    # The machine was three times as slow in the second round: the ratio of medians would be 1.
+    # The second round is three times slower: the ratio of medians would be 1.
     assert interleave.ratio([2.0, 6.0, None], [1.0, 3.0, 2.0]) == 2.0
     assert interleave.ratio([2.0, 2.0, 2.0], [1.0, 1.0, 4.0]) == 2.0
     assert interleave.quartiles([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (2.0, 4.0)

@@ -152,6 +152,6 @@ def test_sessions_follow_memory():
 def test_sizes_are_those_of_gpt2(size):
     with torch.device("meta"):
         numel = step_cost.gpt2.build(step_cost.SIZES[size], 1, 0).num_parameters()
-    # OpenAI's have 50257 tokens; ours are padded to 50304.
+    # OpenAI's models have 50257 tokens; ours pad to 50304.
     published = {"28m": 27.8e6, "small": 124.4e6, "medium": 354.8e6, "large": 774.0e6, "xl": 1557.6e6}
     assert numel == pytest.approx(published[size], rel=2e-3)

@@ -39,7 +39,7 @@ def test_results(tmp_path, capsys):
 
 
 class Norms(TrainerCallback):
-    """Notes the `max_grad_norm` of the optimizer at the end of every step."""
+    """Record the optimizer's `max_grad_norm` at the end of every step."""
 
     def __init__(self, found: list) -> None:
         self.found = found
@@ -53,7 +53,7 @@ def test_trainers_step_with_what_they_are_named_after(tmp_path):
         train_throughput.make_trainer(name, options(), str(tmp_path))
         for name in (train_throughput.ADAMW, train_throughput.MARS)
     )
-    norms = []  # MarsTrainer leaves the optimizer as it found it
+    norms = []  # MarsTrainer restores the optimizer's setting
     for trainer in (adamw, mars):
         trainer.add_callback(Norms(norms))
         trainer.train()
@@ -70,7 +70,7 @@ def test_flops_are_those_of_the_matrix_products():
     from torch.utils.flop_counter import FlopCounterMode
 
     settings = options()
-    # Written out, because the counter does not know the fused attention of CPUs.
+    # Written out: the counter does not know the fused attention of CPUs.
     size = dataclasses.replace(train_throughput.SIZES["tiny"], attn_implementation="eager")
     gpt2 = train_throughput.model.build(size, 1, 0)
     ids = torch.zeros(1, settings.block, dtype=torch.long)

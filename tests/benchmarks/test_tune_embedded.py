@@ -1,4 +1,4 @@
-"""What the tuning of the default job reports from its runs."""
+"""The report on the tuning of the default job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretraining import arguments
 
 
 def rows(**losses):
-    """A row for each loss: contender -> learning rate -> losses of seeds 1, 2, ..."""
+    """Return one row per loss, from contender -> learning rate -> losses of seeds 1, 2, ..."""
     return [
         {"contender": name, "learning_rate": lr, "seed": seed, "eval_loss": loss}
         for name, by_lr in losses.items()

@@ -1,4 +1,4 @@
-"""Mars described the way PyTorch's own optimizer tests describe an optimizer: an `OptimizerInfo`."""
+"""Describe Mars as PyTorch's own optimizer tests do: an `OptimizerInfo`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mars_hf.arithmetic.kernels import cpu_compiler as compiler
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """What importing PyTorch's test utilities asks for, and without what it does to the process.
+    """Import PyTorch's test utilities without their side effects on the process.
 
-    They derive their TestCase, which nobody here uses, from a package that torch does not install; and they forbid
+    They derive their TestCase, unused here, from a package that torch does not install, and they forbid
     everyone in the process to set backend flags.
     """
     with mock.patch("torch.backends.disable_global_flags"):
@@ -60,7 +60,7 @@ def _has_compiler() -> bool:
 
 needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler is on the PATH, and CXX names none")
 
-# The implementations that PyTorch's tests switch between.
+# PyTorch's tests switch between these implementations.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True},
@@ -71,7 +71,7 @@ EVERY_IMPLEMENTATION = [
     pytest.param(name, marks=needs_compiler) if name == "fused" else name for name in IMPLEMENTATIONS
 ]
 
-# Made by a function each, because schedulers write into a rate that is a tensor.
+# Functions, because schedulers write into a rate that is a tensor.
 CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "default": lambda: {},
     "lr": lambda: {"lr": 0.01},
@@ -130,7 +130,7 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "mars-m, take_grad": lambda: {"mars_type": "mars-m", "take_grad": True, "max_grad_norm": 1.0},
 }
 
-# Each configuration with two of the implementations in turn, for checks that are about neither.
+# Each configuration with two of the implementations in turn, for checks that do not depend on them.
 PAIRS = [
     pytest.param(configuration, name, marks=needs_compiler if name == "fused" else ())
     for index, configuration in enumerate(CONFIGURATIONS)
@@ -139,12 +139,12 @@ PAIRS = [
 
 
 def settings_of(configuration: str, implementation: str = "auto") -> dict[str, Any]:
-    """Keywords of Mars, made anew."""
+    """Return fresh keywords of Mars."""
     return {**CONFIGURATIONS[configuration](), **IMPLEMENTATIONS[implementation]}
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two state dicts are the same, to the bit."""
+    """Return whether two state dicts are bit-identical."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -155,7 +155,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def inputs(device: Any, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
-    """Every configuration, as `OptimizerInfo` asks for them."""
+    """Return every configuration in the form of `OptimizerInfo`."""
     return [OptimizerInput(params=None, kwargs=made(), desc=name) for name, made in CONFIGURATIONS.items()]
 
 
@@ -175,7 +175,7 @@ def _refused_in_step(desc: str, regex: str, gradient: Tensor, **settings: Any) -
 
 
 def error_inputs(device: Any, dtype: torch.dtype) -> list[ErrorOptimizerInput]:
-    """What construction or a step must refuse, with the words it must say."""
+    """Return cases that construction or a step must refuse, with the words of the message."""
     one, two = nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1, 1))
     return [
         _refused("a bare parameter", TypeError, "should be an iterable of Tensors or dicts", params=one),
@@ -242,7 +242,7 @@ MARS = OptimizerInfo(
         [lambda opt: lr_scheduler.PolynomialLR(opt, power=0.9, total_iters=40)],
     ),
     supported_impls=("foreach", "fused"),
-    # Settings that are younger than the first checkpoints of Mars.
+    # Settings newer than the first checkpoints of Mars.
     not_og_supported_flags=(
         *("foreach", "fused", "maximize", "capturable", "max_grad_norm", "take_grad", "last_grad_dtype"),
         *("state_dtype", "rounding", "ns_dtype", "ns_coefficients", "ns_steps", "layout"),

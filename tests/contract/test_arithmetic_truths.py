@@ -1,4 +1,4 @@
-"""Sums that overflow, NaN that must show, logging that must not, norms and scales that are no longer true."""
+"""Overflowing sums, NaN that must show, logging that must not interfere, outdated norms and scales."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LR, LR_1D = 0.01, 0.005
 
 
 def references(params: list[nn.Parameter], **settings: Any) -> list[Reference]:
-    """Straight lines in float64, for matrices the rule asked for, for vectors AdamW."""
+    """Compute a step in straight-line float64: the given rule for matrices, AdamW for vectors."""
     rule = settings.pop("rule", "mars-adamw")
     return [
         Reference(param, rule=rule, lr=LR, betas=(0.95, 0.99), **settings)
@@ -50,7 +50,7 @@ def normal(shape: Any, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 @every_implementation
 def test_one_large_gradient_is_clipped_to_the_global_norm(implementation, mars_type, size, where, take_grad):
-    """As clip_grad_norm_ in float64 and a step after it."""
+    """The step matches clip_grad_norm_ in float64 and a step after it."""
     params = [nn.Parameter(normal((6, 5), 1)), nn.Parameter(normal((7,), 2))]
     settings = {"mars_type": mars_type, "take_grad": take_grad, **IMPLEMENTATIONS[implementation]}
     optimizer = Mars(params, lr=LR, max_grad_norm=1.0, **settings)
@@ -75,7 +75,7 @@ def test_one_large_gradient_is_clipped_to_the_global_norm(implementation, mars_t
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 @every_implementation
 def test_one_large_gradient_is_clipped_on_its_own(implementation, mars_type, size):
-    """To the threshold, and not to zero."""
+    """Clipping scales to the threshold, not to zero."""
     params = [nn.Parameter(normal((6, 5), 1))]
     optimizer = Mars(params, lr=LR, mars_type=mars_type, **IMPLEMENTATIONS[implementation])
     lines = references(params, rule=mars_type)
@@ -89,7 +89,7 @@ def test_one_large_gradient_is_clipped_on_its_own(implementation, mars_type, siz
         if mars_type == "mars-adamw":
             assert_close(params, lines)
         assert torch.isfinite(params[0]).all()
-        # Lion's sign of a first moment that is the difference of two numbers is not to be told where they cancel.
+        # Lion's sign is undetermined if the first moment is a difference of two numbers that cancel.
         torch.testing.assert_close(
             optimizer.state[params[0]]["exp_avg"].double(), lines[0].m, rtol=1e-4, atol=1e-6 * lines[0].m.abs().max()
         )
@@ -97,7 +97,7 @@ def test_one_large_gradient_is_clipped_on_its_own(implementation, mars_type, siz
 
 @every_implementation
 def test_large_gradients_in_float64(implementation):
-    """Whose norm float32 cannot hold."""
+    """The norm overflows float32."""
     params = [nn.Parameter(normal((6, 5), 1, torch.float64)), nn.Parameter(normal((7,), 2, torch.float64))]
     optimizer = Mars(params, lr=LR, max_grad_norm=1.0, **IMPLEMENTATIONS[implementation])
     lines = references(params)
@@ -112,7 +112,7 @@ def test_large_gradients_in_float64(implementation):
 @pytest.mark.parametrize("shape", [(1000,), (40, 25)], ids=str)
 @every_implementation
 def test_norms_above_256_in_float16(implementation, shape):
-    """Squares of float16 numbers overflow in float16: 65504 is the last of them."""
+    """Squares of float16 numbers overflow float16, whose largest number is 65504."""
     params = [nn.Parameter(normal(shape, 1, torch.float16))]
     optimizer = Mars(params, lr=LR, max_grad_norm=1.0, state_dtype="float16", **IMPLEMENTATIONS[implementation])
     gradient = 100 * normal(shape, 2, torch.float16)
@@ -131,7 +131,7 @@ def test_norms_above_256_in_float16(implementation, shape):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_implementation
 def test_low_precision_rounds_the_result_and_not_the_scaled_gradient(implementation, dtype, shape):
-    """Gradients are scaled to the global norm in float32: a state is off by half a unit in its last place."""
+    """Gradients are scaled to the global norm in float32: a state is off by at most half a unit in its last place."""
     param = nn.Parameter(normal(shape, 1, dtype))
     settings = {"max_grad_norm": 0.7, "clip_threshold": None, "betas_1d": (0.95, 0.99)}
     optimizer = Mars([param], state_dtype=dtype, **settings, **IMPLEMENTATIONS[implementation])
@@ -174,7 +174,7 @@ def test_matrices_in_float16_are_clipped_on_their_own(implementation, mars_type)
 @every_type
 @every_implementation
 def test_nan_shows_in_the_parameter(implementation, mars_type, dtype, settings):
-    """Where the gradient has it, as in torch.optim.AdamW; the sign of NaN is not 0."""
+    """NaN appears where the gradient has it, as in torch.optim.AdamW; the sign of NaN is not 0."""
     params = [nn.Parameter(normal((6, 5), 1, dtype)), nn.Parameter(normal((7,), 2, dtype))]
     optimizer = Mars(params, mars_type=mars_type, **settings, **IMPLEMENTATIONS[implementation])
     for step in range(3):
@@ -244,7 +244,7 @@ def test_logging_changes_no_bit(implementation, mars_type, max_grad_norm, dtype,
 
 @every_implementation
 def test_noise_is_every_tensors_own(implementation):
-    """Of tensors of one shape that hold the same, in one group or in several."""
+    """Tensors of one shape and equal values get different noise, in one group or in several."""
     params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16)) for _ in range(6)]
     groups = [{"params": params[:2]}, {"params": params[2:4]}, {"params": params[4:5]}, {"params": params[5:]}]
     optimizer = Mars(groups, lr=1e-4, rounding="stochastic", **IMPLEMENTATIONS[implementation])
@@ -274,7 +274,7 @@ def test_noise_is_every_steps_own(implementation):
 
 @every_implementation
 def test_noise_of_a_tensor_does_not_depend_on_other_gradients(implementation):
-    """One stream for each tensor and step: a layer without a gradient shifts nobody else's."""
+    """Each tensor and step has its own noise: a layer without a gradient does not shift the others'."""
     results = []
     for missing in (False, True):
         params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16)) for _ in range(3)]
@@ -312,7 +312,7 @@ def test_a_step_inside_autocast_is_one_outside(implementation, mars_type, dtype,
 
 
 def test_a_closure_inside_autocast_is_autocast():
-    """The step's own arithmetic is not, the closure's still is."""
+    """Autocast applies to the closure, not to the step's own arithmetic."""
     seen = []
     param = nn.Parameter(normal((4, 4), 1))
     optimizer = Mars([param], mars_type="mars-m")
@@ -332,7 +332,7 @@ def test_a_closure_inside_autocast_is_autocast():
 
 
 def small_steps(optimizer: Mars, param: nn.Parameter, line: Reference, seeds: range) -> None:
-    """So small that nothing is clipped unless the last gradient is large."""
+    """Take steps with gradients so small that only a large last gradient causes clipping."""
     for seed in seeds:
         gradient = 1e-3 * normal(param.shape, seed)
         param.grad = gradient.clone()
@@ -429,7 +429,7 @@ def set_threshold(optimizer: Mars, line: Reference) -> None:
 
 
 def set_betas(optimizer: Mars, line: Reference) -> None:
-    """As OneCycleLR does at every step."""
+    """OneCycleLR does this at every step."""
     optimizer.param_groups[0]["betas"] = line.betas = (0.8, 0.9)
 
 
@@ -456,7 +456,7 @@ def set_second_moment(optimizer: Mars, line: Reference) -> None:
 )
 @every_implementation
 def test_settings_changed_in_the_recursive_form(implementation, settings, change, setting):
-    """Right, as the plain form says, or refused in words that name the setting, before anything is changed."""
+    """The step matches the plain form, or refuses with the setting's name before anything changes."""
     param = nn.Parameter(normal((6, 5), 1, torch.float64))
     optimizer = Mars([param], lr=LR, gamma=0.1, clip_threshold=None, **settings, **IMPLEMENTATIONS[implementation])
     line = Reference(
@@ -481,7 +481,7 @@ def test_settings_changed_in_the_recursive_form(implementation, settings, change
     try:
         step(3)
     except (RuntimeError, ValueError) as refused:
-        # The change comes first, since nobody has loaded anything.
+        # The change comes first: nothing has been loaded.
         assert setting in str(refused).partition("loaded")[0]
         assert equal(before, (param, optimizer.state_dict()))
     else:
@@ -493,7 +493,7 @@ def test_settings_changed_in_the_recursive_form(implementation, settings, change
 
 @every_implementation
 def test_a_scale_does_not_outlive_a_switch_to_the_exact_form(implementation):
-    """`last_grad_scale` is of a gradient that has been moved unscaled, and not of a stale gradient."""
+    """`last_grad_scale` belongs to a gradient moved unscaled, not to a stale gradient."""
     param = nn.Parameter(normal((6, 5), 1))
     optimizer = Mars([param], lr=LR, take_grad=True, max_grad_norm=0.5, **IMPLEMENTATIONS[implementation])
     line = Reference(param, rule="mars-adamw", lr=LR, betas=(0.95, 0.99))

@@ -1,4 +1,4 @@
-"""Every live byte of every tensor, in steps and between them: weights, states, gradients, and nothing besides."""
+"""All live tensor bytes, in steps and between them, are weights, states and gradients, nothing else."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import mars_hf
 from mars_hf import Mars
 
 SMALL = ((40, 30), (30, 40), (50,), (6, 5, 4), (7,))
-LARGE = ((1001, 1000), (9,))  # above a million elements compiled kernels step in by themselves
+LARGE = ((1001, 1000), (9,))  # above a million elements the compiled backend is the default
 
 
 @pytest.fixture(autouse=True, scope="module")
 def set_apart() -> Iterator[None]:
-    """What is there before these tests is none of their business; to leave it out makes looking quick."""
+    """Ignore objects that exist before these tests, which also makes the search quick."""
     gc.collect()
     gc.freeze()
     yield
@@ -29,7 +29,7 @@ def set_apart() -> Iterator[None]:
 
 
 def live_bytes() -> int:
-    """Of all storages that some tensor object refers to, each once."""
+    """Return the bytes of all storages that some tensor refers to, each once."""
     gc.collect()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
@@ -54,7 +54,7 @@ def test_every_byte_is_counted_once():
 
 
 class Form:
-    """Settings of Mars, and what they keep: bytes an element of matrices and of vectors, weights included."""
+    """Settings of Mars, and the bytes they keep per element of matrices and vectors, weights included."""
 
     def __init__(self, matrix: float, vector: float = 12, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         self.matrix, self.vector, self.dtype, self.settings = matrix, vector, dtype, settings
@@ -99,14 +99,14 @@ def model_of(shapes: Any, dtype: torch.dtype) -> nn.ParameterList:
 
 
 def backward(params: nn.ParameterList, step: int) -> None:
-    """By autograd, so that gradients come from where those of a model do."""
+    """Compute gradients by autograd, as for a model."""
     loss = sum((param * (1.0 + step)).float().square().sum() for param in params)
     assert isinstance(loss, Tensor)
     loss.backward()
 
 
 def overhead(params: nn.ParameterList) -> int:
-    """Of step counts, scales and norms, and of what PyTorch itself keeps once."""
+    """Return the bytes allowed for step counts, scales, norms, and PyTorch's own caches."""
     return 64 * len(params) + 512
 
 
@@ -116,7 +116,7 @@ def overhead(params: nn.ParameterList) -> int:
     [*((form, False) for form in FORMS), ("mars-adamw", True), ("take_grad, max_grad_norm", True), ("mars-m", True)],
 )
 def test_what_is_held_between_steps(form, measured):
-    """4.0 times the weights for mars-adamw, for as long as the run lasts."""
+    """mars-adamw holds 4.0 times the weights throughout the run."""
     held = []
     before = live_bytes()
     params = model_of(SMALL, FORMS[form].dtype)
@@ -137,7 +137,7 @@ def test_what_is_held_between_steps(form, measured):
 @needs_compiler
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_held_after_a_step(form):
-    """Besides, the gradients: those that are not moved into the state."""
+    """A step also holds the gradients that are not moved into the state."""
     before = live_bytes()
     params = model_of(SMALL, FORMS[form].dtype)
     optimizer = Mars(params, **FORMS[form].settings)
@@ -239,7 +239,7 @@ def test_what_is_held_in_other_loops(loop: Callable[..., None], fused, take_grad
 @needs_compiler
 @pytest.mark.parametrize("fused", [None, True])
 def test_what_is_held_by_the_exact_form(fused):
-    """x_{t-1} of all parameters, and no last gradient between steps."""
+    """Exact mode keeps x_{t-1} of all parameters and no last gradient between steps."""
     before = live_bytes()
     params = model_of(SMALL, torch.float32)
     optimizer = Mars(params, fused=fused, is_approx=False)
@@ -275,7 +275,7 @@ def test_nothing_is_held_when_the_optimizer_is_gone(form):
 
 
 def test_the_optimizer_holds_no_parameters_that_are_taken_from_its_groups():
-    """As accelerate takes them, so that the unsharded model can be freed."""
+    """accelerate swaps parameters this way, so that the unsharded model can be freed."""
     model = nn.Linear(50, 40)
     before = live_bytes()
     optimizer = mars_hf.create(model)

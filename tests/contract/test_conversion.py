@@ -1,4 +1,4 @@
-"""Parameters that are converted or swapped after the optimizer has been made."""
+"""Parameters converted or swapped after the optimizer is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: Mars, lines: dict[str, Reference], steps:
     for step in steps:
         for name, param in model.named_parameters():
             param.grad = gradient(param, step).to(param.dtype)
-            lines[name].x = param.detach().double()  # from what rounding has left
+            lines[name].x = param.detach().double()  # from the rounded values
             lines[name].step(param.grad)
         optimizer.step()
         for name, param in model.named_parameters():
@@ -59,7 +59,7 @@ def lines_of(model: nn.Module) -> dict[str, Reference]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @every_implementation
 def test_a_model_may_be_converted(implementation, dtype, swap, steps_before):
-    """`model.to(dtype)` keeps the parameters the optimizer knows; it steps them in their new dtype."""
+    """`model.to(dtype)` keeps the parameter objects; the optimizer steps them in their new dtype."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = Mars(model.parameters(), lr=0.01, **IMPLEMENTATIONS[implementation])
@@ -79,7 +79,7 @@ def test_a_model_may_be_converted(implementation, dtype, swap, steps_before):
     "settings", [{}, {"max_grad_norm": 1.0}, {"take_grad": True}, {"mars_type": "mars-m"}], ids=str
 )
 def test_nothing_of_the_optimizer_hinders_a_swap(settings: dict[str, Any], made):
-    """Torch refuses to swap a tensor that weak references point to."""
+    """torch refuses to swap a tensor with weak references."""
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
     optimizer = mars_hf.create(model, **settings) if made == "create" else Mars(model.parameters(), **settings)
     for step in range(3):
@@ -98,7 +98,7 @@ def test_nothing_of_the_optimizer_hinders_a_swap(settings: dict[str, Any], made)
 
 @every_implementation
 def test_the_content_of_parameters_may_be_swapped(implementation):
-    """As `torch.utils.swap_tensors` does it, with values of another shape even where there is no state yet."""
+    """`torch.utils.swap_tensors` swaps values of another shape even before there is a state."""
     param = nn.Parameter(torch.ones(3, 4))
     optimizer = Mars([param], lr=0.01, **IMPLEMENTATIONS[implementation])
     torch.utils.swap_tensors(param, nn.Parameter(torch.full((2, 5), 2.0)))
@@ -112,7 +112,7 @@ def test_the_content_of_parameters_may_be_swapped(implementation):
 
 @every_implementation
 def test_loading_weights_by_assignment_is_noticed_by_nobody_else(implementation):
-    """`load_state_dict(assign=True)` makes new parameters: the optimizer's old ones have no gradient, and stay."""
+    """`load_state_dict(assign=True)` makes new parameters; the optimizer's old ones get no gradient and stay."""
     model = nn.Linear(4, 3)
     optimizer = Mars(model.parameters(), **IMPLEMENTATIONS[implementation])
     for step in range(2):

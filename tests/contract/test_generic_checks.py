@@ -1,7 +1,7 @@
-"""What timm and pytorch_optimizer check of every optimizer they ship, checked of Mars.
+"""Run on Mars the checks that timm and pytorch_optimizer run on every optimizer they ship.
 
 Written anew after timm's tests/test_optim.py and pytorch_optimizer's tests/test_optimizers.py, test_gradients.py and
-test_general_optimizer_parameters.py. Of those, checks of arguments that Mars does not have are left out.
+test_general_optimizer_parameters.py, without checks of arguments that Mars does not have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 every_type = pytest.mark.parametrize("mars_type", TYPES)
 every_implementation = pytest.mark.parametrize("implementation", EVERY_IMPLEMENTATION)
 
-# Rates at which each rule makes its way on the small problems below.
+# Rates that suit each rule on the small problems below.
 RATES = {"mars-adamw": 1e-2, "mars-lion": 3e-3, "mars-shampoo": 1e-2, "mars-m": 2e-2}
 
 
@@ -125,7 +125,7 @@ def test_a_loaded_state_goes_on(mars_type, maker):
     ids=str,
 )
 def test_rosenbrock(settings, vector):
-    """By coordinates in turn, from (1.5, 1.5) down to the valley that leads to the minimum in (1, 1)."""
+    """Coordinates take turns from (1.5, 1.5) down to the valley that leads to the minimum at (1, 1)."""
     param = nn.Parameter(torch.tensor([1.5, 1.5] if vector else [[1.5, 1.5]]))
     lr = 2e-3 if settings.get("mars_type") == "mars-lion" else 1e-2
     optimizer = Mars([param], lr=lr, **settings)
@@ -162,7 +162,7 @@ def test_every_step_on_a_small_network_lowers_the_loss(mars_type, implementation
 
 
 def test_a_compiled_step():
-    """`torch.compile` of a step leaves it to Python, and comes to the same."""
+    """`torch.compile` runs the step eagerly, with the same result."""
     params, plain = (
         [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))],
         [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))],
@@ -194,7 +194,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class Written:
-    """The same step in straight lines, float64, of a rate and an average that are given at every step."""
+    """Take the same step in straight-line float64, given rate and average at every step."""
 
     def __init__(self, param: Tensor, betas: tuple[float, float], gamma: float) -> None:
         self.x, self.betas, self.k = param.detach().double().clone(), betas, gamma * betas[0] / (1 - betas[0])
@@ -218,7 +218,7 @@ class Written:
 @every_implementation
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_act_as_the_formula_says(name, implementation, tensor_lr):
-    """Rates are those that the scheduler gives torch's SGD, and the step uses them as they are then."""
+    """Rates equal those that the scheduler gives torch's SGD, and the step uses the current ones."""
     generator = torch.Generator().manual_seed(0)
     weight, bias = (nn.Parameter(torch.randn(shape, generator=generator).double()) for shape in ((6, 4), (6,)))
     lr: Any = torch.tensor(0.02, dtype=torch.float64) if tensor_lr else 0.02
@@ -449,7 +449,7 @@ def test_values_out_of_range(mars_type, door, setting, value):
 @every_implementation
 @every_type
 def test_both_ways_of_zeroing_are_one(mars_type, implementation, set_to_none):
-    """A last gradient of the optimizer's own is not zeroed with p.grad."""
+    """The optimizer owns its last gradient: zeroing p.grad does not change it."""
     results = []
     for way in (True, set_to_none):
         torch.manual_seed(0)

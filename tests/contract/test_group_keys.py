@@ -1,4 +1,4 @@
-"""What groups hold beside parameters: settings of ours, misspelt ones, keys of wrappers; and groups added later."""
+"""Keys of groups beside parameters: settings, misspelt settings, wrappers' keys; and groups added later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: i
 
 # --- keys that are not ours -------------------------------------------------------------------------------------
 
-# Of timm's layer decay, of SAM, of schedulers, of Megatron and others who tell groups apart.
+# Keys of timm's layer decay, SAM, schedulers, Megatron and others that label groups.
 FOREIGN = {
     **{"lr_scale": 0.5, "lr_mult": 2.0, "rho": 0.05, "adaptive": True, "max_lr": 0.1, "min_lr": 0.0},
     **{"group_name": "decay", "use_muon": False, "is_expert": False, "fan": [1, 2]},
@@ -42,7 +42,7 @@ FOREIGN = {
 
 
 def test_keys_of_wrappers_are_carried():
-    """By every part of a group that is split by role."""
+    """Every part of a group split by role keeps such keys."""
     params = make()
     optimizer = Mars([{"params": params, **FOREIGN}], lr=0.1)
     assert len(optimizer.param_groups) == 2
@@ -100,7 +100,7 @@ def test_layer_decay_as_timm_schedules_it():
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization as a wrapper, the way its public implementations share groups with their base."""
+    """Sharpness-aware minimization as a wrapper that shares groups with its base, as public implementations do."""
 
     def __init__(self, params: Any, base: Callable[..., torch.optim.Optimizer], rho: float = 0.05, **settings: Any):
         super().__init__(params, {"rho": rho, "adaptive": False, **settings})
@@ -152,9 +152,9 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_process")
 def test_zero_redundancy_optimizer():
-    """It hands every rank's optimizer groups with all the keys it has, and keeps theirs and its own alike.
+    """The wrapper gives every rank's optimizer groups with all its keys and keeps both sets of groups in sync.
 
-    The groups are one a role, since it does not expect them to be split.
+    There is one group per role, since the wrapper does not expect splits.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -207,7 +207,7 @@ MISSPELT = {
         (given, door)
         for given in MISSPELT
         for door in ("Mars", "create", "group", "add_param_group")
-        if given != "roles" or "group" in door  # a role is stated in groups only
+        if given != "roles" or "group" in door  # only groups can have a role
     ],
 )
 def test_a_near_miss_is_an_error_that_names_what_was_meant(given, door):
@@ -221,7 +221,7 @@ def test_a_near_miss_is_an_error_that_names_what_was_meant(given, door):
             Mars([{"params": params, given: 0.1}])
         else:
             Mars(params[:1]).add_param_group({"params": params[1:], given: 0.1})
-    if door != "Mars":  # there Python itself refuses it
+    if door != "Mars":  # Python itself refuses it there
         assert MISSPELT[given] in str(refused.value)
 
 
@@ -231,7 +231,7 @@ def test_a_near_miss_is_an_error_that_names_what_was_meant(given, door):
 @needs_compiler
 @pytest.mark.parametrize("door", ["Mars", "group"])
 def test_fused_without_foreach(door):
-    """`fused=True, foreach=False` is fused, as in torch.optim.AdamW; or an error at once that says why not."""
+    """`fused=True, foreach=False` is fused, as in torch.optim.AdamW, or an immediate error that says why not."""
 
     def run(**settings: Any) -> list[nn.Parameter]:
         params = make()
@@ -251,7 +251,7 @@ def test_fused_without_foreach(door):
 
 @needs_compiler
 def test_fused_set_in_a_group_that_says_foreach():
-    """Groups may be edited between steps: what contradicts itself there is named too, or resolved as torch does."""
+    """Groups may be edited between steps: contradictions raise an error there too, or resolve as in torch."""
     params = make()
     optimizer = Mars(params, foreach=False)
     train(params, optimizer)
@@ -308,7 +308,7 @@ def test_tensor_betas_are_right_or_refused(implementation, mars_type, given, nam
 @pytest.mark.parametrize("given", [1.0, None])
 @every_implementation
 def test_a_group_added_after_max_grad_norm_was_set(implementation, given):
-    """Takes the norm that all others have: it is one for all."""
+    """A new group gets the others' max_grad_norm: one norm covers all groups."""
     settings = {"max_grad_norm": 0.5, **IMPLEMENTATIONS[implementation]}
     params = make()
     optimizer = Mars(params[:1], **settings)
@@ -343,7 +343,7 @@ def thawing() -> nn.Sequential:
 @pytest.mark.parametrize("named", [False, True], ids=["tensors", "pairs"])
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 def test_thawed_parameters_are_added_to_the_optimizer_of_a_model(mars_type, named):
-    """As plain tensors too, although the groups of `create(model)` have names."""
+    """New groups may hold plain tensors, although the groups of `create(model)` have names."""
     model = thawing()
     optimizer = mars_hf.create(model, mars_type=mars_type)
     train([param for param in model.parameters() if param.requires_grad], optimizer)
@@ -354,7 +354,7 @@ def test_thawed_parameters_are_added_to_the_optimizer_of_a_model(mars_type, name
         optimizer.add_param_group({"params": given, "lr": 0.1})
     except ValueError as refused:
         assert not named
-        assert any(hint in str(refused) for hint in ("named_parameters", "(name, tensor)"))  # what to give instead
+        assert any(hint in str(refused) for hint in ("named_parameters", "(name, tensor)"))  # the remedy
         assert len(optimizer.param_groups) == 2
         return
     before = model[0].weight.detach().clone()
@@ -372,7 +372,7 @@ def test_thawed_parameters_are_added_to_the_optimizer_of_a_model(mars_type, name
 @pytest.mark.parametrize("index", [0, 1], ids=["matrix", "vector"])
 @every_implementation
 def test_a_parameter_of_a_group_may_be_replaced(implementation, index):
-    """By one of another shape, as after a resized embedding; its state is made anew."""
+    """A parameter of another shape, as after resizing an embedding, gets a new state."""
     params = make()
     optimizer = Mars(params, lr=0.1, max_grad_norm=100.0, **IMPLEMENTATIONS[implementation])
     train(params, optimizer, 3)

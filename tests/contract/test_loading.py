@@ -1,4 +1,4 @@
-"""Loading a state: hooks, names, step counts, shapes, dtypes, and graphs that a state must not hold."""
+"""Loading a state: hooks, names, step counts, shapes, dtypes, and autograd graphs that it must not hold."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(**settings: Any) -> tuple[nn.Sequential, Mars]:
 
 @every_implementation
 def test_states_that_a_pre_hook_returns_are_used(implementation):
-    """Not those of the dictionary that was handed in."""
+    """Loading uses the returned state, not the caller's dictionary."""
     model, optimizer = trained(**IMPLEMENTATIONS[implementation])
     saved = copy.deepcopy(optimizer.state_dict())
 
@@ -80,7 +80,7 @@ def test_a_pre_hook_may_change_what_it_is_given():
 
 
 def test_checks_come_after_pre_hooks():
-    """So that a hook can make a state of Mars from that of another optimizer."""
+    """A hook can turn another optimizer's state into a state of Mars."""
     model = model_of(4, 3)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, adamw, 3)
@@ -91,7 +91,7 @@ def test_checks_come_after_pre_hooks():
     def from_adamw(mars: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         own = copy.deepcopy(mars.state_dict())
         order = [number for group in own["param_groups"] for number in group["params"]]
-        # Matrices are first in the groups of Mars: weight and bias have the numbers they have in AdamW's.
+        # Mars's groups list matrices first: weight and bias have the same numbers as in AdamW's groups.
         own["state"] = {number: copy.deepcopy(state_dict["state"][number]) for number in order}
         own["state"][0]["last_grad"] = torch.zeros_like(own["state"][0]["exp_avg"])
         return own
@@ -143,7 +143,7 @@ def test_what_a_post_hook_writes_stays(implementation):
 
 
 def test_a_post_hook_sees_the_state_as_it_will_be():
-    """In its own dtype, and with this loop's settings."""
+    """The hook sees states in their own dtype, with this loop's settings."""
     model = model_of(4, 3, dtype=torch.bfloat16)
     optimizer = Mars(model.parameters(), max_grad_norm=1.0)
     train(model, optimizer, 2)
@@ -164,7 +164,7 @@ def test_a_post_hook_sees_the_state_as_it_will_be():
 
 
 def by_names(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """PyTorch's recipe (docs, torch.optim, "How to utilize named parameters to load optimizer state dict")."""
+    """Follow PyTorch's recipe (torch.optim docs, "How to utilize named parameters to load optimizer state dict")."""
     adapted = copy.deepcopy(optimizer.state_dict())
     saved_groups = state_dict["param_groups"]
     for own, saved in zip(adapted["param_groups"], saved_groups, strict=True):
@@ -185,7 +185,7 @@ def by_names(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
 @pytest.mark.parametrize("made", ["Mars", "create"])
 @every_implementation
 def test_loading_by_names(implementation, made):
-    """Into parameters in another order, with a layer between them that has no state yet."""
+    """Parameters have another order, with a new layer without state between them."""
 
     class Bypassed(nn.Module):
         def __init__(self, first: nn.Module, second: nn.Module) -> None:
@@ -255,7 +255,7 @@ def test_a_step_count_may_be_a_number(implementation, kind, capturable):
 
 @every_implementation
 def test_a_step_count_may_be_set_to_a_number(implementation):
-    """In the state of a running optimizer, as in `opt.state[p]["step"] = 0`."""
+    """A running optimizer's step count may be set, as in `opt.state[p]["step"] = 0`."""
     model, optimizer = trained(**IMPLEMENTATIONS[implementation])
     twin = copy.deepcopy(model)
     other = Mars(twin.named_parameters(), **IMPLEMENTATIONS[implementation])
@@ -276,7 +276,7 @@ def test_a_step_count_may_be_set_to_a_number(implementation):
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "last_grad"])
 @pytest.mark.parametrize("shape", [(5, 4), (2, 6), (4, 3), (12,), (1, 3, 4), ()], ids=str)
 def test_states_of_another_shape_are_refused(key, shape):
-    """As after a resized vocabulary; with the same number of elements no less."""
+    """The shape changes, as for a resized vocabulary, also with the same number of elements."""
     model = model_of(4, 3)
     optimizer = Mars(model.parameters())
     train(model, optimizer, 2)
@@ -303,7 +303,7 @@ def test_a_resized_vocabulary_is_refused(rows):
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "last_grad"])
 @every_implementation
 def test_a_state_of_another_shape_that_is_put_in_its_place_is_refused(implementation, key):
-    """Before anything is changed."""
+    """The step raises before anything changes."""
     model = model_of(4, 3)
     optimizer = Mars(model.parameters(), **IMPLEMENTATIONS[implementation])
     train(model, optimizer, 2)
@@ -315,7 +315,7 @@ def test_a_state_of_another_shape_that_is_put_in_its_place_is_refused(implementa
 
 
 def test_a_state_of_an_unknown_kind_is_carried():
-    """What others keep beside ours, of whatever shape and type."""
+    """Foreign entries of a state load unchanged, whatever their shape and type."""
     model, optimizer = trained()
     optimizer.state[model[0].weight]["theirs"] = {"rank": 3, "factors": [torch.ones(2)]}
     saved = copy.deepcopy(optimizer.state_dict())
@@ -345,7 +345,7 @@ def test_states_keep_the_dtypes_they_were_saved_in(dtype):
 @pytest.mark.parametrize("take_grad", [False, True])
 @every_implementation
 def test_a_state_holds_no_graph(implementation, take_grad, settings):
-    """After `backward(create_graph=True)`, as second-order methods and gradient penalties need it."""
+    """Gradients carry a graph after `backward(create_graph=True)`, as second-order methods need it."""
     model = model_of(4, 3)
     optimizer = Mars(model.parameters(), take_grad=take_grad, **settings, **IMPLEMENTATIONS[implementation])
     twin = copy.deepcopy(model)
@@ -375,7 +375,7 @@ def test_a_state_holds_no_graph(implementation, take_grad, settings):
 
 
 def scaled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state in which the last gradient is multiplied by its scale: a tracked gradient is copied, others are moved."""
+    """Return a state with the last gradient times its scale: a tracked gradient is copied, others are moved."""
     found = dict(state)
     scale = found.pop("last_grad_scale", None)
     return found if scale is None else {**found, "last_grad": found["last_grad"] * scale}

@@ -1,4 +1,4 @@
-"""A step without gradients changes nothing, and parameters without gradients get no state."""
+"""A step without gradients changes nothing; parameters without gradients get no state."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_a_step_without_any_gradient_is_a_no_op(form, implementation, measured):
     if form == "exact":
         optimizer.update_previous_grad()
         optimizer.update_last_grad()
-    optimizer.step()  # and it goes on
+    optimizer.step()  # later steps work
     assert all(optimizer.state[param]["step"] == 3 for param in params)
 
 
 @every_implementation
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "exact"])  # which needs stale gradients
 def test_a_step_without_gradients_leaves_the_next_ones_as_they_were(form, implementation):
-    """As if it had never been."""
+    """The state is as if the step had never happened."""
     settings = {**FORMS[form], **IMPLEMENTATIONS[implementation]}
     results = []
     for idle in (False, True):
@@ -142,7 +142,7 @@ def test_frozen_parameters_get_no_state(form, implementation):
 
 
 def test_frozen_layers_of_a_model_are_thawed_when_they_have_gradients():
-    """Frozen when the optimizer is made of all parameters, as for gradual unfreezing."""
+    """A parameter is frozen when the optimizer is built, as for gradual unfreezing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)

@@ -1,7 +1,7 @@
-"""States, parameters and groups that somebody replaces between steps are those that the next step uses.
+"""The next step uses states, parameters and groups that were replaced between steps.
 
-Each case runs a few steps, so that a step has all it remembers of the ones before, replaces something in the optimizer
-and the same in straight lines, and goes on.
+Each case runs a few steps, so that the optimizer caches what it can, replaces something in the optimizer
+and in the straight-line reference, and continues.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from mars_hf import Mars
 
 SMALL = ((7, 5), (6,), (4, 3))
-LARGE = ((1025, 1000), (6,), (4, 3))  # above a million elements compiled kernels step in by themselves
+LARGE = ((1025, 1000), (6,), (4, 3))  # above a million elements the compiled backend is the default
 LR, LR_1D = 0.01, 0.005
 BETAS, BETAS_1D = (0.9, 0.95), (0.8, 0.9)
 GAMMA = 0.5
 
-# A state is called so by the reference.
+# The reference's name for each state.
 NAMES = {"exp_avg": "m", "exp_avg_sq": "v", "last_grad": "last", "max_exp_avg_sq": "v_max"}
 
 
 class Run:
-    """Mars, and next to it straight lines in float64 that are told of every replacement."""
+    """Run Mars beside a straight-line float64 reference that learns of every replacement."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...], **settings: Any) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ class Run:
         return Reference(param, rule=rule, lr=LR, betas=BETAS, gamma=GAMMA, amsgrad=amsgrad)
 
     def gradients(self) -> list[Tensor]:
-        # Norms about the threshold of 1, so that clipping matters.
+        # Norms near the threshold of 1, so that clipping matters.
         return [self.random(param.shape, 2 / param.numel() ** 0.5) for param in self.params]
 
     def steps(self, count: int) -> None:
@@ -75,7 +75,7 @@ class Run:
             assert torch.equal(old, kept)
 
     def leave_alone(self, *tensors: Tensor) -> None:
-        """These have been replaced: no later step may write to them."""
+        """Register replaced tensors: no later step may write to them."""
         self.unwritten += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def replace(self, key: str, value_of: Callable[[Tensor], Tensor]) -> None:
@@ -104,18 +104,18 @@ def last_grad(run: Run) -> None:
 
 
 def large_last_grad(run: Run) -> None:
-    """So that a corrected gradient is clipped whose gradient is small."""
+    """Replace last gradients, so that a small gradient has a corrected gradient large enough to clip."""
     run.replace("last_grad", lambda old: torch.full_like(old, 3.0))
 
 
 def transposed_state(run: Run) -> None:
-    """The same numbers, that lie in memory in another order."""
+    """Replace states by the same numbers in another memory order."""
     for key in ("exp_avg", "exp_avg_sq", "last_grad"):
         run.replace(key, lambda old: old.t().contiguous().t() if old.ndim == 2 else old.clone())
 
 
 def strided_state(run: Run) -> None:
-    """The same numbers with gaps between them."""
+    """Replace states by the same numbers with memory gaps between them."""
     for key in ("exp_avg", "exp_avg_sq", "last_grad"):
         run.replace(key, lambda old: torch.stack([old, old], -1)[..., 0])
 
@@ -133,7 +133,7 @@ def one_step_count(run: Run) -> None:
 
 
 def step_count_of_zero(run: Run) -> None:
-    """While the other states are what they are: a last gradient is not zero for that."""
+    """Reset step counts alone: the other states stay, and the last gradient does not become zero."""
     for param, line in zip(run.params, run.lines, strict=True):
         run.mars.state[param]["step"] = torch.tensor(0.0)
         if "last_grad" in run.mars.state[param]:
@@ -180,7 +180,7 @@ def states_in_place(run: Run) -> None:
 
 
 def data_of_states(run: Run) -> None:
-    """As an offload to another device and back does it."""
+    """Replace the data of states, as an offload to another device and back does."""
     for param, line in zip(run.params, run.lines, strict=True):
         for key, value in run.mars.state[param].items():
             if key in NAMES:
@@ -204,7 +204,7 @@ def data_of_parameters_in_another_order(run: Run) -> None:
 
 
 def offload(run: Run) -> None:
-    """Parameters and states leave their memory, which somebody else uses, and come back elsewhere."""
+    """Free the memory of parameters and states for others, and bring them back elsewhere."""
     for param in run.params:
         for tensor in (param, *(value for key, value in run.mars.state[param].items() if key in NAMES)):
             old = tensor.data
@@ -354,7 +354,7 @@ def test_running_maxima_are_used(form):
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("every", [1, 2])
 def test_offload_at_every_step(implementation, every):
-    """Between steps nothing of the optimizer is where the step has seen it."""
+    """Between steps every tensor of the optimizer moves."""
     run = Run(SMALL, **implementation)
     for number in range(8):
         run.steps(1)

@@ -1,4 +1,4 @@
-"""The generic checks of PyTorch's own optimizer suite, its `TestOptimRenewed`, on Mars.
+"""Run PyTorch's own generic optimizer checks, its `TestOptimRenewed`, on Mars.
 
 Each test has the name that PyTorch gives the check, and runs it on every configuration of `mars_info`.
 """
@@ -37,13 +37,13 @@ from mars_hf import Mars
 every_configuration = pytest.mark.parametrize("configuration", CONFIGURATIONS)
 every_implementation = pytest.mark.parametrize("implementation", EVERY_IMPLEMENTATION)
 every_pair = pytest.mark.parametrize(("configuration", "implementation"), PAIRS)
-# One of each kind, where a check takes long or is about something else than configurations.
+# One of each kind, for checks that take long or do not depend on the configuration.
 some_configurations = pytest.mark.parametrize(
     "configuration",
     ["default", "tensor lr", "take_grad, max_grad_norm", "recursive", "mars-lion", "mars-shampoo", "mars-m"],
 )
 
-# PyTorch's checks that are not run here, and why.
+# PyTorch's checks that do not run here, with reasons.
 NOT_RUN = {
     "test_rosenbrock_sparse": "sparse gradients are refused: test_errors",
     "test_complex": "complex gradients are refused: test_errors",
@@ -104,7 +104,7 @@ def test_every_setting_of_mars_is_in_some_configuration():
 
 
 class Problem:
-    """Least squares in a matrix and a vector, both contiguous or neither."""
+    """Return a least-squares problem in a matrix and a vector, both contiguous or neither."""
 
     def __init__(self, *, contiguous: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -134,7 +134,7 @@ class Problem:
         return loss
 
     def copy(self) -> Problem:
-        """The same numbers in other tensors."""
+        """Return copies of the tensors."""
         twin = copy.copy(self)
         twin.weight = nn.Parameter(self.weight.detach().clone(memory_format=torch.preserve_format))
         twin.bias = nn.Parameter(self.bias.detach().clone(memory_format=torch.preserve_format))
@@ -198,7 +198,7 @@ def test_forloop_goes_right_direction(configuration, contiguous):
 
 @every_pair
 def test_strided_parameters_step_as_contiguous_ones(configuration, implementation):
-    """PyTorch runs the check above on the for-loop only, where strides go wrong least."""
+    """PyTorch runs the check above on the for-loop only, which is least sensitive to strides."""
     strided, contiguous = Problem(contiguous=False), Problem()
     train(strided, Mars(strided.params, **settings_of(configuration, implementation)), 5)
     train(contiguous, Mars(contiguous.params, **settings_of(configuration, "for-loop")), 5)
@@ -255,7 +255,7 @@ def network() -> nn.Sequential:
 def seven_steps(
     configuration: str, implementation: str, dtype: torch.dtype, model: nn.Sequential | None = None
 ) -> tuple[list[Tensor], Mars]:
-    """Steps in which gradients are missing, come and go, and a 0-d parameter has the same one all along."""
+    """Gradients are missing, come and go; a 0-d parameter has the same gradient throughout."""
     model = (network() if model is None else model).to(dtype)
     given = torch.linspace(0.1, 0.6, 6, dtype=dtype).reshape(3, 2)
     scalar = torch.full((), 0.5, dtype=dtype, requires_grad=True)
@@ -305,7 +305,7 @@ def test_fused_matches_forloop(configuration, dtype):
     if dtype == torch.float64:
         tolerance = {"rtol": 1e-7, "atol": 1e-7}
     elif configuration == "stochastic rounding" and dtype == torch.bfloat16:
-        tolerance = {"rtol": 5e-2, "atol": 1e-2}  # each has noise of its own
+        tolerance = {"rtol": 5e-2, "atol": 1e-2}  # each has its own noise
     elif is_orthogonal(configuration) or dtype != torch.float32:
         tolerance = {"rtol": 2e-2, "atol": 1e-3}
     else:
@@ -377,7 +377,7 @@ def test_set_default_dtype_works_with_foreach(configuration, implementation):
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Most bytes that PyTorch's allocator has handed out at once meanwhile."""
+    """Return the peak bytes of PyTorch's allocator during a call."""
     gc.collect()
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
@@ -404,7 +404,7 @@ def test_the_peak_counts_what_is_held_at_once():
 @pytest.mark.parametrize("implementation", [pytest.param("fused", marks=needs_compiler), "foreach", "for-loop"])
 @pytest.mark.parametrize("configuration", ["default", "take_grad, max_grad_norm", "mars-m"])
 def test_peak_memory_foreach(configuration, implementation):
-    """A step holds at most a few copies of all parameters with foreach, of one without, and none in kernels."""
+    """A step holds at most a few copies of all parameters with foreach, of one parameter without, none in kernels."""
     count, shape = 10, (64, 64)
     params = [nn.Parameter(torch.randn(shape)) for _ in range(count)]
     optimizer = Mars(params, **settings_of(configuration, implementation))
@@ -444,7 +444,7 @@ def test_fused_error_on_params_on_meta():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     assert not any(optimizer.state.values())
-    with swapped_params():  # so that the optimizer's parameters are the model's
+    with swapped_params():  # so that the optimizer holds the model's parameters
         model.to_empty(device="cpu")
     with torch.no_grad():
         for param in model.parameters():
@@ -508,7 +508,7 @@ def test_step_is_noop_when_params_have_no_grad(configuration, implementation):
     assert not any(optimizer.state.values())
 
 
-# With decay parameters shrink without gradients too.
+# Decay shrinks parameters even without gradients.
 @pytest.mark.parametrize(
     ("configuration", "implementation"),
     [pair for pair in PAIRS if not settings_of(pair.values[0]).get("weight_decay")],
@@ -638,7 +638,7 @@ def test_save_load_equality_with_weights_only(configuration, named):
 
 @every_pair
 def test_load_nontensor_step(configuration, implementation):
-    """And goes on as with the step count it stands for."""
+    """The next step continues from the loaded step count."""
     problem = Problem()
     optimizer = Mars(problem.params, **settings_of(configuration, implementation))
     train(problem, optimizer, 3)
@@ -754,7 +754,7 @@ def test_step_post_hook(configuration):
 
 @every_configuration
 def test_step_pre_hook(configuration):
-    """Comes before everything, so that gradients it sets are those that count."""
+    """A pre-hook runs before everything, so the step uses gradients that it sets."""
     problem, twin = Problem(), Problem()
     optimizer, plain = (Mars(one.params, **settings_of(configuration)) for one in (problem, twin))
 
@@ -822,12 +822,12 @@ def test_a_pickle_goes_on(configuration):
 
 
 def assert_copy_goes_on(configuration: str, implementation: str, copied: Callable[[Any], Any]) -> None:
-    """As the original, on parameters of its own."""
+    """Check that a copy steps like the original, on its own parameters."""
     problem = Problem()
     optimizer = Mars(problem.params, **settings_of(configuration, implementation))
     train(problem, optimizer, 3)
     problem.backward()
-    # With the problem, so that the copy's parameters are known.
+    # Copied with the problem, so that the copy's parameters are known.
     twin, other = copied((problem.params, optimizer))
     assert public(optimizer) == public(other)
     assert [group["params"][0] is param for group, param in zip(other.param_groups, twin, strict=True)] == [True, True]

@@ -1,11 +1,11 @@
-"""Ranks that do not do the same: one steps alone, has run out of batches, or lacks a gradient.
+"""Run ranks that differ: one steps alone, has run out of batches, or lacks a gradient.
 
     torchrun --nproc_per_node 2 apart.py OUTPUT KIND/NAME ...
 
 `ddp/NAME`: what a rank does with a model that DistributedDataParallel wraps. `fsdp2/NAME`: the same with shards.
-`empty/NAME`: a rank that holds nothing. `moved/NAME`: models of another dtype than at first. `alive/NAME`: what stays.
+`empty/NAME`: a rank that holds nothing. `moved/NAME`: models that change dtype. `alive/NAME`: tensors that stay alive.
 
-Each leaves OUTPUT/<run>.json: what was seen on each rank, such as how far its weights are from those of straight lines
+Each writes OUTPUT/<run>.json: each rank's findings, such as how far its weights are from the straight-line reference
 on its own gradients, and how many matrices it has orthogonalized in each step.
 """
 
@@ -44,14 +44,14 @@ LONG = [6, 5, 4, 3, 2, 3, 4, 5, 6]
 
 
 def build(sizes: list[int] = SIZES) -> nn.Sequential:
-    """Ten parameters, in float64; the same on every rank."""
+    """Return a model of ten parameters in float64, the same on every rank."""
     torch.manual_seed(3)
     layers = [nn.Linear(*pair, dtype=torch.float64) for pair in itertools.pairwise(sizes)]
     return nn.Sequential(*layers)
 
 
 class Run:
-    """A model and its optimizer, and the straight lines of every parameter beside them."""
+    """Run a model and its optimizer beside a straight-line reference of every parameter."""
 
     def __init__(
         self, model: nn.Module, mars_type: str, wrap: Callable[[nn.Module], nn.Module], **settings: Any
@@ -71,17 +71,17 @@ class Run:
         self._batch = 0
 
     def backward(self, module: nn.Module) -> None:
-        """Gradients of a batch of this rank's own."""
+        """Compute gradients of this rank's own batch."""
         self.mars.zero_grad()
         generator = torch.Generator().manual_seed(100 * dist.get_rank() + self._batch)
         self._batch += 1
         module(torch.randn(8, SIZES[0], dtype=torch.float64, generator=generator)).square().sum().backward()
 
     def step(self, known: dict[str, Tensor] | None = None) -> None:
-        """A step, of the lines as well; notes how far they are apart.
+        """Step both and record how far they are apart.
 
         Args:
-            known: whole gradients, by name, where not all ranks that hold pieces of them are here to tell.
+            known: whole gradients by name, for those whose pieces are not all on the ranks that take part.
         """
         gradients = {} if known is None else {**known}
         for name, param in self.model.named_parameters():
@@ -102,18 +102,18 @@ class Run:
             self.distance = max(self.distance, (whole(param.detach()) - self.lines[name].x).abs().max().item())
 
     def adopt(self) -> None:
-        """Go on from the model's weights, after DistributedDataParallel has made them alike."""
+        """Continue from the model's weights, after DistributedDataParallel has synchronized them."""
         for name, param in self.model.named_parameters():
             self.lines[name].x = param.detach().clone()
 
     def together(self, steps: int = 2) -> None:
-        """Steps that all ranks take, on averaged gradients."""
+        """Take steps on all ranks, on averaged gradients."""
         for _ in range(steps):
             self.backward(self.wrapped)
             self.step()
 
     def alone(self, steps: int = 1) -> None:
-        """Steps of the first rank only, on the bare module."""
+        """Take steps on the first rank only, on the bare module."""
         for _ in range(steps if dist.get_rank() == 0 else 0):
             self.backward(self.model)
             self.step()
@@ -207,7 +207,7 @@ def unsynced(run: Run) -> None:
 
 
 def wrapped_later(run: Run) -> None:
-    """The first rank looks for wrappers before there is one."""
+    """The first rank searches for wrappers before one exists."""
     run.alone(2)
     run.wrapped = DistributedDataParallel(run.model)
     run.adopt()
@@ -225,7 +225,7 @@ def wrapped_again(run: Run) -> None:
 
 
 def moved(run: Run) -> None:
-    """The same parameters in a wrapper of one rank: what they were wrapped in before does not count."""
+    """The same parameters move into a wrapper of one rank: their earlier wrapper does not count."""
     run.together()
     groups = [dist.new_group([rank]) for rank in range(2)]
     run.wrapped = None
@@ -235,7 +235,7 @@ def moved(run: Run) -> None:
 
 
 def two_groups(run: Run) -> None:
-    """Halves of a model in wrappers of their own, over different process groups."""
+    """The halves of a model have their own wrappers, over different process groups."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     layers = [run.model[:4], run.model[4:]]
     halves = [DistributedDataParallel(half, process_group=g) for half, g in zip(layers, groups, strict=True)]
@@ -255,7 +255,7 @@ def static_graph(run: Run) -> None:
 
 
 def accumulated(run: Run) -> None:
-    """Two backward passes a step, as Trainer does it: the first one is not averaged."""
+    """Each step has two backward passes, as in Trainer: the first is not averaged."""
     for _ in range(3):
         with run.wrapped.no_sync():
             run.backward(run.wrapped)
@@ -265,7 +265,7 @@ def accumulated(run: Run) -> None:
 
 
 def bare(run: Run) -> None:
-    """Nothing is wrapped, and every rank takes as many steps as it likes."""
+    """Nothing is wrapped, and ranks take different numbers of steps."""
     run.wrapped = run.model
     gc.collect()
     run.together(2 + dist.get_rank())
@@ -316,7 +316,7 @@ def run_ddp(name: str) -> dict[str, Any]:
 
 
 def run_fsdp2(name: str) -> dict[str, Any]:
-    """Of the layer with one output a rank has nothing."""
+    """One rank holds nothing of the layer with one output."""
     return run_sharded(name, init_device_mesh("cpu", (dist.get_world_size(),)), {"missing": [1]})
 
 
@@ -327,7 +327,7 @@ def run_hsdp(name: str) -> dict[str, Any]:
 
 
 def run_sharded(name: str, mesh: DeviceMesh, missing: dict[str, list[int]]) -> dict[str, Any]:
-    """Steps, in some of which some ranks lack the gradient of a matrix."""
+    """In some steps, some ranks lack the gradient of a matrix."""
     name, _, mars_type = name.partition("_with_")
     model = build()
     run = Run(model, f"mars-{mars_type}", lambda model: fully_shard(model, mesh=mesh))
@@ -355,7 +355,7 @@ def run_sharded(name: str, mesh: DeviceMesh, missing: dict[str, list[int]]) -> d
 
 @contextlib.contextmanager
 def expected_error() -> Iterator[list[str | None]]:
-    """The message of the RuntimeError raised within."""
+    """Return the message of the RuntimeError raised within."""
     found: list[str | None] = [None]
     try:
         yield found
@@ -363,7 +363,7 @@ def expected_error() -> Iterator[list[str | None]]:
         found[0] = str(error)
 
 
-# --- DTensors of several dtypes, of which a rank has nothing ---------------------------------------------------------
+# --- DTensors of several dtypes with nothing on one rank --- ---------------------------------------------------------
 
 SHAPES: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
     "float64": [((1, 6), torch.float64)],
@@ -373,7 +373,7 @@ SHAPES: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
 
 
 def run_empty(name: str) -> dict[str, Any]:
-    """The first dimension is cut, and a rank that holds none of it holds nothing."""
+    """The first dimension is cut, so one rank holds nothing."""
     name, _, rule = name.partition("_with_")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -403,7 +403,7 @@ def run_empty(name: str) -> dict[str, Any]:
 
 
 def run_moved(name: str) -> dict[str, Any]:
-    """`model.to(dtype)` before the first step and between steps, of a model that fully_shard has cut."""
+    """`model.to(dtype)` runs before the first step and between steps, on a model sharded by fully_shard."""
     when, _, mars_type = name.partition("_with_")
     model = build()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -428,7 +428,7 @@ def run_moved(name: str) -> dict[str, Any]:
 
 
 def run_alive(name: str) -> dict[str, Any]:
-    """Tensors that outlive the model, its gradients and the optimizer's state, after steps of each kind."""
+    """Find tensors that outlive the model, its gradients and the optimizer's state, after steps of each kind."""
     kind, _, mars_type = name.partition("_with_")
     run = Run(build(), f"mars-{mars_type}", (lambda model: model) if kind == "fsdp2" else DistributedDataParallel)
     if kind == "fsdp2":
@@ -444,7 +444,7 @@ def run_alive(name: str) -> dict[str, Any]:
     mars, params = run.mars, list(run.model.parameters())
     tensors = [*params, *(p.grad for p in params), *(x for p in params for x in mars.state[p].values())]
     tensors += [t.to_local() for t in tensors if isinstance(t, DTensor)]
-    # By their memory, since a weak reference sees one Python object of several.
+    # By their memory: a weak reference sees only one of several Python objects.
     storages = {t.untyped_storage()._cdata for t in tensors if torch.is_tensor(t) and not isinstance(t, DTensor)}
     layout, keeper = mars._locator, mars._matrices
     before = live_bytes(storages)
@@ -458,7 +458,7 @@ def run_alive(name: str) -> dict[str, Any]:
 
 
 def live_bytes(storages: set[int]) -> int:
-    """Bytes of those storages that any tensor of this process still refers to."""
+    """Return the bytes of those storages that any tensor of this process still uses."""
     found = {}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
@@ -479,7 +479,7 @@ KINDS = {
 
 
 def run(spec: str, file: Path) -> None:
-    """One check."""
+    """Run one check."""
     kind, name = spec.split("/")
     found = KINDS[kind](name)
     gc.collect()

@@ -1,8 +1,8 @@
-"""Trains exact MARS with MarsTrainer under the engines named on the command line; see test_exact_parity.py.
+"""Train exact MARS with MarsTrainer under the engines named on the command line; see test_exact_parity.py.
 
     torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed][-m|-shampoo] ...
 
-Each run leaves OUTPUT/<run>.safetensors with the full weights after its last step; `refused` leaves an error's text in
+Each run writes OUTPUT/<run>.safetensors with the full weights after its last step; `refused` writes an error's text to
 OUTPUT/refused.json.
 """
 
@@ -39,7 +39,7 @@ WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel"}
 
 
 class Rows(Dataset):
-    """Rows of which each has another number of labels, so that a mean over ranks is no mean over labels."""
+    """Rows with different numbers of labels, so that the mean over ranks is not the mean over labels."""
 
     def __init__(self) -> None:
         self.ids = torch.randint(0, 61, (ROWS, 12), generator=torch.Generator().manual_seed(7))
@@ -54,7 +54,7 @@ class Rows(Dataset):
 
 
 def build_model() -> GPT2LMHeadModel:
-    """Odd sizes, so that shards are uneven."""
+    """Return a model with odd sizes, so that shards are uneven."""
     torch.manual_seed(0)
     sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": 61}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -62,7 +62,7 @@ def build_model() -> GPT2LMHeadModel:
 
 
 class Fsdp2Trainer(mars_hf.MarsTrainer):
-    """FSDP2 as accelerate sets it up on accelerators; on CPUs it would fall back to DDP."""
+    """Set up FSDP2 as accelerate does on accelerators; on CPUs accelerate would fall back to DDP."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -115,7 +115,7 @@ def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def refused(folder: Path) -> str:
-    """What MarsTrainer says under DeepSpeed."""
+    """Return the error of MarsTrainer under DeepSpeed."""
     worker.import_deepspeed().init_distributed("gloo")
     zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}

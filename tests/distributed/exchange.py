@@ -1,11 +1,11 @@
-"""Work on whole matrices, shared among ranks, whose pieces are cut by hand or by an engine.
+"""Share work on whole matrices among ranks, with pieces cut by hand or by an engine.
 
     torchrun --nproc_per_node 2 exchange.py OUTPUT KIND/NAME ...
 
-`cut/LAYOUT_DTYPE`: parameters of odd shapes, cut as LAYOUT says. `engine/NAME`: those of a model, as an engine hands
-them to `Mars.step`. `wrong/NAME`: ranks that disagree. `replicas/ddp`: who is known to repeat what.
+`cut/LAYOUT_DTYPE`: parameters of odd shapes, cut as LAYOUT says. `engine/NAME`: those of a model, as an engine gives
+them to `Mars.step`. `wrong/NAME`: ranks that disagree. `replicas/ddp`: which ranks replicate which parameters.
 
-Each leaves OUTPUT/<run>.json: what was seen on each rank.
+Each writes OUTPUT/<run>.json: each rank's findings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mars_hf.distributed.exchange import Exchange
 from mars_hf.distributed.placement import cut
 from mars_hf.distributed.routes import Region
 
-# By slot; slots need not be without gaps. Some have fewer rows or columns than there are ranks.
+# By slot; slots may have gaps. Some shapes have fewer rows or columns than ranks.
 SHAPES = {
     slot: torch.Size(shape)
     for slot, shape in {0: (7, 5), 1: (2, 18), 3: (18, 3), 4: (3, 4, 5), 6: (1, 9), 7: (33, 2), 9: (13, 6)}.items()
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class CountBytes(TorchDispatchMode):
-    """Bytes that this rank hands to each kind of collective for others."""
+    """Count the bytes that this rank sends to others, by kind of collective."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -55,7 +55,7 @@ class CountBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             output, given = args[0], args[1]
-            # An all-gather passes on as much as it brings from others; nobody sends itself anything by all-to-all.
+            # An all-gather sends as much as it receives; no rank sends itself anything by all-to-all.
             own = given.nbytes if "allgather" in func.__name__ else 0
             self.sent.append((func.__name__.split(".")[0], output.nbytes - own if own else given.nbytes))
         return func(*args, **(kwargs or {}))
@@ -66,7 +66,7 @@ def whole_parameter(slot: int, shape: torch.Size) -> Tensor:
 
 
 def make_result(whole: Tensor) -> Tensor:
-    """Needs all of a matrix, and is not laid out like it; of the shape and dtype of `whole`."""
+    """Compute from all of a matrix a result with its shape and dtype but other strides."""
     wide = whole.double()
     product = wide.mT @ wide @ wide.mT / wide.square().sum()
     return product.mT.to(whole.dtype)
@@ -82,7 +82,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def along(dim: int, rank: int, ranks: int) -> dict[int, Region]:
-    """As FSDP2 does it; of short dimensions some ranks hold nothing, or have an empty region."""
+    """Cut as FSDP2 does; of short dimensions some ranks hold nothing, or an empty region."""
     regions = {}
     for slot, shape in SHAPES.items():
         full = -(-shape[dim] // ranks)
@@ -94,7 +94,7 @@ def along(dim: int, rank: int, ranks: int) -> dict[int, Region]:
 
 
 def stretches(rank: int, ranks: int) -> dict[int, Region]:
-    """As ZeRO-1/2 does it: the same number of elements of one flat buffer for each."""
+    """Cut as ZeRO-1/2 does: equal parts of one flat buffer."""
     part = -(-sum(shape.numel() for shape in SHAPES.values()) // ranks)
     regions, first = {}, 0
     for slot, shape in SHAPES.items():
@@ -106,7 +106,7 @@ def stretches(rank: int, ranks: int) -> dict[int, Region]:
 
 
 def partitions(rank: int, ranks: int) -> dict[int, Region]:
-    """As ZeRO-3 does it: the same share of each parameter, flattened."""
+    """Cut as ZeRO-3 does: an equal part of each flattened parameter."""
     regions = {}
     for slot, shape in SHAPES.items():
         part = -(-shape.numel() // ranks)
@@ -185,7 +185,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def exchange_engine(name: str) -> dict[str, Any]:
-    """Which parameters came together again as they are in the model."""
+    """Return the parameters that came together as they are in the model."""
     if name == "dtensors":
         return exchange_dtensors()
     case = CASES["adamw"]
@@ -196,7 +196,7 @@ def exchange_engine(name: str) -> dict[str, Any]:
         import_deepspeed().init_distributed("gloo")
     else:
         prepare_torch(name, model)
-    mars = mars_hf.create(model, optimize_1d=True)  # so that vectors are located, too
+    mars = mars_hf.create(model, optimize_1d=True)  # so that vectors are located too
     names = [key for group in mars.param_groups for key in names_of(model, group["params"])]
     if name in DEEPSPEED:
         step_in_deepspeed(name, model, mars, lambda: look(mars, names, expected, wholes))
@@ -221,7 +221,7 @@ def prepare_torch(name: str, model: nn.Module) -> None:
     elif name == "hsdp":
         shard(model, (2, world // 2))
     elif name == "ddp":
-        model.wrapped = [DistributedDataParallel(model)]  # in a list, or it would be a module of its module
+        model.wrapped = [DistributedDataParallel(model)]  # in a list, or it would be registered as a submodule
 
 
 def step_in_deepspeed(name: str, model: nn.Module, mars: mars_hf.Mars, look_at: Callable[[], None]) -> None:
@@ -244,7 +244,7 @@ def step_in_deepspeed(name: str, model: nn.Module, mars: mars_hf.Mars, look_at: 
 
 
 def look(mars: mars_hf.Mars, names: list[str], expected: dict[str, Tensor], wholes: dict[str, list[bool]]) -> None:
-    """Put together what the optimizer's groups hold now, and note whether it is what is expected."""
+    """Put together the tensors in the optimizer's groups, and record whether they match."""
     layout = mars._locator
     assert layout is not None
     params = [param for group in mars.param_groups for param in group["params"]]
@@ -276,7 +276,7 @@ def look(mars: mars_hf.Mars, names: list[str], expected: dict[str, Tensor], whol
 
 
 def exchange_dtensors() -> dict[str, Any]:
-    """Uneven, and in all placements there are; twice replicated over a mesh of three dimensions."""
+    """Shards are uneven, in all placements; replicated twice over a mesh of three dimensions."""
     world = dist.get_world_size()
     one = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
     three = init_device_mesh("cpu", (world // 2, 2, 1), mesh_dim_names=("a", "b", "c"))
@@ -339,7 +339,7 @@ def find_replicas(_: str) -> dict[str, Any]:
     elsewhere = nn.Linear(3, 2)
     second = DistributedDataParallel(elsewhere, process_group=same_ranks)
     found["two_groups"] = known([*model.parameters(), *elsewhere.parameters()])
-    partly = nn.Sequential(nn.Linear(3, 2))  # torch forgets to ignore what is not in a submodule
+    partly = nn.Sequential(nn.Linear(3, 2))  # torch fails to ignore parameters outside a submodule
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(partly, ["0.bias"])
     third = DistributedDataParallel(partly)
     found["ignored_bias"] = known(partly.parameters())
@@ -372,7 +372,7 @@ KINDS = {"cut": exchange_cut, "engine": exchange_engine, "wrong": exchange_wrong
 
 
 def run(spec: str, file: Path) -> None:
-    """One check."""
+    """Run one check."""
     kind, name = spec.split("/")
     everywhere = gathered(KINDS[kind](name))
     if dist.get_rank() == 0:

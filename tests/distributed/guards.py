@@ -1,8 +1,8 @@
-"""Launches in which MARS would not step, or not know what it steps on, and what they say.
+"""Run launches in which MARS would not step, or not know its tensors, and record the errors.
 
     torchrun --nproc_per_node 2 guards.py OUTPUT WAY/CONFIG ...
 
-Each leaves OUTPUT/<run>.json: for each rank the error (null if there was none), and how many steps any optimizer took.
+Each writes OUTPUT/<run>.json: for each rank the error (null if there was none), and how many steps any optimizer took.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import mars_hf
 
 CASE = CASES["adamw"]
 FORCED = {"zero_force_ds_cpu_optimizer": True}  # DeepSpeed's default
-# torch_adam, because DeepSpeed's own Adam would be compiled.
+# torch_adam, because DeepSpeed would compile its own Adam.
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
-DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, and what else is in its JSON
+DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, and further keys of its JSON
     "zero2": ("zero2", {}),
     "zero3": ("zero3", {}),
     "zero2_offload": ("zero2_offload", {}),
@@ -45,12 +45,12 @@ DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, a
 
 
 def no_compilation(builder: Any) -> Any:
-    """Stands for DeepSpeed's CPU Adam, which takes more than a minute to compile; it may be made but not step."""
+    """Stand in for DeepSpeed's CPU Adam, which takes over a minute to compile; it can be built but not step."""
     return SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
 
 
 def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Trainer:
-    """A Trainer that is given MARS in one of the ways there are; all but `optim` with a LastGradientCallback."""
+    """Return a Trainer that gets MARS in one of the possible ways; all but `optim` with a LastGradientCallback."""
     engine, more = DEEPSPEED[config]
     zero = {**deepspeed_config(engine, dist.get_world_size()), **more}
     zero["gradient_clipping"] = "auto"
@@ -106,13 +106,13 @@ def tensor_parallel_and_fsdp2(model: nn.Module) -> None:
 
 
 def only_narrow(model: nn.Module, mars: mars_hf.Mars) -> None:
-    """A step on the gradients of a layer."""
+    """Take a step on the gradients of a layer."""
     model.narrow(torch.ones(1, model.config.n_embd)).sum().backward()
     mars.step()
 
 
 def flat_buffer(model: nn.Module) -> None:
-    """As an engine nobody here knows would do it: its own flat copy in the place of the parameters."""
+    """Act like an unknown engine: replace the parameters by a flat copy."""
     mars = mars_hf.create(model, **CASE.hyperparameters())
     flat = nn.Parameter(torch.cat([param.detach().flatten() for param in mars.param_groups[0]["params"]]))
     flat.grad = torch.ones_like(flat)
@@ -148,7 +148,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def run(spec: str, file: Path) -> None:
-    """One launch that should stop."""
+    """Run one launch that should stop."""
     way, config = spec.split("/")
     model = build_model(CASE)
     error, steps = None, []

@@ -1,4 +1,4 @@
-"""Starts the scripts of this folder as users start theirs."""
+"""Start the scripts of this folder as users start theirs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOT = HERE.parents[1]
 
 
 def needs_deepspeed() -> None:
-    """Skip a test where somebody has installed less than the `test` extra."""
+    """Skip a test if the `test` extra is not fully installed."""
     if importlib.util.find_spec("deepspeed") is None:  # importing it takes seconds; the launches do
         pytest.skip("DeepSpeed is not installed: pip install -e '.[test]'")
 
 
 def launch(script: str, output: Path, runs: list[str], world: int, *options: str) -> None:
-    """Do all of `runs`; again those that come after one that fails, which leaves a file with its error."""
+    """Launch all runs; after a failure, which writes a file with its error, launch the remaining ones again."""
     remaining = runs
     while remaining:
         stderr = _torchrun([str(HERE / script), str(output), *remaining, *options], world)
@@ -33,7 +33,7 @@ def launch(script: str, output: Path, runs: list[str], world: int, *options: str
 
 
 def error_of(output: Path, run: str) -> str | None:
-    """What stopped a run, as the rank that says most tells it."""
+    """Return a run's error, from the rank with the longest one."""
     texts = [file.read_text() for file in output.glob(f"{run.replace('/', '-')}.error*")]
     return max(texts, key=len, default=None)
 

@@ -1,9 +1,9 @@
-"""Trains in fp16 with a dynamic loss scale and looks at what steps that overflow leave behind.
+"""Train in fp16 with a dynamic loss scale and check what overflowing steps leave behind.
 
     torchrun --nproc_per_node 2 overflow.py OUTPUT ENGINE/CASE ...
 
 Each run trains twice. The first time the loss scale starts too high, and later one rank's gradient holds a single
-infinity; the second time only the batches of the steps that were taken are seen, with the scales those had. Each run
+infinity; the second time uses only the batches of the steps that were taken, with their scales. Each run
 leaves OUTPUT/<run>.json: for each attempt at a step whether it was skipped and what it changed on any rank, and what
 differs between the two trainings after each step taken.
 """
@@ -34,7 +34,7 @@ Snapshot = dict[str, Tensor]
 
 
 class OneInfinity(torch.autograd.Function):
-    """The identity, whose gradient gets one infinite element."""
+    """Return the input unchanged, and put one infinity into its gradient."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class OneInfinity(torch.autograd.Function):
 
 @contextlib.contextmanager
 def poison(model: TinyGPT2, wanted: bool) -> Iterator[None]:
-    """One infinite element in the gradient of one matrix, on one rank."""
+    """Put one infinity into the gradient of one matrix, on one rank."""
     layer = model.wide
     if wanted:
         layer.forward = lambda x: nn.functional.linear(x, OneInfinity.apply(layer.weight), layer.bias)
@@ -74,9 +74,9 @@ class Torch:
         self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
 
     def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
-        """One attempt at a step, at a given loss scale or the one it has come to; returns that."""
+        """Attempt a step at a given loss scale, or at the current one; return the scale."""
         if scale is not None:
-            self._scaler.scale(torch.zeros(()))  # makes its scale, which update() replaces
+            self._scaler.scale(torch.zeros(()))  # creates its scale, which update() replaces
             self._scaler.update(scale)
         for ids in micro_batches:
             with torch.autocast("cpu", torch.float16, enabled=self._autocast):
@@ -112,7 +112,7 @@ class DeepSpeed:
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
 
     def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
-        # DeepSpeed 0.19 divides gradients by the next step's scale, so when that will grow is part of the scale.
+        # DeepSpeed 0.19 divides gradients by the next step's scale, so the time of its growth is part of the scale.
         parts = ("cur_scale", "cur_iter", "last_overflow_iter")
         scaler = self._engine.optimizer.loss_scaler
         if scale is not None:
@@ -134,7 +134,7 @@ class DeepSpeed:
 
 
 def differing(before: Snapshot, after: Snapshot) -> list[str]:
-    """What is not the same in every bit on every rank."""
+    """Return what differs in any bit on any rank."""
     here = [
         name
         for name in sorted(before.keys() | after.keys())
@@ -146,7 +146,7 @@ def differing(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def run(spec: str, file: Path) -> None:
-    """One run: the training that overflows, and the one that does not."""
+    """Do one run: a training that overflows, and one that does not."""
     engine, case = spec.split("/")
     make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
     rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens()
@@ -173,7 +173,7 @@ def run(spec: str, file: Path) -> None:
 
 @contextlib.contextmanager
 def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
-    """A list that has an entry for every call of `step()`."""
+    """Return a list that gets one entry per call of `step()`."""
     calls: list[None] = []
     handle = mars.register_step_pre_hook(lambda *_: calls.append(None))
     yield calls

@@ -1,14 +1,14 @@
-"""Stops training, rebuilds everything and resumes it, under the engines named on the command line.
+"""Stop training, rebuild everything and resume, under the engines named on the command line.
 
     torchrun --nproc_per_node 2 resume.py OUTPUT ENGINE/CASE[/FLAG] ...
 
-Without a flag a run is trained to its end, then once more with a stop in the middle. Its checkpoint stays beside
+Without a flag, a run trains to its end, then once more with a stop in the middle. Its checkpoint stays beside
 OUTPUT, in checkpoints/ENGINE-CASE. Each run leaves OUTPUT/<run>.safetensors and .json, the first that fails
 OUTPUT/<run>.error<rank>. Flags:
 
-    from:ENGINE  take up the checkpoint that ENGINE left, with whatever number of processes
-    forgetful    lose the last gradients at the stop: wrong, to see that the comparison would notice
-    stock        load what DeepSpeed's own converter makes of the checkpoint
+    from:ENGINE  resume the checkpoint of ENGINE, with any number of processes
+    forgetful    lose the last gradients at the stop: wrong on purpose, to prove that the comparison notices
+    stock        load the output of DeepSpeed's own converter
     unextended   load with DeepSpeed's own loader for ZeRO-3, and train
 """
 
@@ -42,7 +42,7 @@ class TorchRun:
     """One process, DDP or FSDP2."""
 
     def __init__(self, engine: str, case: Case) -> None:
-        """Fresh model and optimizer."""
+        """Build a fresh model and optimizer."""
         self.model = build_model(case)
         self.wrapped: Any = self.model
         self.sharded = engine == "fsdp2"
@@ -51,7 +51,7 @@ class TorchRun:
         elif self.sharded:
             train.shard(self.model, (dist.get_world_size(),))
         self.mars = mars_hf.create(self.model, **case.hyperparameters())
-        train.set_lr(self.mars, 0)  # as a scheduler would: of a group, torch loads the settings that are there already
+        train.set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
 
     def train(self, first: int, last: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,7 +89,7 @@ class TorchRun:
             universal.load(folder / "universal", self.model, self.mars)
 
     def results(self) -> Results:
-        """Whole weights and states."""
+        """Return whole weights and states."""
         results = {}
         for name, param in trainable(self.model):
             results[f"weight.{name}"] = param
@@ -105,7 +105,7 @@ class DeepSpeedRun:
     """ZeRO of any stage."""
 
     def __init__(self, engine: str, case: Case, *, load_universal: bool = False) -> None:
-        """Fresh model, optimizer and engine."""
+        """Build a fresh model, optimizer and engine."""
         deepspeed = worker.import_deepspeed()
         deepspeed.init_distributed("gloo")
         config = train.deepspeed_config(engine, dist.get_world_size())
@@ -136,7 +136,7 @@ class DeepSpeedRun:
         assert path is not None
 
     def results(self) -> Results:
-        """Whole fp32 weights and states; of the step counters this rank's."""
+        """Return whole fp32 weights and states, with this rank's step counters."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if hasattr(self.wrapped.optimizer, "_hp_optimizer_states_linked"):
@@ -182,7 +182,7 @@ def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
 
 
 def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = None, **zero: Any) -> Results:
-    """MarsTrainer under ZeRO-2 or DDP, from the beginning or from a checkpoint."""
+    """Run MarsTrainer under ZeRO-2 or DDP, from the start or from a checkpoint."""
     from transformers import default_data_collator
     from transformers.trainer_utils import SaveStrategy
 
@@ -223,7 +223,7 @@ def cycle_trainer(engine: str, case: Case, folder: Path, origin: Path, notes: di
 
 
 def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
-    """Train, stop, resume; or take up what another run has left."""
+    """Train, stop and resume, or resume another run's checkpoint."""
     if flag.startswith("from:"):
         run = build(engine, case, **({"load_universal": True} if engine in train.DEEPSPEED else {}))
         run.load(origin)
@@ -254,7 +254,7 @@ def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, 
 
 
 def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
-    """The error of a universal checkpoint that does not bring all of MARS's state."""
+    """Return the error for a universal checkpoint without all of MARS's state."""
     deepspeed_run = DeepSpeedRun(engine, case, load_universal=True)
     try:
         if flag == "stock":
@@ -282,7 +282,7 @@ def labelled(**parts: Results) -> Results:
 
 
 def run(spec: str, file: Path) -> None:
-    """One run."""
+    """Do one run."""
     engine, case, flag = (*spec.split("/"), "")[:3]
     folder = file.parent.parent / "checkpoints" / (file.name if flag else f"{engine}-{case}")
     origin = folder.with_name(f"{flag[5:] if flag.startswith('from:') else engine}-{case}")

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same under DDP and FSDP2: no hang, and the right result or one message on every rank."""
+"""Ranks that differ under DDP and FSDP2: no hang, and the right result or one message on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launching import error_of, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-# How many of the five matrices each rank orthogonalizes in its steps; those of [3, 2] share them.
+# Number of the five matrices that each rank orthogonalizes per step; ranks with [3, 2] share them.
 DDP: dict[str, tuple[list[int], list[int]]] = {
     "alike": ([3] * 4, [2] * 4),
     "accumulated": ([3] * 3, [2] * 3),
@@ -53,7 +53,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank has seen in a run; all are made when the first one is asked for."""
+    """Return each rank's findings in a run; the first request starts all runs."""
     folders: dict[int, Any] = {}
 
     def get(run: str) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_missing_on_one_rank_of_fsdp2_stops_all(outcomes):
 
 
 def test_copies_of_a_sharded_model_that_come_apart_go_on_alone(outcomes):
-    """Two copies of two ranks: the second one has a gradient less, on both of its ranks, in the third of five steps."""
+    """Of two copies of two ranks, the second lacks a gradient on both ranks in the third of five steps."""
     ranks = outcomes("hsdp/missing_copy_with_m")
     assert all(rank["distance"] <= 1e-13 for rank in ranks)
     done = [sum(rank["orthogonalized"][step] for rank in ranks) for step in range(5)]

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that was not, under every engine and with more or fewer processes."""
+"""A resumed run equals an uninterrupted one, under every engine and with more or fewer processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-SAME_BAR = 1e-6  # of the largest element of the tensor; what was measured is 0
+SAME_BAR = 1e-6  # relative to the largest element of the tensor; 0 was measured
 BF16 = ("zero2_bf16/adamw_1d", "zero1_bf16_fp32accum/adamw")
 RESUMED = (
     *("ddp/lion_1d", "fsdp2/adamw", "fsdp2/lion", "trainer_ddp/adamw"),
@@ -26,7 +26,7 @@ RESUMED = (
     *("zero3/adamw", "zero3/lion_1d", *BF16, "trainer_zero2/adamw"),
     *("ddp/shampoo", "fsdp2/m", "zero1/m", "zero2/shampoo", "zero3/m", "zero2/m_unclipped"),
 )
-# What two processes have saved, taken up by four and by one.
+# Checkpoints of two processes, resumed by four and by one.
 TAKEN_UP = {
     4: (
         *("fsdp2/adamw/from:fsdp2", "fsdp2/lion/from:fsdp2", "zero1/adamw_1d/from:zero1"),
@@ -58,13 +58,13 @@ CHANGES = [pytest.param(world, run, id=f"{world}-{run}") for world, runs in TAKE
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left."""
+    """Results of one run."""
 
     tensors: dict[str, Tensor]
     notes: dict
 
     def at(self, part: str, kind: str = "") -> dict[str, Tensor]:
-        """Tensors `whole` after all steps without a stop, when `saved`, when `loaded`, or `resumed` to the end."""
+        """Return tensors: `whole` (after all steps without a stop), `saved`, `loaded`, or `resumed` (to the end)."""
         prefix = f"{part}.{kind}"
         return {name.removeprefix(f"{part}."): x for name, x in self.tensors.items() if name.startswith(prefix)}
 
@@ -76,7 +76,7 @@ def needs_deepspeed(run: str) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
-    """The results of a run; all those of as many processes are trained when the first one is asked for."""
+    """Return the results of a run; the first request trains all runs with as many processes."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def train(world: int) -> Path:
@@ -90,7 +90,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Ru
 
     def get(world: int, run: str) -> Run:
         needs_deepspeed(run)
-        train(2)  # leaves the checkpoints that the others take up
+        train(2)  # writes the checkpoints that the others resume
         file = train(world) / f"{run.replace('/', '-')}.safetensors"
         assert not error_of(file.parent, run), error_of(file.parent, run)
         return Run(load_file(file), json.loads(file.with_suffix(".json").read_text()))
@@ -99,7 +99,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Ru
 
 
 def without_counters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """DeepSpeed has one step counter a partition, of which there are as many as processes like."""
+    """DeepSpeed has one step counter per partition, and the number of partitions is free."""
     return {name: x for name, x in tensors.items() if not name.startswith("step.")}
 
 
@@ -117,7 +117,7 @@ def test_a_lost_last_gradient_is_noticed(trained):
     assert max(apart(result.at("whole", "weight"), result.at("resumed", "weight")).values()) > 20 * BAR
 
 
-# Trainer goes on as soon as it has loaded.
+# Trainer trains right after loading.
 @pytest.mark.parametrize(("world", "run"), BY_HAND + [change for change in CHANGES if "trainer" not in change.id])
 def test_what_is_loaded_is_what_was_saved(trained, world, run):
     _, case, *origin = run.split("/")
@@ -130,7 +130,7 @@ def test_what_is_loaded_is_what_was_saved(trained, world, run):
     assert [name for name, x in saved.items() if not torch.equal(loaded[name], x)] == []
     assert result.notes["loaded_groups"] == source.notes["saved_groups"]
     roles = [group["role"] for group in result.notes["loaded_groups"]]
-    assert {"matrix", "vector"} <= set(roles)  # or the line above could not tell a group's settings from another's
+    assert {"matrix", "vector"} <= set(roles)  # otherwise the line above could not tell groups apart
 
 
 @pytest.mark.parametrize(("world", "run"), [change for change in CHANGES if "bf16" not in change.id])

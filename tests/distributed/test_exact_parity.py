@@ -1,4 +1,4 @@
-"""Exact MARS on two processes is the algorithm in straight lines, on one."""
+"""Exact MARS on two processes matches the straight-line algorithm on one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters after the last step, by number of accumulation steps."""
+    """Return the parameters after the last step, by number of accumulation steps."""
     results = {}
     for accumulation in ("1", "2", "4"):
         steps = straight_line.batches(exact.Rows(), exact.MICRO_BATCH, int(accumulation), 7)[: exact.STEPS]
@@ -56,7 +56,7 @@ def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, ru
 
 @pytest.mark.parametrize("run", ORTHOGONALIZED)
 def test_matrices_are_orthogonalized_as_by_one_process(trained, alone, expected, run):
-    """And not as MARS-AdamW takes them."""
+    """The rules differ from MARS-AdamW."""
     for folder, name in ((trained, run), (alone, run.replace("fsdp2", "ddp"))):
         assert not error_of(folder, name), error_of(folder, name)
     found, wanted = (

@@ -1,4 +1,4 @@
-"""Work on whole parameters by one process; tests/distributed has several."""
+"""Work on whole parameters by one process; other files of this folder have several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flat() -> dict[int, Region]:
 
 
 def reverse(wholes):
-    """Of the whole, and laid out otherwise."""
+    """Return a result that needs the whole and has other strides."""
     return {slot: whole.flip(-1).mT.contiguous().mT for slot, whole in wholes.items()}
 
 
@@ -81,7 +81,7 @@ def test_ranks_agree_on_what_looks_the_same_and_see_each_flag(alone, monkeypatch
     assert agree([(0, "a")], alone, cpu, True, False) == (True, (True, False))
 
     def with_another(values):
-        """As if there were a rank with these values, and the second flag."""
+        """Simulate another rank with these values and the second flag."""
 
         def all_reduce(sent, op, group):
             assert op == dist.ReduceOp.MAX and sent.dtype == torch.int64

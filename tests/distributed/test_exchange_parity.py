@@ -1,6 +1,6 @@
-"""Work on whole matrices, shared among ranks: the results are those of one process, to the bit, and none is done twice.
+"""Work on whole matrices shared among ranks: results equal those of one process bit-for-bit; no work is done twice.
 
-All checks of one number of processes are one launch.
+One launch runs all checks with the same number of processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WRONG = {
 
 
 def checks(kind: str, world: int) -> list[str]:
-    """Everything that one launch does."""
+    """Return all checks of one launch."""
     engines = [f"engine/{name}" for name in ENGINES[kind, world]]
     if kind == "deepspeed":
         return engines
@@ -57,7 +57,7 @@ def checks(kind: str, world: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str], list[dict[str, Any]]]:
-    """What each rank has seen in a check; all of its launch are made when the first one is asked for."""
+    """Return each rank's findings in a check; the first request runs the whole launch."""
     folders: dict[tuple[str, int], Any] = {}
 
     def get(kind: str, world: int, check: str) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def test_bytes_that_travel_are_those_announced(outcomes, world, name):
         assert [size for kind, size in sent if "allgather" in kind] == ([volume["replicas"]] if gathers else [])
         assert len(sent) == sum("alltoall" in kind or "allgather" in kind for kind, _ in sent)
         assert volume["to_owners"] <= BYTES[dtype] * rank["elements"]
-    # What leaves one rank arrives at another.
+    # Bytes sent equal bytes received.
     assert sum(rank["volume"]["to_owners"] for rank in ranks) == sum(rank["volume"]["from_owners"] for rank in ranks)
     assert sum(sum(rank["volume"].values()) for rank in ranks) > 0
 
@@ -127,7 +127,7 @@ def test_parameters_come_together_as_they_are_in_the_model(outcomes, kind, world
             seen.setdefault(key, []).extend(equal)
     assert sorted(seen) == ranks[0]["names"] and len(seen) > 20
     assert all(all(equal) for equal in seen.values())
-    if name != "dtensors":  # where a mesh with two dimensions of replicas repeats it along one
+    if name != "dtensors":  # a mesh with two dimensions of replicas repeats it along one
         assert all(len(equal) == 1 for equal in seen.values())
     assert sum(bool(rank["wholes"]) for rank in ranks) == world
 

@@ -1,4 +1,4 @@
-"""MARS that would be swapped, or given tensors it cannot explain: an error on every rank before any step."""
+"""Replacing MARS, or giving it unknown tensors, raises on every rank before any step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What happened on each rank of a run; all runs of its kind are made when the first one is asked for."""
+    """Return each rank's outcome of a run; the first request starts all runs of its kind."""
     folders: dict[bool, Any] = {}
 
     def get(run: str) -> list[dict[str, Any]]:

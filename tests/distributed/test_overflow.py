@@ -1,4 +1,4 @@
-"""A step that fp16's dynamic loss scale skips is as if its batch had not been there: every bit, on every rank."""
+"""A step skipped by fp16's dynamic loss scale leaves no trace: every bit, on every rank, as without its batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    """What a run noted; all runs of its kind are made when the first one is asked for."""
+    """Return a run's records; the first request starts all runs of its kind."""
     folders: dict[str, Any] = {}
 
     def get(kind: str, run: str) -> Any:
@@ -45,12 +45,12 @@ def test_a_skipped_step_leaves_no_trace(trained, kind, run):
     skipped = [attempt["skipped"] for attempt in notes["attempts"]]
     assert len(skipped) == ATTEMPTS
     assert skipped[:2] == [True, True] and skipped[POISONED] and not skipped[POISONED + 1]
-    assert not skipped[POISONED - 1]  # so that there is a last gradient to be harmed
+    assert not skipped[POISONED - 1]  # so that there is a last gradient to damage
     for attempt in notes["attempts"]:
         if attempt["skipped"]:
             assert attempt["changed"] == []
         else:
             changed = {name.split(".")[0] for name in attempt["changed"]}
             assert {"param", "exp_avg", "last_grad", "step"} <= changed
-    # The training that never saw the batches of the skipped steps is the same after each step.
+    # Training without the batches of skipped steps is identical after each step.
     assert notes["differences"] == [[]] * skipped.count(False)

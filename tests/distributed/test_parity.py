@@ -1,6 +1,6 @@
-"""MARS is MARS under every engine: the weights of several processes are those of one.
+"""MARS gives the same weights on several processes as on one, under every engine.
 
-The rounding of sums taken in another order is all that may differ. Every group of runs is one launch, whose results
+Only the rounding of sums in another order may differ. Every group of runs is one launch, whose results
 are shared by the tests.
 """
 
@@ -21,7 +21,7 @@ from workload import CLIP_THRESHOLD, MAX_GRAD_NORM, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-BAR = 5e-5  # of the largest element of the tensor
+BAR = 5e-5  # relative to the largest element of the tensor
 # mars-shampoo and mars-m, with Newton-Schulz in float32 and in bfloat16, whose rounding is 4e-3.
 MATRIX_BAR, BF16_MATRIX_BAR = 1e-5, 2e-2
 
@@ -29,7 +29,7 @@ KERNELS = ("adamw_1d_kernels", "adamw_folded_kernels", "lion_kernels", "m_kernel
 FOLDED = ("adamw_folded", "lion_1d_folded")
 MATRIX_CASES = {case for case, settings in SETTINGS.items() if settings.mars_type in ("mars-shampoo", "mars-m")}
 COMMON = ("adamw", "adamw_1d", "adamw_frozen", "lion", "lion_1d")
-# Stage 3 keeps the gradient of the step before for a parameter that has none, and steps on it, whatever the optimizer
+# Stage 3 keeps the previous gradient for a parameter that has none, and steps on it, whatever the optimizer
 # (seen with torch.optim.AdamW, DeepSpeed 0.19): no skipping there.
 RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     ("torch", 2): {
@@ -103,23 +103,23 @@ CONTROLS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run left."""
+    """Results of one training run."""
 
     tensors: dict[str, Tensor]
     notes: dict
 
     def named(self, kind: str) -> dict[str, Tensor]:
-        """Its `weight`s, `exp_avg`s or `last_grad`s by parameter name."""
+        """Return its `weight`s, `exp_avg`s or `last_grad`s by parameter name."""
         return {name.removeprefix(f"{kind}."): t for name, t in self.tensors.items() if name.startswith(f"{kind}.")}
 
 
 def plain(case: str) -> str:
-    """The case that is its reference: clipped before the step, by the rules without kernels."""
+    """Return the reference case: clipped before the step, by the rules without kernels."""
     return case.removesuffix("_kernels").removesuffix("_folded")
 
 
 def specs(kind: str, world: int) -> list[str]:
-    """Everything that one launch trains."""
+    """Return all runs of one launch."""
     if world == 1:
         if kind == "deepspeed":
             return [f"{engine}/{case}" for engine in BF16 for case in BF16_STATE_BAR]
@@ -138,7 +138,7 @@ def specs(kind: str, world: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str], Run]:
-    """The results of a run; its whole group is trained when the first one is asked for."""
+    """Return the results of a run; the first request trains its whole group."""
     folders: dict[tuple[str, int], Path] = {}
 
     def get(kind: str, world: int, run: str) -> Run:
@@ -156,21 +156,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str
 
 
 def apart(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference of each tensor, relative to its largest element."""
+    """Return the largest difference of each tensor, relative to its largest element."""
     assert found.keys() == expected.keys()
     tiny = torch.finfo(torch.float32).tiny  # some are all zeros
     return {name: ((found[name] - x).abs().max() / x.abs().max().clamp(tiny)).item() for name, x in expected.items()}
 
 
 def bar_of(case: str) -> float:
-    """Largest difference that rounding explains."""
+    """Return the largest difference that rounding explains."""
     if case not in MATRIX_CASES:
         return BAR
     return BF16_MATRIX_BAR if case.endswith("_bf16") else MATRIX_BAR
 
 
 def share_that_agrees(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """Share of all elements within the bar of their tensor; the key biases, which are but noise, left out."""
+    """Return the fraction of elements within the bar of their tensor, without the key biases, which are noise."""
     assert found.keys() == expected.keys()
     agree = []
     for name, x in expected.items():
@@ -183,7 +183,7 @@ def share_that_agrees(expected: dict[str, Tensor], found: dict[str, Tensor]) -> 
 
 
 def reference(trained: Callable[..., Run], kind: str, case: str) -> Run:
-    """The plain case on one process. Under ZeRO a parameter without gradient has zeros."""
+    """Return the plain case on one process. Under ZeRO a parameter without gradient has zeros."""
     zeros = kind == "deepspeed" and case.endswith("skipping")
     return trained("torch", 1, f"{'single_zeros' if zeros else 'single'}/{plain(case)}")
 
@@ -206,7 +206,7 @@ def test_weights_are_those_of_one_process(trained, kind, world, engine, case):
     found = trained(kind, world, f"{engine}/{case}")
     weights = expected.named("weight"), found.named("weight")
     if case.startswith("lion"):
-        # sign() makes a step of the rounding noise of a gradient that is almost zero.
+        # sign() turns the rounding noise of an almost zero gradient into a step.
         assert share_that_agrees(*weights) >= 0.995
     else:
         differences = apart(*weights)
@@ -220,7 +220,7 @@ WITH_STATES = [param for param in CASES if param.values[2].split("_")[0] not in 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), WITH_STATES)
 def test_states_are_those_of_one_process(trained, kind, world, engine, case):
     expected, found = reference(trained, kind, case), trained(kind, world, f"{engine}/{case}")
-    kept = ("exp_avg",) if case == "m_unclipped" else ("exp_avg", "last_grad")  # the recursion keeps no last gradient
+    kept = ("exp_avg",) if case == "m_unclipped" else ("exp_avg", "last_grad")  # recursive: no last gradient
     for key in kept:
         differences = apart(expected.named(key), found.named(key))
         assert max(differences.values()) <= bar_of(case), worst(differences)
@@ -228,19 +228,19 @@ def test_states_are_those_of_one_process(trained, kind, world, engine, case):
 
 @pytest.mark.parametrize("case", ["adamw", "adamw_1d", "lion", "lion_1d"])
 def test_the_clip_works_on_some_parameters_and_not_on_others(trained, case):
-    """Or parity would say nothing about norms."""
+    """Otherwise parity would say nothing about norms."""
     steps = trained("torch", 1, f"single/{case}").notes["corrected_norms"]
     assert len(steps) == STEPS
     for norms in steps:
         clipped = [name for name, norm in norms.items() if norm > CLIP_THRESHOLD]
         assert 0 < len(clipped) < len(norms)
-    # Some go in and out of the clip, so that its factor does not drop out of an update that is free of scale.
+    # Some cross the threshold, so that the factor does not cancel in a scale-free update.
     crossing = [name for name in steps[0] if 0 < sum(norms[name] > CLIP_THRESHOLD for norms in steps) < STEPS]
     assert crossing
 
 
 def test_the_clip_works_on_matrices_that_are_orthogonalized(trained):
-    """Without embeddings, whose gradients are the largest: in most steps on some, and not always on the same."""
+    """Without embeddings, whose gradients are the largest, most steps clip some parameters, and not always the same."""
     steps = trained("torch", 1, "single/m").notes["corrected_norms"]
     clipped = [{name for name, norm in norms.items() if norm > CLIP_THRESHOLD} for norms in steps]
     assert sum(map(bool, clipped)) > STEPS / 2
@@ -265,9 +265,9 @@ COUNTED = [param for param in CASES if param.values[0] in ("torch", "deepspeed")
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in COUNTED if p.values[3] in MATRIX_CASES])
 def test_matrices_take_one_exchange_a_step(trained, kind, world, engine, case):
-    """Pieces to the owners and back, then to the replicas; after one all-reduce of norms.
+    """A step sends pieces to the owners and back, then to the replicas, after one all-reduce of norms.
 
-    Before that ranks ask each other, but under ZeRO, whether all bring the same gradients.
+    Before that, except under ZeRO, ranks check that all bring the same gradients.
     """
     calls = trained(kind, world, f"{engine}/{case}").notes["calls"]
     norms = 0 if engine.startswith("ddp") or case == "m_unclipped" else 1
@@ -288,20 +288,20 @@ def test_matrices_take_one_exchange_a_step(trained, kind, world, engine, case):
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in COUNTED if p.values[3] in MATRIX_CASES])
 def test_no_rank_orthogonalizes_everything(trained, kind, world, engine, case):
-    """The first rank does about its share; the model has few matrices, so not quite."""
+    """The first rank does about its share; the model has too few matrices for an exact split."""
     share = _orthogonalized(trained(kind, world, f"{engine}/{case}"))
     share /= _orthogonalized(reference(trained, kind, case))
     assert 0.4 / world < share < 1.6 / world
 
 
 def _orthogonalized(run: Run) -> int:
-    """Elements of the matrices that one rank orthogonalizes in the run."""
+    """Return the number of matrix elements that one rank orthogonalizes in the run."""
     return sum(call["orthogonalized"] for call in run.notes["calls"])
 
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in COUNTED if p.values[3] not in MATRIX_CASES])
 def test_one_all_reduce_a_step(trained, kind, world, engine, case):
-    """And none where gradients are whole on every rank or no norm is asked for."""
+    """There is none if gradients are whole on every rank or no norm is needed."""
     notes = trained(kind, world, f"{engine}/{case}").notes
     calls, normed = notes["calls"], notes["normed"]
     assert len(calls) >= STEPS and any(call["mars_rule"] for call in calls)
@@ -313,7 +313,7 @@ def test_one_all_reduce_a_step(trained, kind, world, engine, case):
             continue
         (numel,) = call["collectives"]
         rows = 3 if SETTINGS[case].folded else 1
-        assert rows * normed <= numel <= (rows + 1) * normed  # when a tensor is seen first, a check travels with them
+        assert rows * normed <= numel <= (rows + 1) * normed  # new tensors add a check
         checked += numel > rows * normed
     assert checked <= len(calls) // STEPS
 
@@ -337,7 +337,7 @@ def test_metrics_are_those_of_one_process(trained, kind, engine):
     assert len({metrics["mars/clip_fraction"] for metrics in expected}) > 2  # not all the same number
 
 
-# bf16 gradients are rounded before they are added up over ranks, to 8 bits: 0.4% each. Over 20 steps that makes up to
+# bf16 gradients are rounded to 8 bits (0.4% each) before ranks add them up. Over 20 steps that makes up to
 # 2.7% of the norm of a first moment (5.3% under lion, where steps do not shrink with the gradient) and 0.4% of that of
 # the weights. Norms of local pieces, for comparison, make 30 to 40% of a first moment.
 BF16_STATE_BAR = {"adamw": 0.06, "lion": 0.1, "m_bf16": 0.06}
@@ -353,7 +353,7 @@ def test_bf16_is_close_to_bf16_on_one_process(trained, engine, case):
         assert farthest(one.named(key), two.named(key)) <= BF16_STATE_BAR[case]
     assert together(one.named("weight"), two.named("weight")) <= BF16_WEIGHT_BAR
     if case == "lion":
-        # A sign that rounding turned once moves a weight by two steps: 94% end within half a step of each other.
+        # One sign flipped by rounding moves a weight by two steps: 94% end within half a step of each other.
         half_a_step = SETTINGS["lion"].hyperparameters()["lr"] / 2
         there = two.named("weight")
         moved = torch.cat([(there[name] - x).abs().flatten() for name, x in one.named("weight").items()])
@@ -368,11 +368,11 @@ def test_a_norm_over_the_local_piece_is_noticed_in_bf16(trained, case):
 
 
 def farthest(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """The norm of the difference, relative to that of the tensor, where it is largest."""
+    """Return the largest norm of a tensor's difference, relative to the tensor's norm."""
     return max(together({name: x}, {name: found[name]}) for name, x in expected.items())
 
 
 def together(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """The norm of the difference of all tensors, relative to theirs."""
+    """Return the norm of all tensors' differences, relative to their norm."""
     difference = sum((found[name] - x).square().sum().item() for name, x in expected.items())
     return (difference / sum(x.square().sum().item() for x in expected.values())) ** 0.5

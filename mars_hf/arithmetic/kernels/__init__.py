@@ -1,1 +1,1 @@
-"""The formulas of `mars_hf.arithmetic.rules`, fast: one pass over memory for the sums, one for the update."""
+"""Fast kernels for `mars_hf.arithmetic.rules`: one pass over memory for the sums, one for the update."""

@@ -1,12 +1,11 @@
-// The rules on CPUs: what mars_hf/kernels/compiled.py calls. Plain C++17 and OpenMP, without PyTorch's headers.
+// The rules on CPUs, called by cpu.py. Plain C++17 and OpenMP, without PyTorch's headers.
 //
-// Tensors of a call are described by a table of int64 words: LISTS rows of addresses, LISTS rows of types, a row of sizes
-// and a row of seeds, one column a tensor; and by a row of numbers for each, see Numbers. All sizes and offsets are 64
-// bits wide.
+// A table of int64 words describes a call's tensors: LISTS rows of addresses, LISTS rows of types, a row of sizes and a
+// row of seeds, one column per tensor. Each tensor also has a row of Numbers. All sizes and offsets are 64 bits wide.
 //
-// Work is divided into rows of ROW elements. Every sum is kept row by row, in double, and added up in one order: results do
-// not depend on the number of threads. Within a row, blocks that fit into the first-level cache are worked on at once; a
-// tensor of another type than that of the arithmetic is converted there, so that one code serves all types.
+// Work is divided into rows of ROW elements. Each row has its own partial sums, in double, which add up in one order:
+// results do not depend on the number of threads. Within a row, work proceeds in blocks that fit into the first-level
+// cache; tensors of another type than the arithmetic's are converted there, so that one code serves all types.
 
 #include <omp.h>
 
@@ -19,9 +18,9 @@ namespace {
 
 constexpr int64_t ROW = 4096;
 constexpr int64_t BLOCK = 1024;
-// Elements that threads work on together. Norms are taken right before the update: gradients are still in the cache.
+// Elements that threads process together. Norms come right before the update: gradients are still in the cache.
 constexpr int64_t WAVE = 1 << 20;
-// Elements from which on other threads are worth their start; as PyTorch's.
+// Elements above which more threads pay off; PyTorch's value.
 constexpr int64_t GRAIN = 32768;
 
 enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, COMPENSATION, LISTS };
@@ -30,10 +29,10 @@ enum Rule { ADAMW, LION, MOMENTUM };
 enum Last { NONE, READ, KEPT };
 enum Sum { GG, GL, LL, CC, SUMS };
 
-// In the order of NUMBERS in compiled.py.
+// In the order of the columns that cpu.py passes to _numbers.
 struct Numbers {
     double scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
-    double threshold;  // of the norm of c
+    double threshold;  // largest norm of c
 };
 
 struct Tensors {
@@ -88,7 +87,7 @@ struct BFloat16 {
         return {static_cast<uint16_t>((word & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
     }
 
-    // To either neighbour, by 16 random bits: what is below the last place of bfloat16, plus them, carries or does not.
+    // Rounds to either neighbour: adds 16 random bits below the last place of bfloat16, then truncates.
     static BFloat16 random(float value, uint32_t noise) {
         uint32_t word = bits<uint32_t>(value);
         bool finite = (word & 0x7f800000u) != 0x7f800000u;
@@ -111,7 +110,7 @@ void narrow(int64_t n, const T* from, To* to) {
     for (int64_t i = 0; i < n; i++) to[i] = To::nearest(static_cast<float>(from[i]));
 }
 
-// n elements from `at` on in the type of the arithmetic: where they are, or converted into `buffer`.
+// Returns n elements from `at` on in the type of the arithmetic: in place, or converted into `buffer`.
 template <class T>
 T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* buffer, bool read = true) {
     void* data = tensors.data(list, i);
@@ -125,7 +124,7 @@ T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* 
     return buffer;
 }
 
-// Rounds what `open` has converted back; nothing to do for what was changed where it is.
+// Rounds back the values that `open` has converted; a no-op for values changed in place.
 template <class T>
 void close(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, const T* values) {
     void* data = tensors.data(list, i);
@@ -143,7 +142,7 @@ uint64_t mixed(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// The same noise for the same seed and element, whatever the number of threads.
+// Rounds stochastically; the noise depends on seed and element only, not on the number of threads.
 template <class T>
 void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values) {
     auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
@@ -157,7 +156,7 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
     }
 }
 
-// Kahan's: what rounding loses is kept, to be added at the next step.
+// Rounds to nearest and keeps the rounding error, which the next step adds (Kahan).
 template <class T>
 void close_compensated(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values) {
     auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
@@ -188,7 +187,7 @@ void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
     }
 }
 
-// Calls work(first, last) for waves of tensors: one, or as many as together have at most WAVE elements.
+// Calls work(first, last) for waves of tensors: a single one, or as many as have at most WAVE elements together.
 template <class Work>
 void in_waves(const Tensors& tensors, Work work) {
     for (int64_t first = 0, last; first < tensors.count; first = last) {
@@ -199,7 +198,7 @@ void in_waves(const Tensors& tensors, Work work) {
     }
 }
 
-// All threads or one: a team smaller than the last one ends threads, which the next one would have to start anew.
+// All threads or one: a smaller team ends threads that the next one would have to start again.
 int64_t useful_threads(const Tensors& tensors, int64_t threads) {
     int64_t elements = 0;
     for (int64_t i = 0; i < tensors.count; i++) elements += tensors.size(i);
@@ -214,8 +213,7 @@ double total(const double* sums, int64_t count, int64_t stride = 1) {
 
 // --- sums -----------------------------------------------------------------------------------------------------------
 
-// Sum of term<T>(0) to term<T>(n - 1). In four parts: as many additions are under way at once, and memory is read at four
-// places.
+// Sums term(0) to term(n - 1) in T. Four parts keep four additions in flight and read memory at four places.
 template <class T, class Term>
 double sum_in(int64_t n, Term term) {
     int64_t part = n / 4;
@@ -231,7 +229,7 @@ double sum_in(int64_t n, Term term) {
     return static_cast<double>(a) + b + c + d;
 }
 
-// The same in the type of the arithmetic, which is twice as fast, and in double where that overflows.
+// Sums in the type of the arithmetic, which is twice as fast, and in double if that overflows.
 template <class T, class Term>
 double sum(int64_t n, Term term) {
     double result = sum_in<T>(n, term);
@@ -250,7 +248,7 @@ double sum_of_squares(const Tensors& tensors, int64_t i, int64_t at, int64_t n) 
     return sum_of_products(n, g, g);
 }
 
-// What is asked for of <g, g>, <g, last>, <last, last>, before scaling, and <c, c>.
+// Writes the sums that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
 template <class T>
 void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at, int64_t n, bool products,
               bool corrected, double* sums) {
@@ -327,18 +325,22 @@ void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gra
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         T g = gradient[i] * s.scale;
+        // c_t = g_t + k (g_t - last_t), times the clipping factor
         T c = LAST == NONE ? g : (g - last[i] * s.last_scale) * s.k + g;
         if constexpr (LAST == KEPT) last[i] = g;
         c *= s.factor;
+        // e_t = beta1 e_{t-1} + (1 - beta1) c_t
         T average = e[i] + s.take * (c - e[i]);
         e[i] = average;
         T m = s.blends ? average + s.blend * (c - average) : average;
         if constexpr (RULE == MOMENTUM) {
             x[i] = m;
         } else if constexpr (RULE == LION) {
+            // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
             T sign = static_cast<T>(m > 0) - static_cast<T>(m < 0);
             x[i] = x[i] * s.decay - s.rate * (m == m ? sign : m);  // NaN stays NaN
         } else {
+            // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
             T squared = s.square_gradient ? g : c;
             T second = v[i] * s.beta2 + s.take_square * squared * squared;
             v[i] = second;
@@ -346,6 +348,7 @@ void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gra
                 second = peak[i] > second || peak[i] != peak[i] ? peak[i] : second;
                 peak[i] = second;
             }
+            // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
             x[i] = x[i] * s.decay - s.rate * m / (std::sqrt(second) * s.root + s.eps);
         }
     }
@@ -398,7 +401,7 @@ double factor(double square, double threshold) {
     return 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
 }
 
-// By all threads of a team together: the factors of c of tensors `first` to `last`, whose rows begin at `sums`.
+// Computes the clipping factors of tensors `first` to `last`, rows from `sums` on; all threads of a team take part.
 template <class T>
 void take_factors(const Tensors& tensors, Numbers* numbers, int64_t first, int64_t last, double* sums) {
     bool has_last = tensors.has(LAST_GRAD);
@@ -429,14 +432,14 @@ void update(const Tensors& tensors, Numbers* numbers, const How& how, double* su
 
 }  // namespace
 
-// `rows`: one double a row, four with last gradients. `out`: 4 x count.
+// `rows`: one double per row, four with last gradients. `out`: 4 x count.
 extern "C" void mars_sums(int64_t count, const int64_t* words, const double* numbers, int64_t in_double,
                           int64_t products, int64_t corrected, double* rows, double* out, int64_t threads) {
     auto call = in_double ? sums<double> : sums<float>;
     call({count, words}, reinterpret_cast<const Numbers*>(numbers), products, corrected, rows, out, threads);
 }
 
-// `rows`: one double a row, if it clips.
+// `rows`: one double per row if it clips, else empty.
 extern "C" void mars_update(int64_t count, const int64_t* words, double* numbers, int64_t in_double, int64_t rule,
                             int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t stochastic,
                             double* rows, int64_t threads) {

@@ -1,9 +1,9 @@
-"""Sums and update on CPU: cpu.cpp, called for all tensors at once.
+"""Run sums and update on CPU: one call of cpu.cpp for all tensors.
 
 `sums` is one pass over memory, `update` another; each is one parallel region for any number of tensors. Numbers that
-change during training are arguments, so that one library, compiled once a machine in a second or two, serves every
-dtype, rule and size. Results do not depend on the number of threads. Where the library cannot be made, `supports` says
-so and logs the reason, once.
+change during training are arguments, so one library serves every dtype, rule and size; it compiles once per machine,
+in a second or two. Results do not depend on the number of threads. If compiling fails, `supports` returns False and
+logs the reason once.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from mars_hf.arithmetic.kernels import cpu_compiler as compiler
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# As in the source: dtypes by number (0 is no tensor), rules, elements of a row, whose sum is one number.
+# Must match cpu.cpp: dtypes by number (0 means no tensor), rules, and the elements of a row (one partial sum each).
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 RULES = ("adamw", "lion", "momentum")
 ROW = 4096
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
-_COLUMNS = 13  # of Numbers in the source
+_COLUMNS = 13  # fields of Numbers in cpu.cpp
 
 
 def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-    """Whether these kernels can be used; compiles them, at the first call that has to know.
+    """Return whether these kernels run here; the first call that depends on it compiles them.
 
     Args:
-        device: where the tensors are.
-        dtypes: theirs.
+        device: device of the tensors.
+        dtypes: dtypes of the tensors.
 
     Returns:
-        False for a device other than the CPU, for dtypes other than `DTYPES`, and where compiling has failed.
+        False for a device other than the CPU, a dtype outside `DTYPES`, or if compiling has failed.
     """
     return device.type == "cpu" and all(dtype in _CODES for dtype in dtypes) and _library() is not None
 
@@ -56,10 +56,10 @@ def sums(
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
-    """Take the sums of `rules.sums` of dense tensors, whose elements are taken in the order of memory.
+    """Take the sums of `rules.sums` over dense tensors, in memory order.
 
-    Products and sums are in float64. What is not asked for is not computed. Without last gradients, <g, g> is all there
-    is.
+    Products are in the arithmetic's dtype, in float64 where that overflows; row totals add up in float64. Rows the
+    caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     found = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
     rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64, device="cpu")
@@ -98,22 +98,22 @@ def update(
     seeds: Sequence[int] = (),
     compensations: Sequence[Tensor] = (),
 ) -> None:
-    """Do the update of `rules.update` on dense tensors, whose elements are taken in the order of memory.
+    """Update dense tensors as `rules.update` does, in memory order.
 
     Args:
-        steps: as `rules.update`, in one tensor.
+        steps: see `rules.update`; one tensor.
         lr: 0-d.
-        clip_threshold: take the factors here, from <c, c> of the tensors themselves: norm and update of a tensor come
-            right after each other, while its gradients are in the cache. None takes `factors`.
-        seeds: one for each tensor, new at each step: bfloat16 parameters are rounded to one of their two neighbours at
-            random, right on average. Empty rounds to nearest.
-        compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
-            step, and kept anew after it (Kahan). Empty for none.
+        clip_threshold: largest norm of c; the kernel computes the factors itself, right before a tensor's update, while
+            its gradients are in the cache. None uses `factors`.
+        seeds: one per tensor, new at each step, for stochastic rounding of bfloat16 parameters (unbiased). Empty rounds
+            to nearest.
+        compensations: bfloat16, as are the parameters then: the rounding error, added to the parameter before the step
+            and renewed after it (Kahan). Empty turns it off.
     """
     lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
     rate, clips = float(lr), clip_threshold is not None
     counts = steps.tolist()
-    corrects = rule == "adamw"  # other rules take no account of the counts, which may be 0 then
+    corrects = rule == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(counts)}
     rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(counts)}
     numbers = _numbers(
@@ -139,7 +139,7 @@ def _rows(tensors: Sequence[Tensor]) -> int:
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
-    """The words that describe tensors to the kernels; RuntimeError unless all lists have the sizes of the first."""
+    """Return the words that describe tensors to the kernels; RuntimeError if sizes differ between lists."""
     sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     absent = [0] * len(sizes)
     words = array("q")
@@ -156,7 +156,7 @@ def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> arra
 
 
 def _numbers(count: int, *columns: Tensor | list[float] | float | None) -> array[float]:
-    """A row of numbers for each of `count` tensors, in the order of the source; None and what is left out are 1."""
+    """Return one row of numbers per tensor, in the order of Numbers in cpu.cpp; None and missing columns become 1."""
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     row = [value if isinstance(value, (int, float)) else 1.0 for value in values]
     numbers = array("d", (row + [1.0] * (_COLUMNS - len(row))) * count)
@@ -179,7 +179,7 @@ def _loaded() -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be had."""
+    """Return the kernels, or None if they cannot be compiled or loaded."""
     try:
         library = compiler.load(SOURCE)
     except (RuntimeError, OSError) as error:

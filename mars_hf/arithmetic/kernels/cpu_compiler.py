@@ -1,4 +1,4 @@
-"""C++ files of this package as libraries: compiled once a machine, by the compiler that is there."""
+"""Compile the package's C++ files into libraries, once per machine, with the compiler found there."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from pathlib import Path
 import torch
 
 COMPILERS = ("g++", "clang++", "c++")
-# Every operation is rounded on its own, in whatever it is inlined: equal expressions give equal bits. Memory is what a
-# step waits for, so that this costs nothing.
+# No contraction: every operation rounds on its own wherever it is inlined, so equal expressions give equal bits. A step
+# is bound by memory, so this costs nothing.
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fopenmp", "-fPIC", "-shared", "-Wl,--as-needed"),
 )
-# Instructions by what PyTorch has found this processor to have; wider vectors do not make memory faster.
+# By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """Compile a C++ file with OpenMP, unless that has been done before, and load it.
+    """Compile a C++ file with OpenMP, unless the library is cached, and load it.
 
-    Libraries are kept in `folder()`, by their source, the command that made them, with all arguments in CXX, and the C
-    library they are made for: a home may be shared by machines and containers that differ.
+    `folder()` caches libraries by source, compile command (all arguments in CXX included) and C library: different
+    machines and containers may share a home.
 
     Args:
-        source: needs no headers but those of the compiler.
+        source: path of the file; it needs only the compiler's own headers.
 
     Raises:
-        RuntimeError: there is no compiler, or it failed; with what it said.
+        RuntimeError: no compiler, or it failed; the message has its output.
     """
     command = [*find(), *FLAGS, *_instructions(), str(source), *_openmp()]
     place = (platform.machine(), platform.libc_ver())
     key = hashlib.sha256(repr([command, place, source.read_text()]).encode()).hexdigest()[:16]
     library = folder() / f"{source.stem}_{key}.so"
     if not library.exists():
-        # Several processes may be here at once: each makes its own, and the last one stays.
+        # Several processes may compile at once: each makes its own library, and the last one stays.
         with tempfile.TemporaryDirectory(dir=library.parent) as own:
             made = Path(own) / library.name
             _run([*command, "-o", str(made)])
@@ -52,10 +52,10 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def find() -> list[str]:
-    """Return the command that compiles C++: CXX of the environment, or the first of `COMPILERS` on the PATH.
+    """Return the C++ compile command: the environment's CXX, or the first of `COMPILERS` on the PATH.
 
-    CXX may be the path of a compiler, spaces included, or a command as a shell would split it: `ccache g++ -O2`. Its
-    arguments come before `FLAGS`, which override them where both set the same option.
+    CXX may be the path of a compiler, spaces included, or a command with arguments, split as in a shell:
+    `ccache g++ -O2`. Its arguments come before `FLAGS`, which win where both set the same option.
 
     Raises:
         RuntimeError: no compiler is on the PATH, or the quotes in CXX do not match.
@@ -63,7 +63,7 @@ def find() -> list[str]:
     given = os.environ.get("CXX", "").strip()
     commands = [[name] for name in COMPILERS]
     if given:
-        # Unquoted paths with spaces have always worked; a command with arguments is no file.
+        # An unquoted path with spaces is a file; a command with arguments is not.
         commands = [[given]] if shutil.which(given) else [_split(given)]
     for name, *arguments in commands:
         path = shutil.which(name)
@@ -84,7 +84,7 @@ def _split(command: str) -> list[str]:
 
 
 def folder() -> Path:
-    """Where libraries are kept: mars_hf in the user's cache ($XDG_CACHE_HOME, ~/.cache), or one for this process."""
+    """Return the library cache: mars_hf in $XDG_CACHE_HOME or ~/.cache, or a folder of this process alone."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(home) / "mars_hf"
     try:
@@ -115,7 +115,7 @@ def _instructions() -> tuple[str, ...]:
 
 
 def _openmp() -> list[str]:
-    """PyTorch's own OpenMP library, if it brings one: with another one there would be two sets of threads."""
+    """Return the OpenMP library that PyTorch ships, if any: a second one would start its own threads."""
     root = Path(torch.__file__).parent
     places = (root / "lib", root.parent / "torch.libs")
     found = [str(path) for place in places for path in sorted(place.glob("libgomp*.so*"))]

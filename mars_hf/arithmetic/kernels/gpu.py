@@ -1,30 +1,30 @@
-"""The rules on NVIDIA and AMD GPUs: two passes over memory a group of parameters, any number of tensors a launch.
+"""Run the rules on NVIDIA and AMD GPUs: two passes over memory per bucket, any number of tensors per launch.
 
-`sums` is one launch over all gradients and a second over their partial sums, one number per `CHUNK` elements: without
-atomic additions of floats, hence with the same bits every time. `update` is one launch. The kernels are in
-`gpu_device`; this module describes a call's tensors to them.
+`sums` launches twice: over all gradients, then over their partial sums, one number per `CHUNK` elements. It adds no
+floats atomically, so the bits are the same every time. `update` is one launch. The kernels are in `gpu_device`; this
+module describes a call's tensors to them.
 
-**The table.** What kernels know of the tensors is a table of int64 words on the device. A call outside of graph capture
-keeps tables by their content: the addresses of parameters and states never change, those of gradients repeat once the
-allocator has settled, also with `zero_grad(set_to_none=True)`. New content costs one small asynchronous copy from
-pinned memory, which PyTorch's host allocator does not reuse before the copy is done. Tables are kept per stream, so
-that reusing an evicted one's memory is in order with the kernels that read it.
+**The table.** Kernels read the tensors' addresses and sizes from a table of int64 words on the device. Outside graph
+capture, tables are cached by content: the addresses of parameters and states never change, and those of gradients
+repeat once the allocator has settled, also with `zero_grad(set_to_none=True)`. New content costs one small asynchronous
+copy from pinned memory, which PyTorch's host allocator does not reuse before the copy is done. The cache is per stream,
+so that the memory of an evicted table is reused only after the kernels that read it.
 
-**CUDA graphs.** Under capture neither is safe: a kept table could be evicted and freed while the graph still reads it,
-and the pinned source of a captured copy would have to stay, unchanged, as long as the graph. So a captured call writes
-its own table, in the graph's memory, by kernels that carry the words as launch arguments (as PyTorch's multi-tensor
-functions do, here `torch._foreach_add_`, about a hundred words a launch). Each replay writes it again: nothing outside
-the graph is needed. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scales and factors
-are read from the device. Call once before the capture, so that nothing is compiled during it.
+**CUDA graphs.** Under capture neither is safe: a cached table could be evicted and freed while the graph still reads
+it, and the pinned source of a captured copy would have to outlive the graph unchanged. A captured call therefore writes
+its own table, in the graph's memory, with kernels that carry the words as launch arguments (as PyTorch's multi-tensor
+functions do; here `torch._foreach_add_`, about a hundred words per launch). Each replay writes the table again and
+needs nothing outside the graph. Python numbers (betas, eps, weight decay) are constants of the graph; step, lr, scales
+and factors are read from the device. Call once before the capture, so that nothing compiles during it.
 
 **torch.compile** sees two operators, `mars_hf::triton_sums` and `mars_hf::triton_update`, and traces past them without
-a graph break. Outside of it they are not used: calling functions directly costs less.
+a graph break. Eager code skips them: calling the functions directly costs less.
 
-**Sizes**, reckoned for an H200 and not measured: a thread moves 16 bytes an access, twice a tensor, so 160 bytes are in
-flight in each of a program's 128 threads for AdamW with a last gradient in float32. At 88 registers 5 programs share a
-multiprocessor: 100 KB in flight, where 4.8 TB/s x 0.8 us / 132 asks for 29 KB. A program works through 8192 elements
-(295 KB, about 45 us when all are busy), of which its start, a few table reads of about a microsecond, is 2 %; that
-still leaves 65 waves of programs for GPT-2 medium on 132 multiprocessors, so that the last wave costs little.
+**Sizes**, estimated for an H200 and not measured. A thread moves 16 bytes per access, twice per tensor. For AdamW with
+a float32 last gradient, 160 bytes are in flight in each of a program's 128 threads. At 88 registers, 5 programs share a
+multiprocessor: 100 KB in flight, where 4.8 TB/s x 0.8 us / 132 needs 29 KB. A program processes 8192 elements (295 KB,
+about 45 us when all are busy); its start, a few table reads of about a microsecond, is 2 % of that. GPT-2 medium still
+needs 65 waves of programs on 132 multiprocessors, so the last wave costs little.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 8192  # elements of one program
-BLOCK = 1024  # elements a program has in flight
-REST = 512  # the same, where accesses are masked
-TOTALS = 1024  # partial sums added up at once, without spilling registers: GPT-2's embedding has 4712
+CHUNK = 8192  # elements per program
+BLOCK = 1024  # elements that a program has in flight
+REST = 512  # the same for masked accesses
+TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's embedding has 4712
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 OPTIONS_OF_TOTALS = {**OPTIONS, "num_warps": 8}
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -53,14 +53,14 @@ KEPT_TABLES = 256
 
 
 def supports(device: torch.device, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether these kernels run on `device` with tensors of `dtypes`.
+    """Return whether these kernels run on `device` with tensors of `dtypes`.
 
     Args:
-        device: where the tensors are. The CPU counts if Triton interprets (TRITON_INTERPRET=1), for tests.
+        device: device of the tensors. The CPU counts under TRITON_INTERPRET=1, for tests.
         dtypes: dtypes of all tensors.
 
     Returns:
-        True if Triton can be imported, is made for the device and the kernels know every dtype.
+        True if Triton is installed and supports the device, and the kernels know every dtype.
     """
     if not DTYPES.issuperset(dtypes) or importlib.util.find_spec("triton") is None:
         return False
@@ -83,16 +83,16 @@ def sums(
     """Take the sums of `rules.sums`: <g, g>, <g, last>, <last, last> and <c, c> of each tensor.
 
     Args:
-        gradients: dense, taken in the order of memory, on one device; any float dtypes.
-        last_grads: as `gradients`; empty for a rule without last gradient.
-        scale: 0-d, on the device; g = scale * gradient. None is 1.
-        last_scales: one for each tensor, on the device; last = last_scales[i] * last_grads[i]. None is 1.
-        k: of the correction, c = g + k (g - last).
-        products: whether the first three rows are asked for. They cost nothing here, where memory is what counts.
-        corrected: the same for the fourth row.
+        gradients: dense, read in memory order, on one device; any float dtypes.
+        last_grads: like `gradients`; empty for a rule without last gradient.
+        scale: 0-d, on the device; g = scale * gradient; None means 1.
+        last_scales: one per tensor, on the device; last = last_scales[i] * last_grads[i]; None means 1.
+        k: weight of the correction, c = g + k (g - last).
+        products: ignored: the first three rows cost nothing in a pass bound by memory.
+        corrected: ignored, for the same reason.
 
     Returns:
-        Shape (4, number of tensors), float64. The same bits for the same input.
+        Shape (4, number of tensors), float64; the same bits for the same input.
     """
     operator = _sums_operator if torch.compiler.is_compiling() else _sums
     return operator(gradients, last_grads, scale, last_scales, k)
@@ -152,13 +152,13 @@ def update(
     seeds: Sequence[int] = (),
     compensations: Sequence[Tensor] = (),
 ) -> None:
-    """Do the update of `rules.update`: one optimizer step on every tensor, in place, in one pass over memory.
+    """Update all tensors in place, in one pass over memory; see `rules.update`.
 
-    All tensors are dense, taken in the order of memory, and on one device; any float dtypes.
-    Arithmetic is in float32, in float64 if any tensor is float64, and every result is rounded once, when it is stored.
+    All tensors are dense, read in memory order, and on one device; any float dtypes.
+    Arithmetic is in float32, or float64 if any tensor is float64; every result is rounded once, when it is stored.
 
     Args:
-        params: x; modified. For "momentum" what m is written to; not read.
+        params: x; modified. For "momentum", the tensors that receive m; not read.
         gradients: before scaling; not modified.
         exp_avgs: e; modified.
         exp_avg_sqs: v; modified; an empty list for "lion" and "momentum".
@@ -167,21 +167,21 @@ def update(
         rule: "adamw", "lion" or "momentum".
         steps: t of each tensor, from 1; on the device.
         lr: step size; 0-d, on the device.
-        scale: as `sums`.
-        last_scales: as `sums`.
-        factors: of c, one for each tensor, on the device; None is 1.
-        k: as `sums`.
+        scale: see `sums`.
+        last_scales: see `sums`.
+        factors: multiply c, one per tensor, on the device; None means 1.
+        k: see `sums`.
         blend: 0, or gamma for the form that needs no last gradient.
         beta1: decay rate of e.
         beta2: decay rate of v.
         eps: added to the bias-corrected root of v.
-        weight_decay: decoupled; the parameter loses lr * weight_decay of itself.
+        weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
         second_moment: "corrected" averages c * c, "gradient" g * g.
         keep_last: False reads `last_grads` and does not write them.
-        seeds: one for each tensor, new at each step: bfloat16 parameters are rounded to one of their two neighbours at
-            random, right on average, so that steps too small to be seen add up. Empty rounds to nearest.
-        compensations: bfloat16, as are the parameters then: what rounding has lost, added to the parameter before the
-            step, and kept anew after it (Kahan). Empty for none.
+        seeds: one per tensor, new at each step, for stochastic rounding of bfloat16 parameters (unbiased, so that tiny
+            steps add up). Empty rounds to nearest.
+        compensations: bfloat16, as are the parameters then: the rounding error, added to the parameter before the step
+            and renewed after it (Kahan). Empty turns it off.
     """
     (_update_operator if torch.compiler.is_compiling() else _update)(
         params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, rule, steps, lr, scale, last_scales,
@@ -269,10 +269,10 @@ class _Table(NamedTuple):
 
 
 def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...]) -> _Table:
-    """The table of `gpu_device` for `lists`, in the order of its rows of addresses.
+    """Return the table of `gpu_device` for `lists`, which come in the order of its rows of addresses.
 
     Raises:
-        RuntimeError: a list has other sizes than the parameters, or the gradients where there are no parameters.
+        RuntimeError: sizes in a list differ from the parameters' (in `sums`, from the gradients').
     """
     device = lists[0][0].device
     sizes = tuple([tensor.numel() for tensor in (lists[2] if len(lists) > 2 else lists[0])])
@@ -296,7 +296,7 @@ def _kept(device: torch.device, stream: int, *content: Any) -> _Table:
 
 
 def _write(words: list[int], device: torch.device) -> Tensor:
-    """`words` on the device without reading host memory later, for graph capture."""
+    """Write `words` to the device without host memory that is read later: for graph capture."""
     table = torch.zeros(len(words), dtype=torch.int64, device=device)
     torch._foreach_add_(list(table.unbind()), words)
     return table
@@ -308,7 +308,7 @@ def _words(
     addresses: tuple[tuple[int, ...], ...],
     numbers: tuple[float, ...],
 ) -> tuple[list[int], int]:
-    """Contents of a table (see `gpu_device`), and the number of chunks."""
+    """Return the contents of a table (see `gpu_device`) and the number of chunks."""
     ends = list(accumulate(-(-size // CHUNK) for size in sizes))
     header = struct.unpack("<8q", struct.pack("<8d", *numbers, *[0.0] * (8 - len(numbers))))
     given = [row for row in addresses if row]
@@ -318,7 +318,7 @@ def _words(
 
 
 def _by_dtypes(*lists: list[Tensor]) -> Iterable[list[int]]:
-    """Places of the tensors, grouped by their dtypes in all lists that are given: one launch a group."""
+    """Return the places of tensors with the same dtypes in all given lists: one launch per list of places."""
     given = [list_ for list_ in lists if list_]
     if given and all(len({tensor.dtype for tensor in list_}) == 1 for list_ in given):
         return [list(range(len(given[0])))]
@@ -343,7 +343,7 @@ def _compute_dtype(*lists: list[Tensor]) -> torch.dtype:
 
 
 def _vector(lists: Iterable[list[Tensor]]) -> int:
-    """Elements a thread moves at once: 16 bytes of the widest dtype."""
+    """Return the number of elements a thread moves at once: 16 bytes of the widest dtype."""
     return 16 // max(list_[0].element_size() for list_ in lists if list_)
 
 
@@ -361,7 +361,7 @@ def _log(beta: float) -> float:
 
 @functools.cache
 def _device_code() -> ModuleType:
-    """The kernels, imported when first needed: Triton is not installed everywhere."""
+    """Return the kernels; imported on first use because Triton is not installed everywhere."""
     from mars_hf.arithmetic.kernels import gpu_device
 
     return gpu_device

@@ -1,22 +1,22 @@
-"""What runs on the device for `gpu.py`: one program works on one chunk of one tensor.
+"""Triton kernels for `gpu.py`: one program processes one chunk, `CHUNK` elements of one tensor.
 
-A call's tensors are described by a table of int64 words, so that any number of them takes one launch:
+A table of int64 words describes a call's tensors, so that one launch takes any number of them:
 
-    hyperparameters   `HEADER` words, the bits of float64 numbers (see `hyperparameters` in `gpu.py`)
+    hyperparameters   `HEADER` words, the bits of float64 numbers (`numbers` in `gpu.py`)
     rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's chunks start in
                       the launch, its number of elements, its place in the caller's lists, whether all its addresses
                       are multiples of 16 bytes, and one row of addresses for each list of tensors
 
-A program finds its tensor by binary search in the row of chunk starts (about log2(count) reads that hit the L1 cache,
-against the hundreds of kilobytes the program then moves), so no map from program to tensor is built or stored.
-Positions inside a tensor are int64: start = chunk * CHUNK; only what is added inside a chunk is int32.
+A program finds its tensor by binary search in the row of chunk starts: about log2(count) reads that hit the L1 cache,
+against the hundreds of kilobytes that the program then moves. No map from program to tensor is built or stored.
+Positions inside a tensor are int64: start = chunk * CHUNK; only offsets inside a chunk are int32.
 
-A load with a mask that the compiler knows nothing about is done element by element. Whole blocks of tensors with
-aligned addresses therefore run without a mask and with the alignment stated, which gives 128-bit accesses; what is left
-of a tensor, and tensors at odd addresses, take the masked way. Each way has its own block size: Triton chooses one
-layout for all accesses of one shape, and the masked way wants neighbouring threads on neighbouring elements. For the
-same reason `VECTOR`, the elements a thread moves at once, is one number for all dtypes of a call (16 bytes of the
-widest): with 128 bits each, values would pass through shared memory between bfloat16 and float32.
+A masked load compiles to element-by-element accesses. Whole blocks of tensors with aligned addresses therefore run
+without a mask and state their alignment, which gives 128-bit accesses; the rest of a tensor, and tensors at odd
+addresses, use the masked path. Each path has its own block size: Triton chooses one layout for all accesses of one
+shape, and the masked path needs neighbouring threads on neighbouring elements. For the same reason `VECTOR`, the
+elements a thread moves at once, is one number for all dtypes of a call (16 bytes of the widest): with 128 bits each,
+values would pass through shared memory between bfloat16 and float32.
 """
 
 import triton
@@ -38,7 +38,7 @@ COMPENSATIONS_ROW = tl.constexpr(10)
 
 @triton.jit
 def _find(starts, count, chunk):
-    """Which tensor `chunk` belongs to: the last one that starts at or before it."""
+    """Return the tensor that `chunk` belongs to: the last one that starts at or before it."""
     low = count * 0
     high = count
     while high - low > 1:
@@ -51,7 +51,7 @@ def _find(starts, count, chunk):
 
 @triton.jit
 def locate(table, count, chunk, CHUNK: tl.constexpr):
-    """The tensor of a chunk, the chunk's first element (int64) and its number of elements (int32)."""
+    """Return the tensor of a chunk, the chunk's first element (int64) and its number of elements (int32)."""
     rows = table + HEADER
     tensor = _find(rows, count, chunk)
     start = (chunk - tl.load(rows + STARTS_ROW * count + tensor)) * CHUNK
@@ -76,13 +76,13 @@ def _pointer(table, count, row: tl.constexpr, tensor, start, TYPE: tl.constexpr)
 
 @triton.jit
 def _aligned(pointer, offsets, VECTOR: tl.constexpr):
-    # Stated here, on the result of an operation: on an argument of a function it is lost when that is inlined.
+    # Stated on the result of an operation: inlining drops it from a function's argument.
     return tl.multiple_of(pointer + offsets, VECTOR * (pointer.dtype.element_ty.primitive_bitwidth // 8))
 
 
 @triton.jit
 def _convert(value, COMPUTE: tl.constexpr):
-    # By way of float32: float64 and bfloat16 do not convert directly in the interpreter.
+    # Via float32: the interpreter does not convert between float64 and bfloat16 directly.
     return value.to(tl.float32).to(COMPUTE) if value.dtype == tl.bfloat16 else value.to(COMPUTE)
 
 
@@ -108,7 +108,7 @@ def _store(pointer, offsets, value, mask, VECTOR: tl.constexpr):
 
 @triton.jit
 def _divide(x, y):
-    """Correctly rounded, as PyTorch's; `/` is approximate in float32."""
+    """Divide with correct rounding, as PyTorch does; `/` is approximate in float32."""
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
@@ -119,7 +119,7 @@ def _root(x):
 
 @triton.jit
 def _noise(offsets, key):
-    """32 random bits for each element of a chunk, by a hash (the finalizer of MurmurHash3): Philox costs too much."""
+    """Return 32 random bits per element of a chunk from MurmurHash3's finalizer; Philox costs too much."""
     bits = offsets.to(tl.uint32) * 0x9E3779B1 + key
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -128,17 +128,17 @@ def _noise(offsets, key):
 
 @triton.jit
 def _round_stochastically(value, noise):
-    """One of the two bfloat16 neighbours, as float32, the nearer one with the greater probability: right on average."""
+    """Round to either bfloat16 neighbour, unbiased; the result is float32."""
     value = value.to(tl.float32)
     bits = value.to(tl.uint32, bitcast=True)
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    # Carrying into the exponent would turn some NaNs into numbers.
+    # A carry into the exponent would turn some NaNs into numbers.
     return tl.where((bits & 0x7F800000) == 0x7F800000, value, rounded)
 
 
 @triton.jit
 def _multiplier(numbers, index, COMPUTE: tl.constexpr):
-    """A number that a tensor is multiplied by; 1 if there is none."""
+    """Return the number that multiplies a tensor, 1 by default."""
     number = tl.full((), 1.0, COMPUTE)
     if numbers is not None:
         number = _convert(tl.load(numbers + index), COMPUTE)
@@ -147,14 +147,15 @@ def _multiplier(numbers, index, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    """g, the last gradient and c of one block; in one way for sums and update."""
+    """Return g, the last gradient and c of one block; sums and update share this code."""
     g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
-    # Both ways are assignments: Triton, unlike its interpreter, compiles what follows a return inside an `if`.
+    # Assignments in both branches: Triton, unlike its interpreter, compiles the code after a return inside an `if`.
     if last is None:
         previous = tl.zeros_like(g)
         c = g
     else:
         previous = _load(last, offsets, mask, COMPUTE, VECTOR) * last_scale
+        # c_t = g_t + k (g_t - last_t)
         c = g + k * (g - previous)
     return g, previous, c
 
@@ -180,10 +181,10 @@ def partial_sums(
     REST: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Sums over one chunk of g*g, g*last, last*last and c*c, into `partials` (rows of one number a chunk).
+    """Sum g*g, g*last, last*last and c*c over one chunk into `partials`, rows of one number per chunk.
 
-    Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE, products in float64,
-    in which no square of a float32 overflows.
+    Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE. Products are in
+    float64, where the square of a float32 never overflows.
     """
     chunk = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, chunk, CHUNK)
@@ -232,7 +233,7 @@ def partial_sums(
 def total_sums(
     table, count, chunks, partials, sums, columns, LAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Totals of one tensor's partial sums, in float64 and always in the same order, into its column of `sums`."""
+    """Add one tensor's partial sums into its column of `sums`, in float64 and always in the same order."""
     tensor = tl.program_id(0)
     first = _word(table, count, STARTS_ROW, tensor)
     end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), CHUNK)
@@ -287,7 +288,7 @@ def _update_block(
     COMPUTE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The rule on one block: every tensor is read and written once at most, all reads before the first write."""
+    """Apply the rule to one block: each tensor is read and written at most once, all reads before the first write."""
     g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
     if RULE != "momentum":
@@ -296,24 +297,27 @@ def _update_block(
             p += _load(compensation, offsets, mask, COMPUTE, VECTOR)
         p = p * decay
     c = c * factor
-    # Both ends of torch.lerp, exact at weight 0 and at weight 1.
+    # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
     difference = c - e
     e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-    m = tl.where(blend == 0, e, e + blend * (c - e))  # infinity less infinity is NaN
+    # m_t = e_t + blend (c_t - e_t); the test for 0 avoids infinity minus infinity.
+    m = tl.where(blend == 0, e, e + blend * (c - e))
     if RULE == "momentum":
         p = m
     elif RULE == "lion":
-        # torch.sign, except that NaN stays NaN.
+        # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
         sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
         p = p - step_size * sign
     else:
         s = c if CORRECTED else g
+        # v_t = beta2 v_{t-1} + (1 - beta2) s^2
         v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
         largest = v
         if max_exp_avg_sq is not None:
             largest = _load(max_exp_avg_sq, offsets, mask, COMPUTE, VECTOR)
             largest = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
             _store(max_exp_avg_sq, offsets, largest, mask, VECTOR)
+        # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
         p = p - step_size * _divide(m, _divide(_root(largest), root2) + eps)
         _store(exp_avg_sq, offsets, v, mask, VECTOR)
     if key is not None:
@@ -355,7 +359,7 @@ def update(
     REST: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One optimizer step on one chunk. Numbers common to a tensor are worked out in float64, then rounded once."""
+    """Update one chunk; numbers common to a tensor are computed in float64 and rounded once."""
     chunk = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, chunk, CHUNK)
     place = _word(table, count, PLACES_ROW, tensor)
@@ -388,7 +392,7 @@ def update(
     step_size = rate.to(COMPUTE)
     root2 = tl.full((), 1.0, COMPUTE)
     if RULE == "adamw":
-        # 1 - beta**t = 1 - exp(t log(beta)): in float64 its error is below 1e-16 (1 + t |log(beta)|), so 1e-13 of a
+        # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
         t = tl.load(steps + place).to(tl.float64)
         step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
@@ -398,7 +402,7 @@ def update(
     factor = _multiplier(factors, place, COMPUTE)
     key = None
     if seeds is not None and PARAM == tl.bfloat16:
-        # By the chunk's place in its tensor: which others are in the launch makes no difference.
+        # Keyed by the chunk's place in its tensor: other tensors in the launch make no difference.
         key = tl.randint(tl.load(seeds + place), (start // CHUNK).to(tl.uint32)).to(tl.uint32, bitcast=True)
 
     offsets = tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """Register MARS in the processes that a script starts, such as the trainer behind `trl sft`.
 
-`sitecustomize.py` in this folder runs at the start of every Python that finds the folder on PYTHONPATH.
+`sitecustomize.py` in this folder runs at the start of every Python that has the folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ FOLDER = str(Path(__file__).resolve().parent)
 
 
 def inherit(environment: MutableMapping[str, str]) -> None:
-    """Make processes started with this environment know `--optim mars_adamw` and the other names.
+    """Make `--optim mars_adamw` and the other names known to processes started with this environment.
 
     Args:
-        environment: changed in place, such as `os.environ`. PYTHONPATH keeps what it holds.
+        environment: changed in place, such as `os.environ`; PYTHONPATH keeps its entries.
     """
     paths = environment.get("PYTHONPATH", "")
     if FOLDER not in paths.split(os.pathsep):

@@ -1,7 +1,7 @@
-"""Register MARS when this process imports transformers, then run the sitecustomize that this one hides.
+"""Register MARS when this process imports transformers, then run the sitecustomize that this file hides.
 
-Python imports it at its start, in processes below `python -m mars_hf run`. It imports neither torch nor mars_hf until
-transformers is imported, so that other programs pay nothing.
+Python imports this file at startup, in processes below `python -m mars_hf run`. It imports torch and mars_hf only after
+transformers, so that other programs pay nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _load(name: str, file: str, **settings: Any) -> Any:
 
 
 def _call(module: str, function: str) -> None:
-    """Call a function of mars_hf, or say that this process does not know MARS."""
+    """Call a function of mars_hf, or report that this process does not know MARS."""
     try:
-        if "mars_hf" not in sys.modules:  # the one of the parent process, wherever it had it from
+        if "mars_hf" not in sys.modules:  # load the parent process's copy, wherever it is
             file = os.path.join(_PACKAGE, "__init__.py")
             _load("mars_hf", file, submodule_search_locations=[_PACKAGE])
         found = importlib.import_module(module)
@@ -43,7 +43,7 @@ def _call(module: str, function: str) -> None:
 
 
 def _run_hidden() -> None:
-    """Run the sitecustomize that would have been imported without this one."""
+    """Run the sitecustomize that Python would have imported without this file."""
     paths = [path for path in sys.path if os.path.abspath(path) != _FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
@@ -52,9 +52,9 @@ def _run_hidden() -> None:
         spec.loader.exec_module(module)
 
 
-# Alone: importing it from mars_hf would import torch.
+# Loaded from its file: importing it from mars_hf would import torch.
 _after_import = _load("_mars_hf_import_hooks", os.path.join(_PACKAGE, "training", "import_hooks.py")).after_import
-# Three steps, because transformers.trainer imports the other two while it is being imported itself.
+# Three steps, because transformers.trainer imports the other two modules during its own import.
 _after_import("transformers.training_args", lambda: _call("mars_hf.training.registry", "add_names"))
 _after_import("transformers.trainer_optimizer", lambda: _call("mars_hf.training.registry", "add_handlers"))
 _after_import("transformers.trainer", lambda: _call("mars_hf.training.callbacks", "install"))

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels do what rules.py does, at every size, dtype and flag."""
+"""The compiled CPU kernels match rules.py at every size, dtype and flag."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def fresh():
-    """Nothing loaded yet, before and after."""
+    """Unload the library before and after a test."""
     compiled._library.cache_clear()
     yield
     compiled._library.cache_clear()
 
 
 def tensors(sizes=SIZES, seed=0, **dtypes):
-    """Lists by name, float32 unless another dtype is given."""
+    """Return lists of tensors by name, float32 by default."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for name, size in FLOATS.items():
@@ -42,7 +42,7 @@ def tensors(sizes=SIZES, seed=0, **dtypes):
 
 
 def settings(n, *, scale=None, factors=False, last_scales=False, **changed):
-    """Keyword arguments of `update` for n tensors."""
+    """Return keyword arguments of `update` for n tensors."""
     return {
         "rule": "adamw",
         "steps": torch.arange(1.0, n + 1),
@@ -58,13 +58,13 @@ def settings(n, *, scale=None, factors=False, last_scales=False, **changed):
 
 
 def run(made, kept, numbers):
-    """`update` on the lists named in `kept`."""
+    """Run `update` on the lists named in `kept`."""
     names = ("p", "g", "m", "v", "peak", "last")
     compiled.update(*(made[name] if name in kept else [] for name in names), **numbers)
 
 
 def expected(made, kept, numbers):
-    """The same in float64, by rules.py."""
+    """Run the same update in float64 with rules.py."""
     exact = {name: [x.double().clone() for x in made[name]] for name in made}
     names = ("p", "g", "m", "v", "peak", "last")
     wide = {name: None if numbers.get(name) is None else numbers[name].double() for name in TENSORS}
@@ -74,7 +74,7 @@ def expected(made, kept, numbers):
 
 
 def assert_equal(made, kept, exact, relative=1e-6):
-    """Each tensor within `relative` of its largest entry."""
+    """Check that each tensor is within `relative` of its largest entry."""
     for name in kept:
         for got, want in zip(made[name], exact[name], strict=True):
             if got.numel():
@@ -135,7 +135,7 @@ def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(dtype, r
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("threshold", [1e-3, 1.0, 1e6])
 def test_clipping_within_the_update(threshold, scaled, kept, rule):
-    """What `sums`, the factor and `update` give, but for the last place of PyTorch's square root."""
+    """The result equals `sums`, factor and `update`, up to the last place of PyTorch's square root."""
     sizes = (*SIZES, 4 * ROW, 16 * ROW)
     made, other = tensors(sizes), tensors(sizes)
     numbers = settings(len(sizes), rule=rule, scale=-0.3 if scaled else None, last_scales=scaled)
@@ -156,7 +156,7 @@ def test_low_precision_parameters_are_rounded_once(dtype):
     assert_equal(made, ("m", "v", "last"), exact)
     for got, want in zip(made["p"], exact["p"], strict=True):
         rounded = want.to(dtype)
-        # The float32 result may lie on the other side of the middle of two neighbours, rarely.
+        # Rarely, the float32 result is on the other side of the midpoint between two neighbours.
         assert torch.equal(got, rounded) or (got != rounded).float().mean() < 1e-3
         one_up, one_down = (torch.nextafter(rounded, torch.full_like(rounded, sign)) for sign in (9.0, -9.0))
         assert ((got == rounded) | (got == one_up) | (got == one_down)).all()
@@ -269,7 +269,7 @@ def test_sums(dtypes, scale):
 
 
 def test_the_norm_of_a_correction_keeps_its_precision():
-    """Where its parts cancel, as with gamma=1: <c, c> made from the other sums would be off by 1e-4."""
+    """The parts of <c, c> cancel at gamma=1: computed from the other sums, it would be off by 1e-4."""
     g = torch.randn(3 * ROW)
     last = g + 0.01 * torch.randn(3 * ROW)
     c = g.double() + 19 * (g.double() - last.double())
@@ -342,7 +342,7 @@ def test_sums_of_many_elements_are_accurate():
 
 @pytest.mark.parametrize("clip_threshold", [None, 0.1])
 def test_the_number_of_threads_changes_no_bit(clip_threshold):
-    """With tensors of more than one wave, and waves of more than one tensor."""
+    """Some tensors span several waves, and some waves hold several tensors."""
     threads = torch.get_num_threads()
     results = []
     try:
@@ -360,7 +360,7 @@ def test_the_number_of_threads_changes_no_bit(clip_threshold):
 
 
 def test_stochastic_rounding_is_right_on_average():
-    """Of values a quarter and three quarters of the way between two neighbours, at every place; NaN and inf stay."""
+    """Values lie a quarter and three quarters of the way between neighbours, at every place; NaN and inf stay."""
     count = 40_000
     low, step = 1.0, 2.0**-7
     values = torch.full((count,), low, dtype=torch.bfloat16)
@@ -395,7 +395,7 @@ def test_stochastic_rounding_repeats_with_its_seed_and_differs_between_tensors()
 
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_what_rounding_loses_is_kept(rule):
-    """Parameter and compensation together are the float64 result, and the parameter is the nearest to it."""
+    """Parameter plus compensation equals the float64 result, and the parameter is its nearest bfloat16."""
     kept = ADAMW if rule == "adamw" else CASES["lion"][0]
     made = tensors(p=torch.bfloat16)
     lost = [(torch.rand(n, generator=torch.Generator().manual_seed(n)) * 1e-3).bfloat16() for n in SIZES]
@@ -413,7 +413,7 @@ def test_what_rounding_loses_is_kept(rule):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_number_of_16_bits_is_read_right(dtype):
-    """Through the momentum rule, which can copy."""
+    """The momentum rule can copy, so it tests conversion alone."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     out, average = [torch.empty(len(every))], [torch.zeros(len(every))]
     compiled.update(out, [every], average, [], [], [], **settings(1, rule="momentum", beta1=0.0))
@@ -422,7 +422,7 @@ def test_every_number_of_16_bits_is_read_right(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_to_16_bits_is_that_of_pytorch(dtype):
-    """Numbers of all sizes, the middles between neighbours, the largest ones, inf and NaN."""
+    """Return numbers of all sizes, midpoints between neighbours, the largest numbers, inf and NaN."""
     generator = torch.Generator().manual_seed(0)
     any_bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
@@ -439,7 +439,7 @@ LARGE = 2**31 + 5 * ROW + 7
 
 
 def test_sums_beyond_31_bits():
-    """Memory that is only read needs no memory of its own: all its pages are one page of zeros."""
+    """Memory that is only read costs nothing: all its pages map to one page of zeros."""
     memory = mmap.mmap(-1, 4 * LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     g = torch.frombuffer(memory, dtype=torch.float32)
     g[-3:] = 2.0

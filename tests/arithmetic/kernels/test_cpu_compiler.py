@@ -1,4 +1,4 @@
-"""C++ files become libraries once, and a compiler that is missing or fails is named."""
+"""C++ files compile once, and errors name a compiler that is missing or fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A file to compile, and an empty cache for its library."""
+    """Return a file to compile, with an empty cache for its library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "answer.cpp"
     path.write_text(SOURCE)
@@ -37,7 +37,7 @@ def source(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The compiler's runs."""
+    """Record the compiler's runs."""
     seen, original = [], compiler._run
     monkeypatch.setattr(compiler, "_run", lambda command: (seen.append(command), original(command)))
     return seen
@@ -65,7 +65,7 @@ def test_other_instructions_make_another(source, runs, monkeypatch):
 
 
 def test_processes_at_once(source):
-    """All of them find a whole library."""
+    """Every process finds a complete library."""
     code = (
         "import sys, pathlib, mars_hf.arithmetic.kernels.cpu_compiler as c; "
         "print(c.load(pathlib.Path(sys.argv[1])).answer())"
@@ -96,7 +96,7 @@ def test_no_compiler(source, monkeypatch):
 
 @pytest.fixture
 def script(tmp_path):
-    """Make a script that writes its arguments down and runs a command with them."""
+    """Write a script that logs its arguments and runs a command with them."""
 
     def make(name: str, runs: str):
         path = tmp_path / name
@@ -109,7 +109,7 @@ def script(tmp_path):
 
 
 def arguments(tmp_path) -> list[str]:
-    """What the script was called with."""
+    """Return the arguments of the script's calls."""
     return (tmp_path / "ran").read_text().splitlines()
 
 
@@ -126,7 +126,7 @@ def test_cxx_is_taken(source, tmp_path, script, monkeypatch):
 
 
 def test_cxx_may_be_a_launcher_with_a_compiler_and_arguments(source, tmp_path, script, monkeypatch):
-    """As build tools take it: CXX="ccache g++ -O2"."""
+    """CXX may hold a command, as for build tools: CXX="ccache g++ -O2"."""
     name, directory = os.path.basename(compiler_path()), os.path.dirname(compiler_path())
     script("bin/launcher", "env")
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), directory, os.environ["PATH"]]))
@@ -190,7 +190,7 @@ def test_arguments_in_cxx_make_another_library(source, runs, monkeypatch):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_sanitizers_are_built_by_arguments_in_cxx(source, runs, monkeypatch):
-    """As tests/fuzz/test_sanitizers.py builds the kernels."""
+    """tests/fuzz/test_sanitizers.py builds the kernels this way."""
     monkeypatch.setenv("CXX", "g++ -fsanitize=undefined -fno-sanitize-recover=undefined -g")
     source.write_text(SOURCE.replace("return 40", "volatile int shift = threads - 2; return (40 << shift)"))
     assert compiler.load(source).answer() == 42

@@ -1,6 +1,6 @@
 """The Triton kernels against straight-line float64 arithmetic, on the CPU in Triton's interpreter and on a GPU.
 
-Triton reads TRITON_INTERPRET when it is imported, once for a process. So the interpreter has a process of its own:
+Triton reads TRITON_INTERPRET at import, once per process, so the interpreter has a process of its own:
 `test_gpu_interpreter.py` runs this file there. On a GPU:
 CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/arithmetic.
 """
@@ -45,7 +45,7 @@ def draw(sizes, dtype=torch.float32, device="cpu", seed=0):
 def problem(
     sizes, device, *, squares=True, amsgrad=False, last=True, param=None, gradient=None, state=None, last_dtype=None
 ):
-    """Everything a step needs: lists by name."""
+    """Return the lists of a step by name."""
     state = state or torch.float32
     exp_avg_sqs = [tensor.square() for tensor in draw(sizes, state, device, 4)]
     return {
@@ -63,7 +63,7 @@ def doubles(lists):
 
 
 def expected_correction(gradients, last_grads, i, scale, last_scales, k):
-    """g, last and c of tensor i, in float64."""
+    """Return g, last and c of tensor i, in float64."""
     g = gradients[i].double() * (1.0 if scale is None else scale.double())
     if not last_grads:
         return g, torch.zeros_like(g), g
@@ -89,7 +89,7 @@ def expected_update(
     second_moment="corrected",
     keep_last=True,
 ):
-    """The contract of `update`, line by line in float64, on copies."""
+    """Apply the contract of `update` line by line in float64, on copies."""
     lists = doubles(lists)
     lr = lr.double()
     for i, param in enumerate(lists["params"]):
@@ -154,7 +154,7 @@ def expected_sums(gradients, last_grads, *, scale=None, last_scales=None, k=0.0)
 
 
 def magnitudes(gradients, last_grads, *, last_scales=None, **settings):
-    """What errors of sums are measured against: the sums of absolute values."""
+    """Return the scale for errors of sums: the sums of absolute values."""
     settings["last_scales"] = None if last_scales is None else last_scales.abs()
     return expected_sums([g.abs() for g in gradients], [-last.abs() for last in last_grads], **settings).abs()
 
@@ -218,7 +218,7 @@ def test_sums_by_dtype(device, dtype):
 @pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("gradient", [torch.float32, torch.float64], ids=str)
 def test_scales_of_last_gradients_by_dtype(device, dtype, gradient):
-    """One a tensor, also where tensors are launched in another order than they are given in."""
+    """Each tensor has its own, also if the launch order differs from the given order."""
     lists = problem([1500, 5, 700, 0], device, gradient=gradient)
     lists["last_grads"][1] = lists["last_grads"][1].bfloat16()
     last_scales = torch.tensor([0.25, -3.0, 0.0, 1.5], dtype=dtype, device=device)
@@ -228,7 +228,7 @@ def test_scales_of_last_gradients_by_dtype(device, dtype, gradient):
 
 @here
 def test_the_square_of_the_corrected_gradient_does_not_cancel(device):
-    """Gradient and last gradient are almost one and k is large: from the other three sums nothing would be left."""
+    """Gradient and last gradient almost cancel and k is large: the other three sums would lose every digit."""
     gradients = draw([9000, 100], device=device)
     noise = draw([9000, 100], device=device, seed=1)
     last_grads = [2 * (g + 1e-4 * other) for g, other in zip(gradients, noise, strict=True)]
@@ -265,7 +265,7 @@ def test_adamw_flags(device, last, amsgrad, second_moment):
 @pytest.mark.parametrize("rule", ["adamw", "lion", "momentum"])
 @pytest.mark.parametrize("keep_last", [True, False], ids=["keep_last", "read_last"])
 def test_last_gradients_are_scaled_when_read_and_kept_on_demand(device, rule, keep_last):
-    """What is kept is g, also where what is read has another scale."""
+    """The update keeps g, also if the last gradient it reads has another scale."""
     check_update(
         problem([*SMALL, 2 * kernels.CHUNK + 3], device, squares=rule == "adamw"),
         device,
@@ -320,7 +320,7 @@ def test_blend_scale_and_factors(device, rule):
 @here
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.999])
 def test_bias_corrections_from_the_first_step_on(device, beta1):
-    """1 - 0.9999 in float32 would be wrong in its fourth digit."""
+    """In float32, 1 - 0.9999 is wrong in its fourth digit."""
     steps = torch.tensor([1.0, 10.0, 1e6], device=device)
     check_update(problem([64, 64, 64], device), device, steps=steps, beta1=beta1, beta2=0.9999)
 
@@ -361,7 +361,7 @@ def test_dtypes_mixed_in_one_call(device):
 
 @here
 def test_views_at_odd_offsets_touch_nothing_else(device):
-    """Every list at another offset, one tensor of three aligned; the elements around each view stay."""
+    """Lists start at different offsets, one tensor of three is aligned; elements around each view stay unchanged."""
     sizes = [1500, 700, 2100]
     lists = problem(sizes, device)
     around = {}
@@ -404,9 +404,9 @@ def test_nan_and_inf_reach_what_they_touch_and_nothing_else(device):
 @pytest.mark.parametrize("moved", [False, True], ids=["kept", "moved"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_three_steps_follow_the_rules(device, rule, moved):
-    """Sums, clipping and update as rules.py does them in float64.
+    """Sums, clipping and update match rules.py in float64.
 
-    Last gradients are either kept by the update, or the gradients before scaling, with their scale.
+    Last gradients are either those the update kept, or gradients before scaling, with their scale.
     """
     sizes, k = [700, 30, 1500], 0.025 * 0.95 / 0.05
     lists = problem(sizes, device, squares=rule == "adamw")
@@ -433,7 +433,7 @@ def test_three_steps_follow_the_rules(device, rule, moved):
 
 
 def mars_steps(device, *, lr=0.01, **settings):
-    """Three steps of the optimizer on two matrices and a vector."""
+    """Take three steps of the optimizer on two matrices and a vector."""
     shapes = (40, 30), (3, 700), (50,)
     starts = draw([shape.numel() for shape in map(torch.Size, shapes)], device=device)
     params = [torch.nn.Parameter(start.view(shape)) for start, shape in zip(starts, shapes, strict=True)]
@@ -467,7 +467,7 @@ def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
         assert_close(mars_steps(device, lr=lr, fused=True, **settings), expected)
 
 
-# Norms of the gradients, step by step: nothing to clip, then clipping, then for a step the last one was large.
+# Gradient norms by step: no clipping, then clipping, then a step after a large one.
 GRADIENT_NORMS = (0.1, 0.12, 5.0, 4.0, 0.2, 0.1, 0.1)
 
 
@@ -508,7 +508,7 @@ def test_stochastic_rounding_is_right_on_average(device):
 @here
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_states_of_different_dtypes(device, dtypes):
-    """Nothing is written beyond the narrower ones."""
+    """The kernel writes nothing beyond the narrower tensors."""
     lists = problem([1500, 5, 0], device)
     lists["exp_avgs"] = [tensor.to(dtypes[0]) for tensor in lists["exp_avgs"]]
     guarded = [
@@ -549,7 +549,7 @@ def test_lion_shows_a_nan_in_the_parameter(device, value):
 @here
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_what_rounding_loses_is_kept(device, rule):
-    """Parameter and compensation together are the float64 result; alone, the parameter is not."""
+    """Parameter plus compensation equals the float64 result; the parameter alone does not."""
     sizes = [0, 700, kernels.CHUNK + 3]
     lists = problem(sizes, device, squares=rule == "adamw", param=torch.bfloat16)
     lost = [tensor * 1e-3 for tensor in draw(sizes, torch.bfloat16, device, 9)]
@@ -583,7 +583,7 @@ def test_stochastic_rounding_keeps_the_nan_of_all_ones(device):
 
 @here
 def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(device):
-    """64 steps up by a sixteenth of the distance to the next number."""
+    """Each of 64 steps goes up by a sixteenth of the distance to the next number."""
     lr = 2.0**-11
     for stochastic, expected, tolerance in ((False, 1.0, 0.0), (True, 1 + 64 * lr, 1.4e-3)):
         lists = problem([2000], device, squares=False, last=False, param=torch.bfloat16)
@@ -603,7 +603,7 @@ def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(d
 
 
 def locate(words, count, chunk, device):
-    """`gpu_device.locate` for one chunk: tensor, first element, number of elements."""
+    """Return the result of `gpu_device.locate` for one chunk: tensor, first element, number of elements."""
     import triton
     import triton.language as tl
 
@@ -624,7 +624,7 @@ def locate(words, count, chunk, device):
 
 @here
 def test_positions_beyond_31_bits(device):
-    """Tensors too large to have here: where their chunks are is read off the table."""
+    """The tensors exceed memory here, so the test reads the places of their chunks off the table."""
     sizes = (5, 2**31 + 10, 0, 2**33 + 1, 2**45)
     words, chunks = kernels._words(sizes, tuple(range(5)), ((0,) * 5,), ())
     first = words[8:13]
@@ -643,7 +643,7 @@ def test_positions_beyond_31_bits(device):
 
 @here
 def test_update_beyond_31_bits(device):
-    """The chunk at element 2**33 of tensors that begin 2**33 elements before the memory there is."""
+    """The chunk at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
     import triton.language as tl
 
     from mars_hf.arithmetic.kernels import gpu_device
@@ -703,7 +703,7 @@ def test_supports(device):
 
 
 def whole_step(sizes, device):
-    """A whole step on the device: sums, clip factors, update. All of it is a function without arguments."""
+    """Return a whole step on the device (sums, clipping factors, update) as a function without arguments."""
     lists = problem(sizes, device)
     steps = torch.zeros(len(sizes), device=device)
     lr = torch.tensor(1e-2, device=device)
@@ -729,7 +729,7 @@ def whole_step(sizes, device):
 
 @here
 def test_a_compiled_step_is_one_graph_and_the_same_step(device):
-    """What mutates is declared: without it functionalization would lose the update."""
+    """The operator declares what it mutates: otherwise functionalization would lose the update."""
     lists, steps, _, step = whole_step([1500, 0, 7], device)
     plain, plain_steps, _, plain_step = whole_step([1500, 0, 7], device)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
@@ -766,7 +766,7 @@ def test_the_optimizer_never_waits_for_the_gpu(device, settings):
         for param in params:
             param.grad = torch.randn_like(param)
         try:
-            if step > 1:  # states are there, and kernels compiled
+            if step > 1:  # creates states and compiles kernels
                 torch.cuda.set_sync_debug_mode("error")
             optimizer.step()
         finally:
@@ -775,7 +775,7 @@ def test_the_optimizer_never_waits_for_the_gpu(device, settings):
 
 @gpu
 def test_a_captured_step_replays(device):
-    """With step and lr changing on the device, tables evicted and memory reused between replays."""
+    """Step and lr change on the device; tables are evicted and memory is reused between replays."""
     lists, _, lr, step = whole_step([30_000, 17, 0, 5], device)
     plain, _, plain_lr, plain_step = whole_step([30_000, 17, 0, 5], device)
     step()

@@ -1,4 +1,4 @@
-"""The Triton kernels are compiled for GPUs that are not here, and the code is read for what makes them fast."""
+"""The Triton kernels compile for GPUs without having one, and the assembly shows what makes them fast."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def totals(last):
 
 
 def spilled(code, folder):
-    """Bytes a thread keeps in memory for want of registers."""
+    """Return the bytes per thread that spill from registers to memory."""
     (folder / "kernel.cubin").write_bytes(code.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", folder / "kernel.cubin"]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -68,13 +68,13 @@ def spilled(code, folder):
 
 
 def accesses(code, width):
-    """Numbers of reads and writes of device memory that move `width` registers at once."""
+    """Return the numbers of device memory reads and writes that move `width` registers at once."""
     found = Counter(re.findall(rf"(ld|st)\.global\.{re.escape(width)}", code.asm["ptx"]))
     return found["ld"], found["st"]
 
 
 def test_whole_blocks_in_float32_move_128_bits_at_once():
-    """Eight elements a thread: two accesses for each of 5 tensors read and 4 written."""
+    """Each thread has eight elements: two accesses for each of 5 tensors read and 4 written."""
     code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4)
     assert accesses(code, "v4.b32") == (10, 8)
 
@@ -99,7 +99,7 @@ def test_a_last_gradient_that_is_not_kept_is_not_written():
 
 
 def test_momentum_reads_no_parameter():
-    """Read are gradient, last gradient and first moment; written the latter two, and m."""
+    """The kernel reads gradient, last gradient and first moment; it writes the latter two and m."""
     code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4, RULE="momentum")
     assert accesses(code, "v4.b32") == (6, 6)
 
@@ -122,7 +122,7 @@ def test_every_rule_compiles(flags):
 
 
 def test_compensations_move_with_the_rest():
-    """bfloat16 parameters and what their rounding loses, float32 states: each of them once, in and out."""
+    """bfloat16 parameters and compensations and float32 states are each read and written once."""
     code = update(tl.bfloat16, tl.bfloat16, tl.float32, tl.float32, 4, COMPENSATED=True)
     assert accesses(code, "v4.b32") == (6, 6)
     assert accesses(code, "v2.b32") == (6, 4)

@@ -1,4 +1,4 @@
-"""Runs test_gpu.py in Triton's interpreter, in a process of its own (see there)."""
+"""Run test_gpu.py in Triton's interpreter, in a process of its own (see there)."""
 
 from __future__ import annotations
 
