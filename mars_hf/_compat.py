@@ -85,14 +85,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "deepspeed, on parameters",
         "_hp_mapping",
-        "deepspeed 0.18 to 0.19.8",
+        "deepspeed 0.18.3 to 0.19.8",
         "Flat tensors of ZeRO-1/2 cannot be explained: the run stops.",
     ),
-    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18 to 0.19.8", "As `_hp_mapping`."),
+    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18.3 to 0.19.8", "As `_hp_mapping`."),
     PrivateName(
         "deepspeed, on parameters",
         "_z3_optimizer",
-        "deepspeed 0.18 to 0.19.8",
+        "deepspeed 0.18.3 to 0.19.8",
         "Flat tensors of ZeRO-3 cannot be explained: the run stops.",
     ),
     PrivateName(
@@ -104,25 +104,25 @@ PRIVATE_NAMES = (
     PrivateName(
         "transformers.trainer_optimizer",
         "_OPTIMIZER_HANDLERS",
-        "transformers 5.3 to 5.23",
+        "transformers 5.19 to 5.23",
         "`register()` fails; `factory()` works.",
     ),
     PrivateName(
         "transformers:Trainer",
         "_created_lr_scheduler",
-        "transformers 5.3 to 5.23",
+        "transformers 5.19 to 5.23",
         "The model card takes a scheduler that was handed over for Trainer's own.",
     ),
     PrivateName(
         "transformers:Trainer",
         "_defer_fsdp_gradient_reduction",
-        "transformers 5.3 to 5.23",
+        "transformers 5.19 to 5.23",
         "The stale pass reduces every micro-batch's gradients under transformers' own FSDP.",
     ),
     PrivateName(
         "transformers:Trainer",
         "_clip_grad_norm",
-        "transformers 5.3 to 5.23",
+        "transformers 5.19 to 5.23",
         "MarsTrainer clips as Trainer does, in passes of its own.",
     ),
     PrivateName(

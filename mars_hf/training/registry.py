@@ -254,7 +254,7 @@ def register() -> None:
     made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
 
     Raises:
-        ImportError: transformers is older than 5.3, whose Trainer makes optimizers otherwise of optimizers.
+        ImportError: transformers is too old to have a registry of optimizers of optimizers.
     """
     try:
         import transformers.trainer_optimizer
@@ -262,7 +262,7 @@ def register() -> None:
         import transformers
 
         raise ImportError(
-            f"mars_hf.register() needs transformers >= 5.3 (found {transformers.__version__}); upgrade it, or use "
+            f"mars_hf.register() needs transformers >= 5.19 (found {transformers.__version__}); upgrade it, or use "
             "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...))"
         ) from error
     from mars_hf.training.callbacks import install

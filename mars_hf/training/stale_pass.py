@@ -195,7 +195,9 @@ class StalePass:
         trainer = self._trainer
         if last or trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return contextlib.nullcontext()
-        if trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model_wrapped):
+        if getattr(trainer, "is_distributed_loading_by_transformers", False) and is_fsdp_managed_module(
+            trainer.model_wrapped
+        ):
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
 

@@ -292,7 +292,7 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
     DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
     """
     names = {param: name for name, param in model.named_parameters()}
-    layout = mars._layout
+    layout = mars._locator
     assert layout is not None
     here = []
     for flat, state in mars.state.items():

@@ -308,12 +308,9 @@ def test_another_default_device_changes_nothing():
     results = []
     for device in ("cpu", "meta"):
         made, numbers = tensors((5000, 3)), settings(2, clip_threshold=0.1)
-        torch.set_default_device(device)
-        try:
+        with torch.device(device):
             total = compiled.sums(made["g"], made["last"])
             run(made, ADAMW, numbers)
-        finally:
-            torch.set_default_device(None)
         results.append([total, *(x for name in ADAMW for x in made[name])])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
