@@ -1,4 +1,4 @@
-"""A tiny GPT-2 and Trainer around it, for tests of the Hugging Face side."""
+"""A tiny GPT-2 and a Trainer for it, for tests of the Hugging Face side."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _has_compiler() -> bool:
     return True
 
 
-# Of a compiler that is there and fails, tests are to tell.
+# A compiler that exists but fails must fail tests.
 needs_compiler = pytest.mark.skipif(
     not _has_compiler(), reason="no C++ compiler (g++, clang++ or c++) is on the PATH, and CXX names none"
 )
 
 
 class Blocks(Dataset):
-    """Random blocks of tokens, the same at every construction."""
+    """Random blocks of tokens, the same for every instance."""
 
     def __init__(self, length: int = 64, block: int = 12) -> None:
         self.ids = torch.randint(0, VOCAB, (length, block), generator=torch.Generator().manual_seed(7))
@@ -61,7 +61,7 @@ def arguments(output_dir: Path, **settings: Any) -> TrainingArguments:
         "use_cpu": True,
         "disable_tqdm": True,
         "lr_scheduler_type": "constant",
-        "data_seed": 5,  # the order of the data does not depend on what else draws random numbers
+        "data_seed": 5,  # the data order does not depend on other random draws
     }
     return TrainingArguments(output_dir=str(output_dir), **{**defaults, **settings})
 

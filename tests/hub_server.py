@@ -1,4 +1,4 @@
-"""A stand-in for the Hub on this machine: takes what huggingface_hub pushes and serves it back."""
+"""A local stand-in for the Hub: accepts pushes of huggingface_hub and serves them back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class HubServer:
-    """Use as a context manager; `url` is the endpoint, `files` what was committed, `requests` what was asked."""
+    """Use as a context manager; `url` is the endpoint, `files` the committed files, `requests` the requests."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -31,7 +31,7 @@ class HubServer:
         self._server.server_close()
 
     def environment(self, home: str) -> dict[str, str]:
-        """What makes huggingface_hub in another process talk to this server."""
+        """Return the environment that makes huggingface_hub in another process use this server."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_TOKEN": "hf_for_tests_only",

@@ -8,7 +8,7 @@ from mars_hf.arithmetic.newton_schulz import QUINTIC
 
 
 def newton_schulz_of_mars(matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    """That of the official MARS code."""
+    """Newton-Schulz of the official MARS code."""
     a, b, c = QUINTIC
     x = (matrix.bfloat16().float() / (matrix.norm() + eps)).bfloat16()
     x = x.T if matrix.shape[0] > matrix.shape[1] else x
@@ -20,7 +20,7 @@ def newton_schulz_of_mars(matrix: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def newton_schulz_of_mars_m(matrix: torch.Tensor, eps: float) -> torch.Tensor:
-    """That of the official MARS-M code."""
+    """Newton-Schulz of the official MARS-M code."""
     a, b, c = QUINTIC
     x = matrix.bfloat16()
     x = x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,6 +1,6 @@
-"""MARS in straight lines, for tests: one parameter, float64, every formula written out (DESIGN.md, "The optimizer").
+"""MARS in straight-line code, for tests: one parameter, float64, every formula written out.
 
-Nothing here is shared with mars_hf; slow and plain on purpose.
+Shares nothing with mars_hf; slow and plain on purpose.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def newton_schulz(
     eps: float,
     coefficients: Sequence[tuple[float, float, float]] = ((3.4445, -4.7750, 2.0315),) * 5,
 ) -> torch.Tensor:
-    """One matrix in float64, in the order of the official code."""
+    """Orthogonalize one matrix in float64, in the official code's order of operations."""
     x = matrix.double() / (matrix.double().pow(2).sum().sqrt() + eps)
     if matrix.shape[0] > matrix.shape[1]:
         x = x.T
@@ -55,7 +55,7 @@ class Reference:
         self.t = 0
 
     def step(self, gradient: torch.Tensor, stale: torch.Tensor | None = None) -> torch.Tensor:
-        """One step; the exact form where the stale gradient is given."""
+        """Take one step, in the exact form if a stale gradient is given."""
         g = gradient.double()
         if stale is not None:
             self.last = stale.double()

@@ -1,4 +1,4 @@
-"""Exact MARS on GPT-2 in straight lines: no Trainer and no optimizer; gradients from autograd, the rest in float64."""
+"""Exact MARS on GPT-2 in straight-line code: no Trainer, no optimizer; autograd gradients, the rest in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch = dict[str, Tensor]
 
 
 def batches(dataset: Any, size: int, accumulation: int, epochs: int) -> list[list[Batch]]:
-    """The micro-batches of every step, in the order of the data; the last step of an epoch may have fewer."""
+    """Return the micro-batches of every step, in data order; the last step of an epoch may have fewer."""
     steps = []
     for _ in range(epochs):
         rows = [dataset[index] for index in range(len(dataset))]
@@ -36,7 +36,7 @@ def gradients(
     autocast: torch.dtype | None = None,
     scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Gradient of the mean loss over all labels of a step at parameters `at`, clipped to a global norm."""
+    """Return the gradient of a step's mean loss over all labels at parameters `at`, clipped to a global norm."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(at[name])
@@ -70,21 +70,21 @@ def train(
     scales: Sequence[float] | None = None,
     found: Sequence[dict[str, Tensor]] | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The parameters after every step.
+    """Return the parameters after every step.
 
     Args:
-        model: used for its forward and backward pass; its parameters are where it starts from.
+        model: runs forward and backward; its parameters are the starting point.
         steps: micro-batches of every step.
         settings: lr, betas, eps, weight_decay, gamma, clip_threshold of the matrices.
         mars_type: rule of the matrices.
-        lr_1d: learning rate of the vectors, which take AdamW with betas (0.9, 0.95) and no decay.
-        max_grad_norm: of both gradients; 0 for none.
-        random_states: torch's, before every micro-batch; None where nothing is random.
+        lr_1d: learning rate of the vectors, which use AdamW with betas (0.9, 0.95) and no decay.
+        max_grad_norm: largest global norm of both gradients; 0 for no clipping.
+        random_states: torch's random states before every micro-batch; None if nothing is random.
         skipped: whether a gradient scaler skips a step.
         autocast: dtype of the forward pass.
-        scales: of the loss, at every step.
-        found: what another implementation found, to go on from at every step (the moments stay our own). For low
-            precision, whose rounding makes jumps in the gradient of the last bits of the parameters.
+        scales: loss scale of every step.
+        found: another implementation's parameters, to continue from at every step (moments stay our own). For low
+            precision, where rounding turns the last bits of the parameters into jumps of the gradient.
     """
     x = {name: param.detach().clone() for name, param in model.named_parameters()}
     vectors = {"lr": lr_1d, "betas": (0.9, 0.95), "eps": settings["eps"]}

@@ -1,4 +1,4 @@
-"""The launch configs do what their names say: checked without GPUs, through accelerate's own launcher."""
+"""The launch configs do what their names say, checked without GPUs through accelerate's own launcher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FSDP1_KEYS = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What a config must start."""
+    """The launch that a config must cause."""
 
     distributed_type: str
     launcher: str
@@ -50,7 +50,7 @@ class Expected:
 
 EXPECTED = {
     "single_cpu": Expected("NO", "simple_launcher", 1, precision="no", use_cpu=True),
-    # MULTI_CPU would go to simple_launcher, which starts one process unless it is given an MPI host file.
+    # MULTI_CPU would use simple_launcher, which starts one process without an MPI host file.
     "cpu_ddp": Expected("MULTI_GPU", "multi_gpu_launcher", 2, precision="no", use_cpu=True),
     # gpu_ids=all would let Trainer use nn.DataParallel.
     "single_gpu": Expected("NO", "simple_launcher", 1, gpu_ids="0"),
@@ -77,7 +77,7 @@ FOUND = sorted(path.stem for path in FOLDER.glob("*.y*ml"))
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings from an outer launch, and the working directory the configs ask for."""
+    """Clear settings of an outer launch, and use the configs' working directory."""
     for name in list(os.environ):
         if name.startswith(LAUNCH_VARIABLES):
             monkeypatch.delenv(name)
@@ -93,7 +93,7 @@ def content(name: str) -> dict[str, Any]:
 
 
 def nested(name: str) -> dict[str, Any]:
-    """Keys of the sections, spelled as `accelerate launch` spells its options."""
+    """Return the sections' keys, spelled as options of `accelerate launch`."""
     keys = {}
     for section, values in content(name).items():
         if isinstance(values, dict):
@@ -104,7 +104,7 @@ def nested(name: str) -> dict[str, Any]:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> tuple[str, Namespace]:
-    """What `accelerate launch` would call, and the settings it would call it with."""
+    """Return the function that `accelerate launch` would call, with its settings."""
     calls: list[tuple[str, Namespace]] = []
     for launcher in LAUNCHERS:
         monkeypatch.setattr(launch, launcher, lambda args, launcher=launcher: calls.append((launcher, args)))
@@ -115,7 +115,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> tuple[
 
 
 def launch_environment(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> dict[str, str]:
-    """The environment the processes of a launch would get."""
+    """Return the environment that a launch gives its processes."""
     launcher, args = resolve(monkeypatch, name, "--main_process_port", "0", *options)
     if launcher == "deepspeed_launcher":
         return prepare_deepspeed_cmd_env(args)[1]
@@ -123,7 +123,7 @@ def launch_environment(monkeypatch: pytest.MonkeyPatch, name: str, *options: str
 
 
 def run_json(command: list[str], environment: dict[str, str]) -> list[Any]:
-    """Run from the repository's root and return what it printed as JSON lines."""
+    """Run from the repository's root and return its output as JSON lines."""
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -136,7 +136,7 @@ def test_the_set_of_configs() -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_every_key_is_known_and_arrives(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """accelerate drops an unknown nested key, and a top-level key whose option has a default, without a word."""
+    """accelerate silently drops unknown nested keys, and top-level keys whose option has a default."""
     load_config_from_file(config_path(name))  # refuses unknown top-level keys
     known = {action.dest for action in launch.launch_command_parser()._actions}
     assert set(nested(name)) <= known
@@ -247,7 +247,7 @@ def test_deepspeed_plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_offload_json() -> None:
-    """The JSON is what decides with offload: each value here keeps MARS in place or leaves a setting to Trainer."""
+    """The JSON decides with offload: each value here keeps MARS in place or leaves a setting to Trainer."""
     assert nested("zero2_offload")["deepspeed_config_file"] == OFFLOAD_JSON.relative_to(ROOT).as_posix()
     assert json.loads(OFFLOAD_JSON.read_text(encoding="utf-8")) == {
         **dict.fromkeys(FILLED_BY_TRAINER, "auto"),

@@ -53,7 +53,7 @@ def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
     for t in range(description["steps"]):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * (1 - 0.5 * t / description["steps"])
-        if not settings["is_approx"] and t + 1 < description["steps"]:  # one step ahead, as the official loop
+        if not settings["is_approx"] and t + 1 < description["steps"]:  # one step ahead, like the official loop
             set_gradients(params, tensors, f"stale.{t + 1}")
             optimizer.update_previous_grad()
         set_gradients(params, tensors, f"grad.{t}")
@@ -80,17 +80,17 @@ def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
 
 # --- rules that orthogonalize ----------------------------------------------------------------------------------------
 
-# The official Newton-Schulz rounds to bf16 after each product, which is 2.4e-2 to 8.6e-2 from the exact iteration, and
-# another order of operations is other roundings. So the trajectory is held with the official roundings in the place of
+# The official Newton-Schulz rounds to bf16 after each product: 2.4e-2 to 8.6e-2 from the exact iteration, and
+# another order of operations rounds differently. So the trajectory is compared with the official roundings in place of
 # our iteration, and our iteration to float64.
 ORTHOGONAL = ("mars-shampoo.1d_adamw", "mars-shampoo.1d_mars", "mars-m", "mars-m.efficient")
-# In the same order of operations, and with a first moment that is not exactly the official one: an entry of it that
-# rounds to the other bf16 neighbour is seen in MARS-M, one in thousands.
+# The order of operations is the same, but the first moment is not exactly the official one: an entry that
+# rounds to the other bf16 neighbour shows in MARS-M, one in thousands.
 BARS = {"mars-shampoo": 5e-7, "mars-m": 1e-4}
 
 
 def orthogonal(file: str, case: str) -> tuple[dict, dict, dict]:
-    """Tensors, description and our settings of a golden file's case."""
+    """Return tensors, description and our settings of a golden file's case."""
     description = json.loads((GOLDEN / f"{file}.json").read_text())
     settings = dict(description["cases"][case])
     if settings.pop("optimizer") == "MARS":
@@ -107,13 +107,13 @@ def orthogonal(file: str, case: str) -> tuple[dict, dict, dict]:
 
 
 def compared(settings: dict, description: dict) -> list[int]:
-    """All parameters but MARS-M's convolution: the official code takes (3, 2, 3, 3) for six matrices, we for one."""
+    """Return all parameters but MARS-M's convolution (3, 2, 3, 3): six matrices in the official code, one here."""
     shapes = description["shapes"]
     return [i for i, shape in enumerate(shapes) if settings["mars_type"] == "mars-shampoo" or len(shape) < 3]
 
 
 def steps(optimizer: mars_hf.Mars, params: list, tensors: dict, description: dict):
-    """Take the golden steps, and stop after each."""
+    """Take the golden steps, yielding after each."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     for t in range(description["steps"]):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -160,7 +160,7 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
 @pytest.mark.parametrize("case", ["mars-shampoo.1d_adamw", "mars-m"])
 @pytest.mark.parametrize("file", FILES)
 def test_our_iteration_follows_float64(file, case, dtype, bar):
-    """On the golden gradients, with float64 parameters; the bar is a share of the distance that one has gone."""
+    """Gradients are golden and parameters float64; the bar is a fraction of the distance that a parameter has moved."""
     tensors, description, settings = orthogonal(file, case)
     tensors = {key: value.double() for key, value in tensors.items()}
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]

@@ -11,7 +11,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-# An ordinary Hugging Face script: a parser, a Trainer, not a word of MARS.
+# An ordinary Hugging Face script: a parser and a Trainer, without MARS.
 SCRIPT = """
     import sys
     from dataclasses import dataclass
@@ -92,7 +92,7 @@ def test_mistakes_are_told_in_one_line():
     assert "SCRIPT" in run("-m", "mars_hf", "run", "--help").stdout
 
 
-# As `trl sft`: a command that starts its trainer through accelerate.
+# Like `trl sft`: a command that starts its trainer through accelerate.
 STARTER = """
     import sys
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -106,7 +106,7 @@ STARTER = """
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("folder", ["here", "elsewhere"])
 def test_a_script_that_starts_another_one(script, tmp_path, folder):
-    """The child knows MARS too, also from another folder than the one mars_hf was found in."""
+    """The child knows MARS too, also from a folder other than mars_hf's."""
     (tmp_path / "starter.py").write_text(textwrap.dedent(STARTER))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -141,7 +141,7 @@ def test_gamma_zero_without_clipping_is_torch_adamw(foreach, amsgrad, dtype):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-# Each option changed alone must be seen, at least a hundred times above the tolerance the formulas are held to.
+# Each option, changed alone, must change the result by at least a hundred times the formulas' tolerance.
 OPTIONS = {
     "lr": 1e-2,
     "betas": (0.8, 0.9),
@@ -359,7 +359,7 @@ def test_low_precision_parameters_are_updated_in_float32_and_rounded_once(dtype,
         states = copy.deepcopy([dict(optimizer.state[param]) for param in params])
         set_gradients(params, step)
         optimizer.step()
-        # The same step from the same states on float32 copies, which have nothing to round.
+        # The same step from the same states on float32 copies, which need no rounding.
         wide = [nn.Parameter(x.float()) for x in before]
         twin = Mars(wide, lr=0.05, fused=False)
         for param, x, state in zip(params, wide, states, strict=True):

@@ -1,4 +1,4 @@
-"""What importing mars_hf brings along."""
+"""The modules that importing mars_hf loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code base is clean by its own tools."""
+"""The code base passes its own tools."""
 
 from __future__ import annotations
 

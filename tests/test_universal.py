@@ -28,7 +28,7 @@ class Net(nn.Linear):
 
 
 def trained(**settings) -> tuple[Net, mars_hf.Mars]:
-    """A model and its optimizer after two steps."""
+    """Return a model and its optimizer after two steps."""
     torch.manual_seed(1)
     model = Net()
     mars = mars_hf.create(model, **settings)
@@ -45,14 +45,14 @@ def train(model: nn.Module, mars: mars_hf.Mars, steps: int) -> None:
 
 
 def half(x: Tensor, rank: int) -> Tensor:
-    """This rank's share; what is missing to a whole one is filled with nines, which nobody should read."""
+    """Return this rank's share, padded with nines that must never be read."""
     share = -(-x.numel() // WORLD)
     piece = x.detach().flatten()[rank * share : (rank + 1) * share]
     return torch.cat([piece, torch.full((share - piece.numel(),), 9.0)])
 
 
 def save_zero(folder: Path, model: Net, mars: mars_hf.Mars, stage: int = 2) -> Path:
-    """What ZeRO leaves of a model with one matrix and one vector, each alone in its group."""
+    """Write ZeRO's checkpoint of a model with one matrix and one vector, each in its own group."""
     folder.mkdir(parents=True)
     params = dict(model.named_parameters())
     groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
@@ -85,7 +85,7 @@ def zero2(tmp_path) -> Path:
     return save_zero(tmp_path / "step2", *trained())
 
 
-# What has the states that a checkpoint may hold, and the groups.
+# Covers the states that a checkpoint may hold, and the groups.
 FORMS = {
     "two moments": {},
     "one moment": {"mars_type": "mars-lion"},
@@ -162,7 +162,7 @@ def test_what_is_no_whole_checkpoint_is_told_and_leaves_nothing(tmp_path, zero2)
     )
     refused("the state 'x' of bias is not laid out like its weights")
     edit(optimizer_file, lambda saved: saved["optimizer_state_dict"]["param_slice_mappings"][0].clear())
-    refused("fp32 of weight has 8 elements on all ranks")  # after the temporary folder was begun
+    refused("fp32 of weight has 8 elements on all ranks")  # after the temporary folder was created
     edit(optimizer_file, lambda saved: saved["optimizer_state_dict"].update(base_optimizer_state=[]))
     refused("elastic_checkpoint")
     (zero2 / "offloaded_tensors").mkdir()
@@ -242,7 +242,7 @@ def count(states: dict, number: object) -> None:
 
 
 def test_a_partition_that_is_too_short_is_refused(tmp_path, zero2):
-    """Longer ones are padded: DeepSpeed pads states, and not the weights that it saves."""
+    """Longer ones are padded: DeepSpeed pads states but not the weights that it saves."""
     model, _ = trained()
     files = list(zero2.glob("*_optim_states.pt"))
     for file in files:

@@ -18,10 +18,10 @@ Coefficients = tuple[float, float, float]
 # values above 2e-3 of the Frobenius norm into [0.68, 1.21]; smaller ones grow by up to 485.
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
-# Polar Express (arXiv 2505.16932), one triple a step: the best odd quintic, in the maximum norm, on the interval that
+# Polar Express (arXiv 2505.16932), one triple per step: the best odd quintic, in the maximum norm, on the interval that
 # the previous steps leave, starting from [1e-3, 1], with the paper's cushion 0.024 and safety factor 1.01. Maps
 # singular values above 1e-3 of the Frobenius norm into [0.85, 1.13]; smaller ones grow by up to 986. On
-# well-conditioned matrices it halves QUINTIC's distance to the polar factor, at the same cost.
+# well-conditioned matrices its distance to the polar factor is about half QUINTIC's, at the same cost.
 POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (8.205160414005572, -22.90193498705605, 16.46072491018031),
     (4.066395159942772, -2.8611540867551426, 0.5183995226694743),

@@ -134,14 +134,14 @@ def update(
         if factors is not None:
             # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; the factors are from `clipping.factors`)
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
-        e = _in(exp_avgs[part], dtype)
+        e = _in(exp_avgs[part], dtype)  # written back below
         # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for blend > 0 this is e_t, the average of g_t)
         torch._foreach_lerp_(e, c, 1 - beta1)
         # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
         m = list(torch._foreach_lerp(e, c, blend)) if blend else e
         if rule == "adamw":
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
-            s = g if second_moment == "gradient" else c
+            s = g if second_moment == "gradient" else c  # v averages s²
             # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
             torch._foreach_mul_(v, beta2)
             torch._foreach_addcmul_(v, s, s, value=1 - beta2)
@@ -160,7 +160,7 @@ def update(
         if rule == "momentum":
             torch._foreach_copy_(params[part], m)
         elif rule == "lion":
-            # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (Algorithm 3)
+            # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion)
             apply(params[part], [_sign(moment) for moment in m], lr=lr, weight_decay=weight_decay, foreach=True)
         else:
             x = _in(params[part], dtype)
@@ -188,7 +188,7 @@ def apply(
     for part in _parts(len(params), foreach):
         dtype = _arithmetic([*params[part], *directions[part]])
         x = _in(params[part], dtype)
-        # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 with the direction of mars-shampoo or mars-m)
+        # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
         torch._foreach_mul_(x, 1 - lr * weight_decay)
         torch._foreach_add_(x, _in(list(directions[part]), dtype), alpha=-lr)
         _put(x, params[part])

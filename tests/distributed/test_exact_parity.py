@@ -56,7 +56,7 @@ def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, ru
 
 @pytest.mark.parametrize("run", ORTHOGONALIZED)
 def test_matrices_are_orthogonalized_as_by_one_process(trained, alone, expected, run):
-    """The rules differ from MARS-AdamW."""
+    """The weights equal those of one process, and differ from MARS-AdamW's."""
     for folder, name in ((trained, run), (alone, run.replace("fsdp2", "ddp"))):
         assert not error_of(folder, name), error_of(folder, name)
     found, wanted = (

@@ -1,4 +1,4 @@
-"""Where pieces of parameters belong; a process group of one stands for all (tests/distributed has real ones)."""
+"""Placement of pieces; a process group of one stands for all (the scripts of this folder have real ones)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
 
 
 def zero12(params) -> nn.Parameter:
-    """What ZeRO-1/2 makes of parameters: views of one buffer with padding at its end, and a copy of that to step on."""
+    """Imitate ZeRO-1/2: parameters become views of one padded buffer, and a copy of it is stepped."""
     buffer = torch.cat([param.detach().flatten() for param in params] + [torch.zeros(3)])
     flat = nn.Parameter(buffer.clone())
     start = 0
@@ -279,7 +279,7 @@ def test_parameters_are_found_among_frozen_objects(alone):
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 def test_dtensors_step_after_another_group_was_removed(alone, mars_type):
-    """Then they have other places than at first."""
+    """The parameters then have other places than at first."""
     one, two = (dtensor((6, 4), (1,), ("a",), [Shard(0)]) for _ in range(2))
     twin = nn.Parameter(two.detach().full_tensor().clone())
     vector = torch.ones(3, requires_grad=True)

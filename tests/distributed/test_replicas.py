@@ -1,4 +1,4 @@
-"""Which modules repeat parameters over ranks. A process group of one stands for all, and is said to have two ranks."""
+"""Modules that replicate parameters over ranks. A process group of one stands for all and claims two ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wrap(size: int = 8, **settings) -> nn.Module:
 
 @pytest.fixture
 def two_ranks(alone, monkeypatch):
-    """As if there were another one."""
+    """Simulate another rank."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
 
 

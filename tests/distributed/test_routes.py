@@ -1,4 +1,4 @@
-"""Who holds what of a parameter, and who works on it; no process but this one."""
+"""Plans of who holds and who works on parameters, without other processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mars_hf.distributed.routes import SLACK, Region, Routes, assign
 
 
 def newton_schulz_cost(rows: int, cols: int) -> float:
-    """Multiplications of five steps."""
+    """Return the multiplications of five steps."""
     rows, cols = sorted((rows, cols))
     return 5 * (4 * rows**2 * cols + 2 * rows**3)
 
 
 def gpt2_medium() -> tuple[dict[int, torch.Size], dict[int, float]]:
-    """Matrices of the blocks; c_attn is three matrices in one."""
+    """Return the blocks' matrices; c_attn is three matrices in one."""
     one_block = [
         ((1024, 3072), 3 * newton_schulz_cost(1024, 1024)),
         ((1024, 1024), newton_schulz_cost(1024, 1024)),
@@ -34,7 +34,7 @@ def loads(costs, owners, ranks: int) -> list[float]:
 
 
 def flat_stretches(shapes: dict[int, torch.Size], ranks: int) -> list[dict[int, Region]]:
-    """As ZeRO-1/2 cuts a flat buffer."""
+    """Cut as ZeRO-1/2 cuts a flat buffer."""
     part = -(-sum(shape.numel() for shape in shapes.values()) // ranks)
     held: list[dict[int, Region]] = [{} for _ in range(ranks)]
     first = 0
@@ -48,7 +48,7 @@ def flat_stretches(shapes: dict[int, torch.Size], ranks: int) -> list[dict[int, 
 
 
 def rows(shapes: dict[int, torch.Size], ranks: int) -> list[dict[int, Region]]:
-    """As FSDP2 cuts what can be divided."""
+    """Cut as FSDP2 cuts divisible parameters."""
     return [
         {slot: Region(0, rank * shape[0] // ranks, shape[0] // ranks) for slot, shape in shapes.items()}
         for rank in range(ranks)
@@ -92,7 +92,7 @@ def test_gpt2_medium_is_divided_evenly(ranks):
 
 
 def test_gpt2_medium_is_divided_as_evenly_as_parameters_can_be_among_32_ranks():
-    """Of 72 parameters of one cost, and 24 of a third of it, some rank has three of the former: 1.2 times the mean."""
+    """With 72 parameters of one cost and 24 of a third of it, some rank has three of the former: 1.2 times the mean."""
     _, costs = gpt2_medium()
     large = max(costs.values())
     assert list(costs.values()).count(large) == 72 > 2 * 32
@@ -129,7 +129,7 @@ def test_what_is_whole_on_a_rank_is_worked_on_there():
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (4, 1), (1, 4), (2, 2)])
 def test_bytes_of_equal_parts_follow_the_formulas(ranks, replicas):
-    """(W - 1) / W of what is worked on in a replica each way, and (R - 1) times that to the others."""
+    """Each way (W - 1) / W of a replica's work travels, and (R - 1) times its work goes to the other replicas."""
     shapes = {slot: torch.Size([16, 12]) for slot in range(8)}
     costs = dict.fromkeys(shapes, 1.0)
     pieces = sum(shape.numel() for shape in shapes.values()) // ranks  # on a rank

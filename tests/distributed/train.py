@@ -1,11 +1,11 @@
-"""Trains the workload under the engines named on the command line and writes the weights each of them ends with.
+"""Train the workload under the engines named on the command line and write each one's final weights.
 
     torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms|/metrics|/hang] ...
 
-One launch does many runs, since starting processes takes longer than training. Each run leaves OUTPUT/<run>.safetensors
+One launch does many runs, since starting processes takes longer than training. Each writes OUTPUT/<run>.safetensors
 (full fp32 weights, first moments and last gradients) and OUTPUT/<run>.json (the collectives of every `Mars.step`).
 
-`local_norms` turns the sums over ranks inside `Mars.step` off: a wrong MARS, to see that the comparison would notice.
+`local_norms` turns off the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices.
 `metrics` also notes the metrics of every step. `hang` leaves one rank asleep.
 """
 
@@ -53,7 +53,7 @@ Results = dict[str, Tensor]
 
 
 class CountCollectives(TorchDispatchMode):
-    """Sizes of all collectives started inside, through whichever Python function."""
+    """Record the sizes of all collectives started inside, through any Python function."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -62,7 +62,7 @@ class CountCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # come back with what the DTensor does with its local tensors
+            return NotImplemented  # comes back with the DTensor's local tensors
         if (func.namespace == "_c10d_functional" and "wait" not in func.__name__) or func.namespace == "c10d":
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.numels.append(sum(t.numel() for t in tensors if isinstance(t, Tensor)))
@@ -70,10 +70,10 @@ class CountCollectives(TorchDispatchMode):
 
 
 class Watched:
-    """What happened in every call of an optimizer's `step()`."""
+    """Record every call of an optimizer's `step()`."""
 
     def __init__(self, mars: mars_hf.Mars, flags: set[str]) -> None:
-        """Replace `mars.step` by one that takes notes."""
+        """Replace `mars.step` by one that records."""
         self.calls: list[dict[str, Any]] = []
         self.metrics: list[dict[str, float]] = []
         self._mars = mars
@@ -83,14 +83,14 @@ class Watched:
         step, all_reduce = mars.step, dist.all_reduce
 
         def forgetful(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            # What follows the row of norms, the first step's check that all pieces are accounted for, is let through.
+            # Rows after the norms pass: they are the first step's check that all pieces are accounted for.
             norms = tensor[0].clone()
             all_reduce(tensor, *args, **kwargs)
             tensor[0] = norms
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer meanwhile.
+            # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer.
             mars_rule = any(takes_mars(group) and group["params"] for group in mars.param_groups)
             damage = mock.patch.object(dist, "all_reduce", forgetful)
             orthogonalized: list[int] = []
@@ -126,7 +126,7 @@ def set_lr(mars: mars_hf.Mars, step: int) -> None:
 
 
 def corrected_norms(mars: mars_hf.Mars, names: dict[Tensor, str]) -> dict[str, float]:
-    """Norm of c_t of every parameter under the MARS rule, from whole gradients and the state before the step."""
+    """Return the norm of c_t of every MARS parameter, from whole gradients and the state before the step."""
     norms = {}
     for group in mars.param_groups:
         k = group["gamma"] * group["betas"][0] / (1 - group["betas"][0])
@@ -138,7 +138,7 @@ def corrected_norms(mars: mars_hf.Mars, names: dict[Tensor, str]) -> dict[str, f
 
 
 def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
-    """Weights and states of an optimizer that steps on the model's own (possibly sharded) parameters."""
+    """Return weights and states of an optimizer that steps the model's own (possibly sharded) parameters."""
     results = {}
     for name, param in model.named_parameters():
         results[f"weight.{name}"] = param
@@ -153,7 +153,7 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
 
 
 def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
-    """The loop anybody would write. `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
+    """Run a plain loop. `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_model(case)
     wrapped: Any = model
@@ -172,7 +172,7 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
         set_lr(mars, step)
         for micro in range(ACCUMULATION):
             ids = tokens.micro_batch(step, micro, rank, world)
-            # A static graph has to see every backward pass (torch asserts otherwise).
+            # A static graph must see every backward pass (otherwise torch asserts).
             unsynced = engine in ("ddp", "ddp_bucket_view") and micro < ACCUMULATION - 1
             with wrapped.no_sync() if unsynced else contextlib.nullcontext():
                 (wrapped(ids, ids, uses_branch(case, step))["loss"] / ACCUMULATION).backward()
@@ -195,7 +195,7 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
 
 
 def shard(model: TinyGPT2, mesh_shape: tuple[int, ...], **settings: Any) -> None:
-    """FSDP2 on CPUs; with two dimensions the first one holds replicas."""
+    """Set up FSDP2 on CPUs; with two dimensions, the first holds replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -262,7 +262,7 @@ def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], flags: set[s
 
 
 def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Results:
-    """fp32 weights and states, put together from all ranks: by DeepSpeed what it can."""
+    """Return fp32 weights and states from all ranks, collected by DeepSpeed where it can."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -287,7 +287,7 @@ def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Resu
 
 
 def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
-    """States put together from the pieces that mars_hf takes them for, rank after rank.
+    """Return states assembled from the pieces that mars_hf locates, rank by rank.
 
     DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
     """
@@ -335,7 +335,7 @@ def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **s
 
 
 def train_way_in(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
-    """`<way>_<backend>`: the ways a script can hand MARS over, each under ZeRO-2, DDP or FSDP2."""
+    """Run `<way>_<engine>`: each way to pass MARS from a script, under ZeRO-2, DDP or FSDP2."""
     way, backend = engine.rsplit("_", 1)
     zero = None
     if backend == "zero2":
@@ -369,7 +369,7 @@ def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict
 
 
 def train_accelerate(backend: str, model: nn.Module, case: Case, zero: dict[str, Any] | None) -> Results:
-    """accelerate without Trainer."""
+    """Run accelerate without Trainer."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     if zero is not None:
@@ -399,14 +399,14 @@ def train_accelerate(backend: str, model: nn.Module, case: Case, zero: dict[str,
 
 
 def check_backend(backend: str, wrapped: Any) -> None:
-    """Raise unless the model is wrapped as asked for: accelerate falls back to DDP without a word."""
+    """Raise unless the model is wrapped as requested: accelerate falls back to DDP silently."""
     wanted = {"zero2": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDPTinyGPT2"}[backend]
     if type(wrapped).__name__ != wanted:
         raise RuntimeError(f"the model is wrapped in {type(wrapped).__name__}, not {wanted}")
 
 
 def use_fsdp2_on_cpu(accelerator: Any) -> None:
-    """What accelerate does with an FSDP config on an accelerator; on CPUs it would fall back to DDP."""
+    """Do what accelerate does with an FSDP config on accelerators; on CPUs it would fall back to DDP."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
@@ -420,7 +420,7 @@ def use_fsdp2_on_cpu(accelerator: Any) -> None:
 
 @contextlib.contextmanager
 def fresh_accelerate() -> Iterator[None]:
-    """accelerate's and transformers' process-wide state as in a new process, and back."""
+    """Reset accelerate's and transformers' process-wide state, and restore it afterwards."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -447,7 +447,7 @@ def function_of(engine: str) -> Callable[..., Results]:
 
 
 def run(spec: str, file: Path) -> None:
-    """One run."""
+    """Do one run."""
     engine, case, *flags = spec.split("/")
     if "hang" in flags and dist.get_rank() == 1:
         time.sleep(3600)

@@ -1,4 +1,4 @@
-"""What all scripts that torchrun starts here do: many runs in one launch, and no run that hangs."""
+"""Shared code of the scripts that torchrun starts: many runs in one launch, and a time limit for each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LIMIT = 100  # seconds that one run may take
 
 
 def main(run: Callable[[str, Path], None]) -> None:
-    """`SCRIPT OUTPUT SPEC ...`: `run(spec, OUTPUT/<spec>)` for all of them.
+    """Serve `SCRIPT OUTPUT SPEC ...`: call `run(spec, OUTPUT/<spec>)` for each spec.
 
-    The first that fails leaves OUTPUT/<spec>.error<rank> and ends the launch.
+    The first failure writes OUTPUT/<spec>.error<rank> and ends the launch.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
@@ -51,9 +51,9 @@ def main(run: Callable[[str, Path], None]) -> None:
 
 @contextlib.contextmanager
 def at_most(seconds: float, error: Path) -> Iterator[None]:
-    """End the process after `seconds`; what every thread was doing is written to `error`.
+    """End the process after `seconds`, with every thread's traceback written to `error`.
 
-    Not every process group takes over the first one's timeout, and a wait within one cannot be interrupted otherwise.
+    Some process groups ignore the first one's timeout, and nothing else interrupts a wait within one.
     """
 
     def end() -> None:
@@ -73,7 +73,7 @@ def at_most(seconds: float, error: Path) -> Iterator[None]:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed on CPUs, without the shared-memory op that it would compile first; any other is an error."""
+    """Set up DeepSpeed on CPUs without the shared-memory op that it would compile; any other op is an error."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.ops.op_builder.builder import OpBuilder

@@ -1,4 +1,4 @@
-"""What every engine trains: one tiny GPT-2, its data and its hyperparameters. No engine is known here."""
+"""The workload of every engine: one tiny GPT-2, its data and its hyperparameters. Independent of engines."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _LR = {"mars-adamw": 3e-3, "mars-lion": 1e-3, "mars-shampoo": 3e-3, "mars-m": 3e
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of the optimizer and what is special about the model's gradients."""
+    """One setting of the optimizer, with peculiarities of the model's gradients."""
 
     mars_type: str = "mars-adamw"
     optimize_1d: bool = False
     frozen: bool = False  # position embeddings do not train
-    skipping: bool = False  # the branch has no gradient in every other step
+    skipping: bool = False  # the branch lacks a gradient in every other step
     clip_threshold: float | None = CLIP_THRESHOLD
-    folded: bool = False  # the step clips by the global norm itself, and takes the gradients it can
+    folded: bool = False  # the step clips by the global norm itself and takes gradients where possible
     ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
-    kernels: bool = False  # those for the device, which a model of this size does not get by default
+    kernels: bool = False  # the device's kernels, which a model of this size does not use by default
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What `mars_hf.create` takes; eps and all, so that nothing depends on defaults.
+        """Return all arguments of `mars_hf.create`, so that nothing depends on defaults.
 
         eps is 1e-6 because the key biases have no gradient but rounding noise (softmax does not see them), which a
         smaller eps would turn into steps: other noise, other steps.
@@ -90,14 +90,14 @@ class TinyGPT2(GPT2LMHeadModel):
     """
 
     def __init__(self, config: GPT2Config) -> None:
-        """Blocks of GPT-2 at `config`, and the branch."""
+        """Build the blocks of GPT-2 from `config`, and the branch."""
         super().__init__(config)
         self.narrow = nn.Linear(config.n_embd, 2)
         self.wide = nn.Linear(2, config.n_embd)
         self.post_init()
 
     def forward(self, input_ids: Tensor, labels: Tensor, use_branch: bool = True) -> dict[str, Tensor]:
-        """The loss; without `use_branch` the branch gets no gradient."""
+        """Return the loss; without `use_branch` the branch gets no gradient."""
         hidden = self.transformer(input_ids).last_hidden_state
         if use_branch:
             hidden = hidden + self.wide(torch.tanh(self.narrow(hidden)))
@@ -106,7 +106,7 @@ class TinyGPT2(GPT2LMHeadModel):
 
 
 def build_model(case: Case) -> TinyGPT2:
-    """The same weights at every call."""
+    """Build the model, with the same weights at every call."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=18,
@@ -127,33 +127,33 @@ def build_model(case: Case) -> TinyGPT2:
 
 
 class Tokens(Dataset):
-    """All sequences of a run, in the order they are trained on."""
+    """All sequences of a run, in training order."""
 
     def __init__(self) -> None:
-        """Random tokens, half of them repeated so that there is something to learn."""
+        """Draw random tokens, half of them repeated, so that there is something to learn."""
         generator = torch.Generator().manual_seed(7)
         half = torch.randint(0, VOCAB, (STEPS * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
         self.ids = torch.cat([half, half], dim=1)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sequence as Trainer takes it."""
+        """Return one sequence in Trainer's format."""
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
     def micro_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        """The share of a rank in one micro-batch."""
+        """Return a rank's share of one micro-batch."""
         start = (step * ACCUMULATION + micro) * MICRO_BATCH
         return self.ids[start : start + MICRO_BATCH].chunk(world)[rank]
 
 
 def uses_branch(case: Case, step: int) -> bool:
-    """Whether the branch takes part in a step; it does in the first, where engines look for unused parameters."""
+    """Return whether the branch takes part in a step; it does in the first, where engines detect unused parameters."""
     return not case.skipping or step % 2 == 0
 
 
 def lr_factor(step: int) -> float:
-    """Cosine from 1 to 0 over the run, as Trainer's."""
+    """Return a cosine schedule from 1 to 0 over the run, as Trainer's."""
     return 0.5 * (1 + math.cos(math.pi * step / STEPS))

@@ -21,11 +21,11 @@ class Block(NamedTuple):
     line: int  # of its first line of code
     language: str
     text: str
-    directive: str  # the HTML comment on the line before it: what the text below a Python example is
+    directive: str  # the HTML comment on the line before it: says what the text below a Python example is
 
 
 def blocks(page: str) -> list[Block]:
-    """Fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page, in order."""
     content = PAGES[page].read_text(encoding="utf-8")
     found = []
     for match in _FENCE.finditer(content):
@@ -36,7 +36,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(page: str) -> Iterator[str]:
-    """Shell commands of a page, without comments, each on one line."""
+    """Return the shell commands of a page, without comments, each on one line."""
     for block in blocks(page):
         if block.language == "bash":
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -46,7 +46,7 @@ def commands(page: str) -> Iterator[str]:
 
 
 def entry_points() -> list[str]:
-    """Code in the right column of README's table of entry points."""
+    """Return the code in the right column of README's table of entry points."""
     content = PAGES["README.md"].read_text(encoding="utf-8")
     table = content[content.index("| you have | you write |") :].split("\n\n")[0]
     rows = _ROW.findall(table)[2:]

@@ -1,4 +1,4 @@
-"""What examples may use without making it: a tiny model, data and arguments."""
+"""Names that examples may use: a tiny model, data and arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import mars_hf
 
-# A script as people have it, which knows nothing of MARS.
+# An ordinary script, without MARS.
 SCRIPT = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
@@ -32,7 +32,7 @@ print("TRAINED WITH", type(optimizer).__name__, optimizer.param_groups[0]["mars_
 
 
 class _Blocks(Dataset):
-    """Random blocks of tokens."""
+    """Return random blocks of tokens."""
 
     def __init__(self) -> None:
         self._ids = torch.randint(0, 64, (16, 12), generator=torch.Generator().manual_seed(7))
@@ -52,7 +52,7 @@ def tiny_gpt2() -> GPT2LMHeadModel:
 
 
 def names(folder: Path) -> dict[str, Any]:
-    """Return the namespace in which the examples of a page begin."""
+    """Return the initial namespace for a page's examples."""
     args = TrainingArguments(
         str(folder / "out"),
         max_steps=2,
@@ -76,7 +76,7 @@ def names(folder: Path) -> dict[str, Any]:
 
 
 def save_zero_checkpoint(folder: Path) -> None:
-    """Write what DeepSpeed ZeRO-2 leaves of `tiny_gpt2` and its Mars on one rank, after one step."""
+    """Write the checkpoint of DeepSpeed ZeRO-2 for `tiny_gpt2` and its Mars on one rank, after one step."""
     model = tiny_gpt2()
     mars = mars_hf.create(model, lr=6e-3)
     for param in model.parameters():

@@ -23,7 +23,7 @@ RULED_OUT = [
 
 
 def prose(page: str) -> str:
-    """A page without fenced blocks and code, its lines joined."""
+    """Return a page without fenced blocks and code, its lines joined."""
     text = PROSE[page].read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "`", text))
@@ -37,6 +37,6 @@ def test_prose(page):
 
 @pytest.mark.parametrize("page", PROSE)
 def test_lines_fit_the_screen(page):
-    """All but rows of tables, which cannot be broken."""
+    """Lines fit, except rows of tables, which cannot wrap."""
     lines = PROSE[page].read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]

@@ -1,4 +1,4 @@
-"""Every Python example of README and docs runs, page by page, in one namespace a page."""
+"""Every Python example of README and docs runs, in one namespace per page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ZERO = Path("out/checkpoint-500/global_step500")
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to run in, and a fresh state of accelerate afterwards."""
+    """Run in a temporary folder, and reset accelerate's state afterwards."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """Messages of mars_hf, which transformers' loggers do not pass on to pytest."""
+    """Collect messages of mars_hf, which transformers' loggers do not pass on to pytest."""
     messages: list[str] = []
 
     class Keeper(logging.Handler):
@@ -53,7 +53,7 @@ def prepare(page: str) -> None:
 
 
 def run(page: str, names: dict[str, Any], logged: list[str]) -> int:
-    """Execute the examples of a page and compare what it says they print and log; return how many there were."""
+    """Execute a page's examples, compare their output and logs with the page, and return their number."""
     count, printed = 0, ""
     for block in blocks(page):
         if block.language == "python":
@@ -80,7 +80,7 @@ def test_examples_run(page, place, logged):
 
 
 def test_entry_points_of_readme(place):
-    """What the table tells to write: each makes a Mars where it says."""
+    """The table's code builds a Mars where the table says."""
     names = {**prelude.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
     names["optimizer"] = mars_hf.create(names["model"], lr=6e-3)
     python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]

@@ -1,6 +1,6 @@
-"""Every shell example of README and docs: run for real with small settings, or parsed, with the reason why not run.
+"""Every shell example of README and docs runs with small settings, or is parsed, with the reason for not running it.
 
-A command in neither table fails the test, and so does a row that no page has any more.
+A command in neither table fails the test, and so does a row that no page uses.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ SCRIPT = [
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """The embedded corpus, tokenized once."""
+    """Return the embedded corpus, tokenized once."""
     return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """A folder to run in that has the repository's folders, and a script of the user's."""
+    """Make a folder to run in, with the repository's folders and a user's script."""
     for name in ("accelerate_configs", "recipes", "benchmarks", "constraints.txt", "setup.cfg"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "train.py").write_text(prelude.SCRIPT)
@@ -62,7 +62,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def process(command: list[str]) -> str:
-    """Run a command in a process of its own; return what it printed."""
+    """Run a command in a process of its own; return its output."""
     program = {"python": [sys.executable], "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
@@ -73,7 +73,7 @@ def process(command: list[str]) -> str:
 
 
 def launched(command: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read a command line of `accelerate launch`: what it asks of accelerate, and the script with its arguments."""
+    """Parse a command line of `accelerate launch` into accelerate's arguments and the script with its own."""
     assert command[:2] == ["accelerate", "launch"]
     read = launch.launch_command_parser().parse_args(command[2:])
     if read.config_file:
@@ -134,7 +134,7 @@ def converts(command: str, tokens: Path) -> None:
 
 
 def is_pip(command: str) -> None:
-    """The constraints and every extra that it names are there."""
+    """Check that the constraints and every named extra exist."""
     words = shlex.split(command)
     assert words[:3] == ["pip", "install", "-c"] and Path(words[3]).is_file() and words[4] == "-e"
     extras = configparser.ConfigParser()
@@ -150,11 +150,11 @@ def recipe_parses(command: str) -> None:
 
 
 class _Parsed(Exception):
-    """The command line was read without a complaint."""
+    """Raised when the command line was parsed without error."""
 
 
 def script_parses(command: str) -> None:
-    """Read the arguments with the script's own parser, and stop there."""
+    """Parse the arguments with the script's own parser, and stop there."""
     name, argv = script_of(shlex.split(command))
     read = argparse.ArgumentParser.parse_known_args
 
@@ -174,7 +174,7 @@ def launch_parses(command: str) -> None:
 
 
 def nothing(command: str) -> None:
-    """There is nothing to parse."""
+    """Parse nothing."""
 
 
 TRAINED = "TRAINED WITH Mars "
@@ -258,7 +258,7 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
 
 
 def shown() -> list[str]:
-    """Every command of README and docs, once; parts joined by && apart."""
+    """Return every command of README and docs once, with parts joined by && separated."""
     found = [command for page in PAGES for command in commands(page)]
     found += [code for code in entry_points() if code.startswith(("python ", "accelerate "))]
     return list(dict.fromkeys(part.strip() for command in found for part in command.split(" && ")))

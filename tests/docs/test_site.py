@@ -1,4 +1,4 @@
-"""The site builds without a warning and without a network, and its figures are those that the script draws."""
+"""The site builds without warnings and network, and its figures are those that the script draws."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_figures_are_drawn_by_the_script(tmp_path):
-    """The same pictures, in name and size; pixels differ with matplotlib's version."""
+    """The pictures have the same names and sizes; pixels differ with matplotlib's version."""
     script = ROOT / "docs" / "figures" / "draw.py"
     subprocess.run([sys.executable, str(script), "--output_dir", str(tmp_path)], check=True, capture_output=True)
     drawn = sorted(path.name for path in tmp_path.glob("*.png"))

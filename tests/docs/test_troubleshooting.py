@@ -1,4 +1,4 @@
-"""The messages that the Troubleshooting page quotes are messages of the code."""
+"""Messages quoted on the Troubleshooting page exist in the code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 import pytest
 from pages import PAGES, ROOT
 
-GAP = "…"  # on the page, and here, for what a message computes
+GAP = "…"  # stands for a computed value, on the page and here
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A string of the code, with a gap for each value in it; None for anything that is no string."""
+    """Return a string of the code with a gap for each value; None for anything but a string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -23,7 +23,7 @@ def text_of(node: ast.AST) -> str | None:
 
 
 def messages() -> list[str]:
-    """Every string of the package."""
+    """Return every string of the package."""
     found = []
     for path in sorted((ROOT / "mars_hf").rglob("*.py")):
         found += [text for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if (text := text_of(node))]
@@ -31,7 +31,7 @@ def messages() -> list[str]:
 
 
 def quoted() -> list[str]:
-    """The first column of the page's tables, where it quotes a message."""
+    """Return the messages quoted in the first column of the page's tables."""
     text = PAGES["troubleshooting.md"].read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:warning )?`([^`]+)`[^|]*\|", text, re.MULTILINE)
     return [row for row in rows if " " in row]
@@ -43,7 +43,7 @@ def known() -> list[str]:
 
 
 def occurs(quote: str, text: str) -> bool:
-    """Whether the words of a quotation stand in a message, in its order, with the message's values in their gaps."""
+    """Return whether a quotation's words occur in a message in order, with the message's values in their gaps."""
     place = 0
     for piece in filter(None, quote.split(GAP)):
         place = text.find(piece, place)

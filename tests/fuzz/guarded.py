@@ -1,4 +1,4 @@
-"""Tensors of any layout in guarded memory: NaN lies around every element, so that a stray read or write shows."""
+"""Tensors with any strides in guarded memory: NaN around every element exposes stray reads and writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MARGIN = 64  # bytes
 
 @dataclass
 class Guarded:
-    """A tensor, and the memory it lies in; None where the tensor owns all of its memory."""
+    """A tensor and its memory; None if the tensor owns all of its memory."""
 
     layout: str
     tensor: Tensor
@@ -33,14 +33,14 @@ class Guarded:
         self._beside = None if self.memory is None else self._mark(torch.frombuffer(self.memory, dtype=torch.uint8))
 
     def check(self, name: str) -> None:
-        """Fail if a byte beside the tensor's elements has changed."""
+        """Fail if a byte outside the tensor's elements has changed."""
         if self.memory is not None:
             changed = (torch.frombuffer(self.memory, dtype=torch.uint8) != _CANARY).logical_and_(self._beside)
             written = changed.sum().item()
             assert not written, f"{name} ({self.layout}): {written} bytes beside the tensor have been written to"
 
     def _mark(self, memory: Tensor) -> Tensor:
-        """Which bytes of memory are none of the tensor's."""
+        """Return a mask of the bytes that do not belong to the tensor."""
         beside = memory == _CANARY
         if self.tensor.numel():
             size = self.tensor.element_size()
@@ -55,8 +55,8 @@ def place(values: Tensor, dtype: torch.dtype, layout: str, random: Random) -> Gu
     """Put values into a tensor of a dtype and a layout.
 
     Args:
-        values: any floating dtype; where elements of the tensor share memory, some of the values get lost.
-        dtype: of the tensor.
+        values: any floating dtype; if elements of the tensor share memory, some values are lost.
+        dtype: dtype of the tensor.
         layout: one of `READABLE`; one that the shape cannot have becomes a similar one.
         random: draws offsets, orders and gaps.
     """
@@ -77,7 +77,7 @@ def place(values: Tensor, dtype: torch.dtype, layout: str, random: Random) -> Gu
     start = _MARGIN + offset * size + (random.randrange(1, size) if layout == "misaligned" else 0)
     memory = bytearray([_CANARY]) * (start + max(reach, 1) * size + _MARGIN)
     of = COMPLEX[dtype] if layout == "real part" else dtype
-    # An offset of torch's own where there can be one, so that storage_offset() is not 0.
+    # Use torch's own offset where possible, so that storage_offset() is not 0.
     skipped = 0 if layout == "misaligned" else offset
     flat = torch.frombuffer(memory, dtype=of, offset=start - skipped * size, count=max(reach, 1) + skipped)
     tensor = flat.as_strided(shape, strides, skipped)
@@ -93,7 +93,7 @@ def place(values: Tensor, dtype: torch.dtype, layout: str, random: Random) -> Gu
 def _strides(shape: Sequence[int], layout: str, random: Random) -> tuple[int, ...]:
     dims = len(shape)
     order = list(range(dims))  # from the outermost dimension to the innermost
-    steps = [1] * dims  # of each dimension in elements of what lies within it
+    steps = [1] * dims  # stride of each dimension, in units of the next inner one's extent
     if layout == "transposed":
         order = [*order[:-2], *reversed(order[-2:])]
     elif layout == "channels last" and dims >= 3:

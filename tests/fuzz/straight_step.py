@@ -1,7 +1,7 @@
-"""What one step of Mars must leave behind, in float64 straight lines, with a bound for the rounding of every element.
+"""The expected result of one step of Mars, in straight-line float64, with a rounding bound for every element.
 
-Nothing here is shared with mars_hf but the documented names of settings and states. A `Mirror` holds an optimizer's
-groups, parameters and states in float64; `expect` says what they become.
+Only the documented names of settings and states are shared with mars_hf. A `Mirror` holds an optimizer's
+groups, parameters and states in float64; `expect` computes what they become.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 @dataclass
 class Bound:
-    """Values, and how far arithmetic in float32 or float64 may be from them before the result is rounded."""
+    """Values, and the allowed error of float32 or float64 arithmetic before the result is rounded."""
 
     value: Tensor
     slack: Tensor
@@ -47,25 +47,25 @@ class Bound:
 
 @dataclass
 class Entry:
-    """A parameter and its state, in float64, and the dtypes these have. last_grad includes last_grad_scale."""
+    """A parameter and its state in float64, with their real dtypes. last_grad includes last_grad_scale."""
 
     x: Tensor
     dtype: torch.dtype
     kept: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    before: tuple[float, Tensor] | None = None  # gamma and gradient of the step before, of the form without last_grad
+    before: tuple[float, Tensor] | None = None  # previous gamma and gradient, without last_grad
 
 
 @dataclass
 class Mirror:
-    """An optimizer as its groups and states show it."""
+    """Copy of an optimizer's groups and states."""
 
     groups: list[dict[str, Any]]
     entries: dict[Tensor, Entry]
 
     @classmethod
     def of(cls, optimizer: Any) -> Mirror:
-        """Read groups and states of an optimizer."""
+        """Read the groups and states of an optimizer."""
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         entries = {}
         for group in groups:
@@ -81,7 +81,7 @@ class Mirror:
         return cls(groups, entries)
 
     def names(self) -> dict[Tensor, str]:
-        """A name for each parameter, for messages."""
+        """Return a name for each parameter, for messages."""
         return {
             param: f"group {i} parameter {j} {tuple(param.shape)} {str(param.dtype).removeprefix('torch.')}"
             for i, group in enumerate(self.groups)
@@ -89,7 +89,7 @@ class Mirror:
         }
 
     def assert_same(self, other: Mirror, *, groups: bool = True) -> None:
-        """Fail unless another one holds the same, to the bit."""
+        """Fail unless another mirror is bit-identical."""
         names = self.names()
         assert [list(map(id, group["params"])) for group in self.groups] == [
             list(map(id, group["params"])) for group in other.groups
@@ -122,7 +122,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 @dataclass
 class Expected:
-    """What a step leaves: bounds of every parameter's values and states, and the global norm if it is asked for."""
+    """Bounds on every parameter's values and states after a step, and the global norm if it is computed."""
 
     mirror: Mirror
     outcomes: dict[Tensor, dict[str, Bound]]
@@ -130,11 +130,11 @@ class Expected:
     norm_of: int = 0  # elements of the largest gradient in it
 
     def check(self, optimizer: Any, *, bfloat16: float = 0.5) -> None:
-        """Fail if the optimizer holds anything else.
+        """Fail if the optimizer differs.
 
         Args:
-            optimizer: after its step.
-            bfloat16: units in the last place that rounding to bfloat16 may be off by.
+            optimizer: the optimizer after its step.
+            bfloat16: allowed error of rounding to bfloat16, in units in the last place.
         """
         names = self.mirror.names()
         for group in self.mirror.groups:
@@ -186,7 +186,7 @@ class Expected:
 
 
 def expect(mirror: Mirror) -> Expected:
-    """What a step leaves of what a mirror shows, with the gradients that the parameters have now."""
+    """Return the expected result of a step from a mirror, with the parameters' current gradients."""
     moved = [(param, group) for group in mirror.groups for param in group["params"] if param.grad is not None]
     gradients = {param: param.grad.detach().double() for param, _ in moved}
     limit = mirror.groups[0]["max_grad_norm"]
@@ -206,21 +206,21 @@ def expect(mirror: Mirror) -> Expected:
 
 
 def summing(count: int, *, double: bool) -> float:
-    """Relative error of a norm from summing the squares of `count` elements: half of that of the sum.
+    """Return the relative error of a norm from summing `count` squares: half that of the sum.
 
-    Equal squares, as expanded gradients have, round alike, so that errors add up over the whole chain of additions. A
+    Equal squares, as in expanded gradients, round alike, so errors add up over the whole chain of additions. A
     chain of float64 has `count` of them, here and there. One of float32 is a quarter of a row of 4096, and three more.
     """
     return count * 2.0**-53 + (0.0 if double else (min(count, 4096) // 4 + 3) * 2.0**-25)
 
 
 def takes_mars(group: Mapping[str, Any]) -> bool:
-    """Whether a group takes the MARS rule; AdamW otherwise."""
+    """Return whether a group uses the MARS rule; otherwise it uses AdamW."""
     return group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"])
 
 
 def rule_of(group: Mapping[str, Any]) -> str:
-    """`mars-...` or `adamw`."""
+    """Return `mars-...` or `adamw`."""
     if not takes_mars(group):
         return "adamw"
     orthogonal = group["mars_type"] in ("mars-shampoo", "mars-m")
@@ -228,19 +228,19 @@ def rule_of(group: Mapping[str, Any]) -> str:
 
 
 def is_recursive(group: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
-    """Whether the documentation promises that no last gradient is kept."""
+    """Return whether the documentation promises that no last gradient is kept."""
     if not takes_mars(group) or not group["is_approx"] or group["clip_threshold"] is not None:
         return False
     return (rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient") and "last_grad" not in kept
 
 
 def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, scaled: float) -> dict[str, Bound]:
-    """One parameter's step: bounds of its values ("x") and states.
+    """Return bounds on one parameter's values ("x") and states after a step.
 
     Args:
-        entry: before the step.
+        entry: the parameter before the step.
         g: gradient, scaled and signed.
-        group: its settings.
+        group: settings of its group.
         double: whether all arithmetic is in float64, norms included.
         scaled: relative error of the scale, if it comes from the global norm.
     """
@@ -328,7 +328,7 @@ def _compensates(entry: Entry, group: Mapping[str, Any]) -> bool:
 
 
 def _orthogonal(rule: str, m: Tensor, slack: Tensor, beta1: float, eps: float) -> tuple[Tensor, Tensor]:
-    """Directions of mars-shampoo and mars-m, of the (out, in) matrices that a shape stands for by default."""
+    """Return directions of mars-shampoo and mars-m for the default (out, in) matrices of a shape."""
     if not m.numel():
         return m, slack
     stack = m if m.ndim == 3 else m.reshape(1, m.shape[0], -1)

@@ -1,8 +1,8 @@
 """States, groups, hooks and gradients may be edited between steps in any way that torch.optim allows.
 
-A run makes random edits, to an optimizer and to a mirror of it that knows what each edit means. The next step must do
-what the float64 formulas make of the mirror; or raise one documented line and leave everything as it was. Runs are
-numbered: a failure names its own and its last edits, and `run` runs it again.
+A run makes random edits to an optimizer and to a mirror that knows what each edit means. The next step must do
+what the float64 formulas compute from the mirror, or raise one documented line and change nothing. Runs are
+numbered: a failure prints its number and last edits, and `run` repeats it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Subject:
         self.mirror = Mirror.of(self.optimizer)
         self.edits: list[str] = []
         self.refusals: list[tuple[str, Callable[[], None]]] = []  # edits that a step may refuse, and what undoes them
-        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # loaded states, which nobody may change later
+        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []  # loaded states, which must not change later
         self.metrics = False
         self.hooks: list[Any] = []  # to be removed after the next step
         self.in_hooks: list[Callable[[], None]] = []  # what they will have changed, for the mirror
@@ -75,14 +75,14 @@ class Subject:
         return values.abs() if key in MOMENTS[1:] else values
 
     def note(self, param: Tensor, key: str, value: Tensor) -> None:
-        """Let the mirror know a new state."""
+        """Tell the mirror about a new state."""
         entry = self.mirror.entries[param]
         scale = self.optimizer.state[param].get("last_grad_scale") if key == "last_grad" else None
         entry.kept[key] = value.detach().double().clone() * (1.0 if scale is None else scale.double())
         entry.dtypes[key] = value.dtype
 
     def adopt(self) -> None:
-        """Take what the optimizer holds for what is right; of parameters without last gradient, remember the step."""
+        """Accept the optimizer's contents as correct; remember the step of parameters without last gradient."""
         before = {param: entry.before for param, entry in self.mirror.entries.items()}
         self.mirror = Mirror.of(self.optimizer)
         for param, entry in self.mirror.entries.items():
@@ -115,7 +115,7 @@ class Subject:
                             param.grad.requires_grad_()
 
     def supply(self) -> None:
-        """Where stale gradients are needed, supply them."""
+        """Supply stale gradients if needed."""
         if self.optimizer.is_exact:
             self.set_gradients(all_of_them=True)
             self.optimizer.update_previous_grad()
@@ -132,7 +132,7 @@ class Subject:
                         entry.dtypes["last_grad"] = dtype
 
     def step(self, *, bfloat16: float) -> None:
-        """Take a step and hold it to the mirror; where an edit may be refused and is, undo it and step again."""
+        """Take a step and compare with the mirror; if an edit is refused and may be, undo it and step again."""
         self.mirror.assert_same(Mirror.of(self.optimizer))
         self.supply()
         self.set_gradients(all_of_them=bool(self.refusals))  # what is to be refused must be looked at
@@ -176,7 +176,7 @@ class Subject:
 
 
 def expect_gradients(mirror: Mirror, limit: float | None) -> dict[Tensor, Tensor]:
-    """Gradients as the step has taken them, scaled to the global norm."""
+    """Return the gradients of the step, scaled to the global norm."""
     params = [param for group in mirror.groups for param in group["params"] if param.grad is not None]
     gradients = {param: param.grad.detach().double() for param in params}
     if limit is None or not gradients:
@@ -186,7 +186,7 @@ def expect_gradients(mirror: Mirror, limit: float | None) -> dict[Tensor, Tensor
 
 
 def is_documented(error: Exception) -> bool:
-    """Whether it is one line that mars_hf raises itself."""
+    """Return whether an error is one line raised by mars_hf itself."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     own = mars_hf.__path__[0] in last.filename and (last.line or "").startswith("raise")
     return own and "\n" not in str(error)
@@ -211,7 +211,7 @@ def edit(function: Edit) -> Edit:
 
 @edit
 def replace_state(s: Subject) -> None:
-    """By assignment, of another dtype or layout."""
+    """Assign a state with another dtype or strides."""
     param, key = s.draw_state()
     old = s.optimizer.state[param][key]
     dtype = s.random.choice((old.dtype, *DTYPES)) if key != "compensation" else old.dtype
@@ -222,7 +222,7 @@ def replace_state(s: Subject) -> None:
 
 @edit
 def swap_data_of_state(s: Subject) -> None:
-    """The idiom of offloading."""
+    """Replace `.data`, the idiom of offloading."""
     param, key = s.draw_state()
     state = s.optimizer.state[param][key]
     state.data = place(s.draw_value(param, key), state.dtype, s.random.choice(WRITABLE), s.random).tensor
@@ -239,7 +239,7 @@ def set_memory_of_state(s: Subject) -> None:
 
 @edit
 def fill_state(s: Subject) -> None:
-    """Past autograd, which counts no version then."""
+    """Write past autograd, which then counts no version."""
     param, key = s.draw_state()
     state = s.optimizer.state[param][key]
     s.random.choice((lambda data: data.fill_(SIZES[key]), lambda data: data.mul_(7.0), lambda data: data.zero_()))(
@@ -250,7 +250,7 @@ def fill_state(s: Subject) -> None:
 
 @edit
 def state_of_values_that_share_memory(s: Subject) -> None:
-    """Nobody can step that in place: right, or refused."""
+    """Make memory that cannot be stepped in place: the step must be right or refuse."""
     param, key = s.draw_state()
     state = s.optimizer.state[param]
     old = state[key]
@@ -266,7 +266,7 @@ def state_of_values_that_share_memory(s: Subject) -> None:
 
 @edit
 def change_step(s: Subject) -> None:
-    """To 0 or another count, in place, by assignment or as a number."""
+    """Set a step count to 0 or another value: in place, by assignment or as a number."""
     param = s.random.choice(s.stated())
     state, count = s.optimizer.state[param], s.random.choice((0, 0, 3, 1000))
     how = s.random.randrange(3)
@@ -287,7 +287,7 @@ def change_step(s: Subject) -> None:
 
 @edit
 def delete_key(s: Subject) -> None:
-    """States begin anew, but a last gradient cannot."""
+    """Drop states: they restart, but a last gradient cannot."""
     param, key = s.draw_state()
     state, entry, group = s.optimizer.state[param], s.mirror.entries[param], s.group_of(param)
     if key == "last_grad" and not is_recursive(group, set(state) - {"last_grad"}):
@@ -325,7 +325,7 @@ def delete_whole_state(s: Subject) -> None:
 
 @edit
 def replace_state_dicts(s: Subject) -> None:
-    """All of them, by copies."""
+    """Replace all states by copies."""
     if s.random.random() < 0.5:
         s.optimizer.state = collections.defaultdict(dict, {p: dict(own) for p, own in s.optimizer.state.items()})
     else:
@@ -365,7 +365,7 @@ def change_setting(s: Subject) -> None:
 
 @edit
 def change_correction(s: Subject) -> None:
-    """gamma or clip_threshold: without last gradients what is left may not suffice."""
+    """Change gamma or clip_threshold: without last gradients the remaining state may not suffice."""
     key, values = s.random.choice((("gamma", (0.025, 0.5, 0.0)), ("clip_threshold", (1.0, 0.05, 100.0, None))))
     before = [group[key] for group, _ in s.groups()]
     s.set(key, s.random.choice(values))
@@ -409,7 +409,7 @@ def change_metrics(s: Subject) -> None:
 
 @edit
 def edit_parameter(s: Subject) -> None:
-    """Its values, in place or in other memory; then maybe its gradient too."""
+    """Change a parameter's values, in place or in other memory; then maybe its gradient too."""
     param = s.random.choice(s.params)
     values = draw_values(s.random, tuple(param.shape))
     how = s.random.randrange(3)
@@ -426,7 +426,7 @@ def edit_parameter(s: Subject) -> None:
 
 @edit
 def change_dtype_of_parameter(s: Subject) -> None:
-    """As model.to(dtype) does."""
+    """Convert parameters as model.to(dtype) does."""
     param = s.random.choice(s.params)
     param.grad = None
     param.data = param.data.to(s.random.choice(DTYPES))
@@ -437,7 +437,7 @@ def change_dtype_of_parameter(s: Subject) -> None:
 
 @edit
 def replace_parameter(s: Subject) -> None:
-    """By a new one, of the same number of dimensions, in its group."""
+    """Replace a parameter in its group by a new one with as many dimensions."""
     index = s.random.randrange(len(s.params))
     old = s.params[index]
     shape = tuple(old.shape) if s.random.random() < 0.5 else tuple(size + 1 for size in old.shape)
@@ -452,7 +452,7 @@ def replace_parameter(s: Subject) -> None:
 
 @edit
 def add_group(s: Subject) -> None:
-    """New parameters take the global norm of the others."""
+    """Add parameters, which share the others' global norm."""
     if len(s.params) > 8:
         return
     made = [s.new_param(s.random.choice(SHAPES)) for _ in range(s.random.randint(1, 2))]
@@ -466,7 +466,7 @@ def add_group(s: Subject) -> None:
 
 
 def _load(s: Subject, saved: dict[str, Any]) -> None:
-    """Load a state; the mirror takes it over, but for what belongs to the loop that runs now."""
+    """Load a state; the mirror adopts it, except for settings of the current loop."""
     s.saved.append((saved, copy.deepcopy(saved)))
     s.optimizer.load_state_dict(saved)
     numbers = [index for group in saved["param_groups"] for index in group["params"]]
@@ -492,7 +492,7 @@ def load_a_copy(s: Subject) -> None:
 
 @edit
 def load_an_edited_copy(s: Subject) -> None:
-    """With other values, dtypes and layouts, and step counts as numbers."""
+    """Load other values, dtypes and strides, and step counts as numbers."""
     saved = copy.deepcopy(s.optimizer.state_dict())
     for state in saved["state"].values():
         for key, value in state.items():
@@ -506,7 +506,7 @@ def load_an_edited_copy(s: Subject) -> None:
 
 @edit
 def load_hooks(s: Subject) -> None:
-    """What a pre-hook returns is loaded, and what a post-hook writes stays."""
+    """Load with hooks: a pre-hook's return value is loaded, and a post-hook's writes stay."""
     if not s.stated():
         return
     edited = copy.deepcopy(s.optimizer.state_dict())
@@ -542,7 +542,7 @@ def load_hooks(s: Subject) -> None:
 
 @edit
 def step_hook(s: Subject) -> None:
-    """An edit from within step()."""
+    """Make an edit from within step()."""
     param, key = s.draw_state()
     new = place(s.draw_value(param, key), s.optimizer.state[param][key].dtype, "rows", s.random).tensor
 
@@ -555,7 +555,7 @@ def step_hook(s: Subject) -> None:
 
 @edit
 def change_exactness(s: Subject) -> None:
-    """Exact steps take stale gradients; afterwards a first moment may lack the last gradient it goes with."""
+    """Switch to or from exact steps, which use stale gradients; a first moment may then lack its last gradient."""
     if any(group["clip_threshold"] is None for group in s.optimizer.param_groups):
         return  # the form without last gradients keeps another average
     now = s.optimizer.is_exact
@@ -566,7 +566,7 @@ def change_exactness(s: Subject) -> None:
 
 @edit
 def refused_state(s: Subject) -> None:
-    """A state that cannot be stepped is refused, and nothing has changed then."""
+    """A state that cannot be stepped raises, and nothing changes."""
     param, key = s.draw_state()
     state, entry = s.optimizer.state[param], s.mirror.entries[param]
     old = state[key]
@@ -593,7 +593,7 @@ def refused_state(s: Subject) -> None:
 
 @edit
 def refused_load(s: Subject) -> None:
-    """A state of another shape is not loaded: the message has both shapes, and nothing has changed."""
+    """Loading a state of another shape raises with both shapes, and nothing changes."""
     saved = copy.deepcopy(s.optimizer.state_dict())
     index, key = s.random.choice(
         [(index, key) for index, own in saved["state"].items() for key in own if key in SIZES] or [(None, None)]
@@ -612,14 +612,14 @@ def refused_load(s: Subject) -> None:
 
 @edit
 def refused_gradient(s: Subject) -> None:
-    """A gradient that Mars cannot use is refused, and nothing has changed."""
+    """A gradient that Mars cannot use raises, and nothing changes."""
     param = s.random.choice(s.params)
     made = [torch.zeros(param.shape, device="meta", dtype=param.dtype)]
     if param.ndim:
         made.append(torch.ones_like(param).to_sparse())
     try:
         param.grad = s.random.choice(made)
-    except RuntimeError:  # torch does not take it
+    except RuntimeError:  # torch rejects it
         return
     with pytest.raises((RuntimeError, ValueError)) as raised:
         s.optimizer.step()
@@ -638,7 +638,7 @@ NEED_A_STATE = {
 
 
 def run(backend: str, seed: int, edits: int, *, shapes: list[tuple[int, ...]] | None = None) -> None:
-    """Some edits of one optimizer, a step after every one to three of them."""
+    """Make edits to one optimizer, with a step after every one to three of them."""
     random = Random(f"edits {seed}")
     rule = random.choice(list(RULES))
     settings = {**draw_settings(random, rule), **({} if backend == "triton" else BACKENDS[backend])}
@@ -654,7 +654,7 @@ def run(backend: str, seed: int, edits: int, *, shapes: list[tuple[int, ...]] | 
             usable = name not in NEED_A_STATE or any(
                 key in SIZES for param in s.stated() for key in s.optimizer.state[param]
             )
-            # What undoes an edit that is refused must not meet other edits.
+            # Undoing a refused edit must not interfere with other edits.
             if not usable or (s.refusals and now):
                 continue
             now.append(name)
@@ -662,7 +662,7 @@ def run(backend: str, seed: int, edits: int, *, shapes: list[tuple[int, ...]] | 
             with named(f"run({backend!r}, {seed}, {edits}), edits ... {', '.join(s.edits)} ({rule}; {settings})"):
                 EDITS[name](s)
             made += 1
-            if s.hooks:  # what they edit must still be there in the step
+            if s.hooks:  # their targets must still exist in the step
                 break
         s.edits.append("step")
         with named(f"run({backend!r}, {seed}, {edits}), edits ... {', '.join(s.edits)} ({rule}; {settings})"):
@@ -675,7 +675,7 @@ def run(backend: str, seed: int, edits: int, *, shapes: list[tuple[int, ...]] | 
     "backend", [pytest.param(name, marks=needs_compiler if name == "compiled" else ()) for name in BACKENDS]
 )
 def test_1500_edits(backend, part, monkeypatch):
-    if backend == "auto":  # as large parameters are: kernels, but where they do not run
+    if backend == "auto":  # kernels, as for large parameters, if they run
         monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     for seed in range(5 * part, 5 * part + 5):
         run(backend, seed, 15)
@@ -695,7 +695,7 @@ def test_more_edits(backend, part):
 @needs_compiler
 @pytest.mark.parametrize("seed", range(3))
 def test_edits_of_large_parameters(seed):
-    """Of a million elements, where fused=None takes the compiled kernels."""
+    """Parameters have a million elements, where fused=None chooses the compiled kernels."""
     run("auto", 5000 + seed, 25, shapes=[(1000, 1001), (4, 3), (5,), (4097,)])
 
 

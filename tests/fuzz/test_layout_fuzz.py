@@ -1,8 +1,8 @@
-"""Every layout, size and dtype of parameters, gradients and states, in every backend, is stepped right.
+"""Steps are right for every memory order, size and dtype of parameters, gradients and states, in every backend.
 
-A case draws settings, parameters and, at each step, gradients in layouts of their own; between steps states and
-parameters are put into other memory. Every step is held to the float64 formulas, and NaN around every element shows
-strays. Cases are numbered: a failure names its own, which `run_case` runs again.
+A case draws settings, parameters and, at each step, gradients with strides of their own; between steps states and
+parameters move to other memory. Every step is compared with the float64 formulas, and NaN around every element exposes
+stray accesses. Cases are numbered: a failure prints its number, and `run_case` repeats it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TRITON = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def draw_shape(random: Random, sizes: str) -> tuple[int, ...]:
-    """A shape of 0 to 70 elements ("small"), about 4,096 ("edges") or about a million ("million")."""
+    """Return a shape of 0 to 70 elements ("small"), about 4,096 ("edges") or about a million ("million")."""
     if sizes != "small":
         return random.choice(EDGES if sizes == "edges" else MILLION)
     while True:
@@ -70,7 +70,7 @@ def draw_shape(random: Random, sizes: str) -> tuple[int, ...]:
 
 
 def draw_settings(random: Random, rule: str) -> dict[str, Any]:
-    """The settings of a rule, and random ones that go with any."""
+    """Return the settings of a rule, with random ones that suit any rule."""
     settings = {
         "lr": 0.02,
         "weight_decay": random.choice((0.0, 0.1)),
@@ -98,13 +98,13 @@ def draw_values(random: Random, shape: tuple[int, ...], size: float = 1.0) -> Te
 
 
 def draw_gradient(random: Random, param: nn.Parameter, dtype: torch.dtype) -> Guarded:
-    """In any layout, float16 within what squares of it can hold."""
+    """Return a random gradient with any strides; float16 values are small enough for their squares."""
     size = random.choice((0.01, 0.3, 3.0))
     return place(draw_values(random, tuple(param.shape), size), dtype, random.choice(READABLE), random)
 
 
 def move_state(random: Random, optimizer: Mars, param: nn.Parameter) -> list[Guarded]:
-    """Put a state of a parameter, or its values, into other memory of another layout."""
+    """Move a parameter's state, or its values, to other memory with other strides."""
     state = optimizer.state.get(param, {})
     key = random.choice(
         ["", *(key for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad") if key in state)]
@@ -121,7 +121,7 @@ def move_state(random: Random, optimizer: Mars, param: nn.Parameter) -> list[Gua
 
 
 def load_elsewhere(random: Random, optimizer: Mars) -> None:
-    """Load the state as it is, from tensors of any layout."""
+    """Load the current state, from tensors with any strides."""
     saved = optimizer.state_dict()
     states = {
         index: {
@@ -137,7 +137,7 @@ def load_elsewhere(random: Random, optimizer: Mars) -> None:
 
 @contextlib.contextmanager
 def named(case: str) -> Iterator[None]:
-    """Say which case it was that failed."""
+    """Report which case failed."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ def named(case: str) -> Iterator[None]:
 
 
 def run_case(backend: str, rule: str, sizes: str, seed: int) -> None:
-    """A few steps of random parameters, settings, gradients and layouts."""
+    """Take a few steps with random parameters, settings, gradients and strides."""
     random = Random(f"{rule} {sizes} {seed}")  # the same for all backends
     settings = draw_settings(random, rule)
     made = []
@@ -155,7 +155,7 @@ def run_case(backend: str, rule: str, sizes: str, seed: int) -> None:
             shape = draw_shape(random, sizes)  # Newton-Schulz of a very long matrix
         dtype = random.choice(DTYPES)
         made.append(place(draw_values(random, shape), dtype, random.choice(WRITABLE), random))
-    if random.random() < 0.5:  # most batches then have several tensors
+    if random.random() < 0.5:  # most buckets then have several tensors
         made = [place(guarded.tensor.double(), made[0].tensor.dtype, guarded.layout, random) for guarded in made]
     params = [nn.Parameter(guarded.tensor) for guarded in made]
     gradient_dtypes = [param.dtype if random.random() < 0.8 else random.choice(DTYPES) for param in params]
@@ -254,7 +254,7 @@ def test_triton(rule, monkeypatch):
 
 @pytest.mark.slow
 def test_triton_interpreted():
-    """And the edits of test_edit_fuzz.py."""
+    """This file and test_edit_fuzz.py pass in Triton's interpreter."""
     pytest.importorskip("triton", minversion="3.9", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
     files = [str(Path(__file__).with_name(name)) for name in ("test_layout_fuzz.py", "test_edit_fuzz.py")]
     options = ["-q", "-p", "no:cacheprovider", "-k", "test_triton", "-m", "not slow"]
@@ -266,7 +266,7 @@ def test_triton_interpreted():
 
 
 def test_a_stray_write_is_seen():
-    """The guard itself."""
+    """The guard detects stray writes."""
     guarded = place(torch.ones(3, 4, dtype=torch.float64), torch.float32, "every other", Random(0))
     guarded.check("x")
     guarded.tensor.as_strided((12,), (1,), guarded.tensor.storage_offset())[1] = 1.0
@@ -277,7 +277,7 @@ def test_a_stray_write_is_seen():
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "last_grad", "x"])
 @pytest.mark.parametrize("rule", ["adamw", "mars-m"])
 def test_a_wrong_element_is_seen(name, rule):
-    """The bounds themselves: they are far below what any element of a step does."""
+    """The bounds are far below the change of any element in a step."""
     param = nn.Parameter(draw_values(Random(1), (8, 8)).float())
     optimizer = Mars([param], lr=0.02, fused=False, **RULES[rule])
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Both fuzzes with kernels that watch every access: built with the address and undefined behaviour sanitizers."""
+"""Both fuzz tests with kernels built with the address and undefined behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-
 
 
 def runtime(name: str) -> str | None:
-    """Path of a sanitizer's library, None where the compiler has none."""
+    """Return the path of a sanitizer's library, None if the compiler has none."""
     if shutil.which("g++") is None:
         return None
     path = subprocess.run(
@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def run(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with kernels that are sanitized, in a cache of their own."""
+    """Run Python with sanitized kernels, in a cache of their own."""
     environment = {
         **os.environ,
         "CXX": f"g++ {FLAGS}",
@@ -43,7 +43,7 @@ def run(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0:exitcode=77",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=78",
-        "PYTHONMALLOC": "malloc",  # blocks of Python's own are watched too
+        "PYTHONMALLOC": "malloc",  # Python's own blocks are watched too
         "OMP_NUM_THREADS": "2",
     }
     return subprocess.run(
@@ -52,7 +52,7 @@ def run(arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def said(finished: subprocess.CompletedProcess[str]) -> str:
-    """The end of what pytest has printed, and the beginning of a report."""
+    """Return the end of pytest's output and the start of a report."""
     start = max(0, min(finished.stderr.find(sign) for sign in ("ERROR: AddressSanitizer", "runtime error:", "")))
     return finished.stdout[-10_000:] + finished.stderr[start : start + 10_000]
 
@@ -74,7 +74,7 @@ def cache(tmp_path_factory) -> Path:
     ids=lambda chosen: " ".join(chosen),
 )
 def test_nothing_is_reported(chosen, cache):
-    # -s: pytest's capture would swallow a report, which ends the process.
+    # -s: pytest's capture would swallow the report, which ends the process.
     options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     finished = run(["-m", "pytest", *options, str(HERE / chosen[0]), *chosen[1:]], cache)
     text = said(finished)
@@ -104,7 +104,7 @@ print(compiled.sums([tensor], []).tolist())
     [
         ("words[words.index(100)] += 40", "heap-buffer-overflow"),  # a size too large
         ("words[words.index(tensor.data_ptr())] += 2", "misaligned address"),
-        ("", "100.0"),  # a right call, for comparison
+        ("", "100.0"),  # a correct call, for comparison
     ],
 )
 def test_wrong_calls_are_reported(change, report, cache):

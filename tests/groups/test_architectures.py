@@ -1,4 +1,4 @@
-"""What mars-shampoo and mars-m orthogonalize of real models, against a table written by hand from the models' code.
+"""The parameters of real models that mars-shampoo and mars-m orthogonalize, against a hand-written table.
 
 Every parameter of two or more dimensions is in one cell of its model's row, and no pattern is idle: a parameter that
 changes sides fails.
@@ -26,13 +26,13 @@ class Row:
     Attributes:
         name: the model's class.
         config: its config's class.
-        settings: of the config.
-        orthogonalized: weights that activations are multiplied with.
-        embedding: tables that rows are looked up in, and what is tied to them.
-        head: layers that make scores, labels, boxes.
+        settings: settings of the config.
+        orthogonalized: weights that multiply activations.
+        embedding: lookup tables, and parameters tied to them.
+        head: layers that output scores, labels, boxes.
         grouped: convolutions with groups.
         single: weights of a single row or column.
-        other: parameters that are added, scaled with, compared with: tables, tokens, states, scales, biases.
+        other: parameters that are added, scale or are compared: tables, tokens, states, scales, biases.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
     other: str = ""
 
 
-# Layers that many models share.
+# Layers shared by many models.
 BERT = "*.attention.self.{query,key,value}.weight *.attention.output.dense.weight *.layer.*.intermediate.dense.weight \
     *.layer.?.output.dense.weight"
 BERT_TABLES = "*.embeddings.{word,position,token_type}_embeddings.weight"
@@ -213,7 +213,7 @@ TABLE = {
         grouped="*.key_conv_attn_layer.depthwise.weight",
         other="*.key_conv_attn_layer.bias",
     ),
-    "ibert for masked tokens": Row(  # QuantLinear and QuantEmbedding are no Linear and Embedding
+    "ibert for masked tokens": Row(  # QuantLinear and QuantEmbedding are not Linear and Embedding
         "IBertForMaskedLM",
         "IBertConfig",
         ONE,
@@ -423,7 +423,7 @@ TABLE = {
         embedding="model.embed_tokens.weight",
         head="lm_head.weight",
     ),
-    "nllb-moe": Row(  # the classifier in its routers is no head
+    "nllb-moe": Row(  # the classifier in its routers is not a head
         "NllbMoeForConditionalGeneration",
         "NllbMoeConfig",
         {
@@ -866,7 +866,7 @@ TABLE = {
         orthogonalized=f"{CLIP} {{visual,text}}_projection.weight",
         embedding=CLIP_TABLES,
     ),
-    "siglip": Row(  # what it calls head is attention pooling of images, and a projection of texts
+    "siglip": Row(  # its "head" is attention pooling of images and a projection of texts
         "SiglipModel",
         "SiglipConfig",
         ONE_TOWER,
@@ -968,7 +968,7 @@ TABLE = {
 
 
 def alternatives(pattern: str) -> list[str]:
-    """A pattern with braces, as patterns without."""
+    """Expand a pattern with braces."""
     found = re.search(r"\{([^{}]*)\}", pattern)
     if not found:
         return [pattern]
@@ -985,7 +985,7 @@ def build(row: Row) -> nn.Module:
 
 
 def cell_of(reason: str | None) -> str:
-    """The cell that a reason belongs to."""
+    """Return the cell that a reason belongs to."""
     known = {
         None: "orthogonalized",
         "embedding": "embedding",
@@ -999,7 +999,7 @@ def cell_of(reason: str | None) -> str:
 
 
 def check(model: nn.Module, cells: Mapping[str, str]) -> None:
-    """Every parameter of two or more dimensions is in the cell it should be, and every pattern has one."""
+    """Check that every parameter of two or more dimensions is in its cell, and every pattern matches one."""
     reasons = matrix_layouts.left_out(model)
     patterns = {(cell, one) for cell, text in cells.items() for whole in text.split() for one in alternatives(whole)}
     used, wrong = set(), []
@@ -1025,7 +1025,7 @@ def test_weights_are_orthogonalized_and_nothing_else(row):
     check(build(row), {cell: getattr(row, cell) for cell in cells})
 
 
-# What counts as one matrix, and which of its dimensions is the output, where a module's type does not say it
+# What counts as one matrix, and its output dimension, where a module's type does not show it
 
 MATRICES = {
     "xlnet for classification": {"*.rel_attn.?": [(1024, 1024)]},

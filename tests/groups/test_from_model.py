@@ -278,7 +278,7 @@ def test_peft_models():
 
 
 class Odd(nn.Module):
-    """A projection, and what is none, with a reason for each."""
+    """A projection, and parameters that are not one, with a reason for each."""
 
     def __init__(self):
         super().__init__()

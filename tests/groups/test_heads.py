@@ -1,4 +1,4 @@
-"""Heads of models by their names, and modules that only have such names."""
+"""Heads of models by name, and other modules with such names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Model(nn.Module):
-    """A module with given children."""
+    """Return a module with the given children."""
 
     def __init__(self, **children):
         super().__init__()
@@ -145,7 +145,7 @@ def test_layers_beside_the_backbone_with_an_output_for_each_label():
 
 
 def test_a_model_that_knows_its_outputs_has_no_other_heads_of_unknown_names():
-    """A bottleneck of two units is none of labels."""
+    """A bottleneck of two units is not a layer of two labels."""
 
     class WithBottleneck(Model):
         base_model_prefix = "model"

@@ -1,4 +1,4 @@
-"""Which weights are orthogonalized, by what plain modules do with them."""
+"""The weights of plain modules that are orthogonalized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PART = "part of a parametrized weight"
 
 
 def reasons(model: nn.Module, **options) -> dict[str, str | None]:
-    """Why each parameter of two or more dimensions is not orthogonalized; None if it is."""
+    """Return why each parameter of two or more dimensions is not orthogonalized; None if it is."""
     found = matrix_layouts.left_out(model, **options)
     return {
         name: found.get(name) for name, param in model.named_parameters() if len(matrix_layouts.shape_of(param)) > 1
@@ -23,7 +23,7 @@ def reasons(model: nn.Module, **options) -> dict[str, str | None]:
 
 
 class Holds(nn.Module):
-    """A module with parameters of its own."""
+    """Return a module with parameters of its own."""
 
     def __init__(self, **params):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layouts: matrices of tensors, of modules, and of real models, where each part must do what it is taken for."""
+"""Layouts: matrices of tensors, modules and real models, where each part must do what its name says."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def takes_adamw(model, **options) -> set[str]:
 
 
 def of(name: str, config: str, settings: dict) -> nn.Module:
-    """A tiny model, in eval mode."""
+    """Return a tiny model in eval mode."""
     return getattr(transformers, name)(getattr(transformers, config)(**{**settings, **NO_TOKENS})).eval()
 
 
 def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> dict:
-    """What the orthogonalizing rules do to each parameter, by its layout."""
+    """Return the update of the orthogonalizing rules for each parameter, by its layout."""
     found = {}
     for name, layout in matrix_layouts.of_model(model, **options).items():
         matrices = matrix_layouts.split(gradients[name], layout)
@@ -41,7 +41,7 @@ def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> di
 
 
 def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
-    """The parameter-shaped tensor whose matrices these are."""
+    """Return the parameter-shaped tensor with these matrices."""
     joined = torch.empty_like(like, dtype=matrices[0].dtype)
     for view, matrix in zip(matrix_layouts.views(joined, layout), matrices, strict=True):
         view.copy_(matrix.reshape(view.shape))
@@ -163,7 +163,7 @@ def to_linear(module: nn.Module) -> None:
 @pytest.mark.parametrize("split_fused", ["auto", "none"])
 def test_conv1d_and_linear_get_the_same_update(scale, split_fused):
     block = of("GPT2LMHeadModel", "GPT2Config", GPT2).transformer.h[0]
-    # In float64, since the two are not added up in the same order.
+    # In float64: the two sum in different orders.
     gradients = {name: torch.randn_like(p, dtype=torch.float64) for name, p in block.named_parameters()}
     as_conv1d = updates(block, gradients, scale, split_fused=split_fused)
     to_linear(block)
@@ -309,7 +309,7 @@ def test_torch_modules():
             "bilinear": nn.Bilinear(3, 4, 5),
             "parametrized": nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 5)),
             "qkv": nn.Linear(8, 24),
-            "query_key_value": nn.Linear(8, 24),  # of nobody knows what
+            "query_key_value": nn.Linear(8, 24),  # of an unknown module
         }
     )
     found = matrix_layouts.of_model(model)
@@ -334,7 +334,7 @@ def test_stated_parts():
         matrix_layouts.of_model(model, split_fused="thirds")
 
 
-# Each part does what it is taken for: without the keys no query matters, and so on
+# Each part does what its name says: without the keys no query matters, and so on
 
 
 FAMILIES = {

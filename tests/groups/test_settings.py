@@ -1,4 +1,4 @@
-"""One table of settings: the signatures, groups, strings and the recipe follow it."""
+"""Signatures, groups, strings and the recipe follow the one table of settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mars_hf.groups.settings import (
     read,
 )
 
-# Another accepted value of each setting, as a string in `optim_args` would hold it; None: a string cannot.
+# Another accepted value of each setting, as a string of `optim_args`; None if a string cannot hold it.
 OTHERS = {
     **{"lr": "0.5", "betas": None, "eps": "1e-6", "weight_decay": "0.25", "gamma": "0.5", "mars_type": "mars-lion"},
     **{"is_approx": "false", "clip_threshold": "none", "amsgrad": "true", "optimize_1d": "true", "lr_1d": "0.125"},
@@ -78,7 +78,7 @@ def test_strings_are_read(name):
 
 @pytest.mark.parametrize("name", sorted(set(GROUP_KEYS) - {"betas", "layout"}))
 def test_a_change_sorts_the_buckets_again_unless_the_setting_is_live(name):
-    """What a live setting changes is held to the formulas elsewhere; here, that all others are looked at."""
+    """A change of any setting that is not live sorts the buckets again; other tests cover live settings."""
     param = nn.Parameter(torch.ones(3, 3))
     optimizer = Mars([param])
     for _ in range(2):

@@ -51,7 +51,7 @@ def repository_files() -> list[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository: an old egg-info or build folder there cannot mend or spoil what is built."""
+    """Copy the repository, so that old egg-info or build folders cannot affect the build."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     copy = tmp_path_factory.mktemp("source")
@@ -74,7 +74,7 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Distributio
 
 @pytest.fixture(scope="module")
 def python(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment: the wheel first, then the packages of this one, without editable installs."""
+    """Return the Python of a new environment: the wheel first, then this one's packages without editable installs."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     place = {"base": str(folder), "platbase": str(folder)}
@@ -83,7 +83,7 @@ def python(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Pa
     )
     install = [sys.executable, "-m", "pip", "--python", binary, "install", "--quiet", "--no-deps", "--no-index"]
     run([*install, built.wheel], folder)
-    # Only now: pip must not take a mars_hf of this environment for the one to replace. Paths in a .pth file come after
+    # Only now: otherwise pip could replace this environment's mars_hf. Paths in a .pth file come after
     # the environment's own packages, and .pth files behind it, which editable installs use, are not read.
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     site = Path(sysconfig.get_path("purelib", "venv", place))
@@ -119,7 +119,7 @@ def test_the_sdist_has_every_file_of_the_repository(source: Path, built: Distrib
 
 
 def test_installed_package_steps_with_its_own_kernels(python: Path, tmp_path: Path) -> None:
-    """With gamma 0 and no clipping MARS is AdamW, whose steps PyTorch takes."""
+    """With gamma 0 and no clipping MARS equals PyTorch's AdamW."""
     if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         pytest.skip("needs a C++ compiler")
     script = tmp_path / "step.py"

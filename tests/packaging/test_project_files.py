@@ -1,4 +1,4 @@
-"""Workflows, templates and pins: they parse, and what they name exists."""
+"""Workflows, templates and pins parse, and the files they name exist."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pretraining import arguments, optimizers
 
 import mars_hf
 
-# Keys that only a GPU accepts.
+# Settings that need a GPU.
 ON_CPU = ["--bf16", "false", "--tf32", "false", "--use_cpu", "true"]
 PAPER = {  # PAPER.md 3.2: layers, heads, width, micro-batch, accumulation; lr and lr_1d of MARS; lr of AdamW; min_lr
     "gpt2-small": (12, 12, 768, 15, 4, 6e-3, 3e-3, 6e-4, 3e-5),
@@ -66,7 +66,7 @@ def test_paper_configs_hold_the_published_settings(tmp_path, name):
     assert (training.learning_rate, run.optimizer.lr_1d) == (lr, lr_1d)
     assert (training.weight_decay, run.optimizer.weight_decay_1d) == (1e-2, 0.1)
     assert training.lr_scheduler_kwargs == {"min_lr": min_lr}
-    # Trainer averages over accumulation where the official trainer sums: thresholds and eps shrink with it.
+    # Trainer averages over accumulation steps, the official trainer sums: thresholds and eps shrink by their number.
     assert training.max_grad_norm == pytest.approx(1 / accumulation, rel=1e-4)
     assert run.optimizer.clip_threshold == pytest.approx(1 / accumulation, rel=1e-4)
     assert run.optimizer.eps == pytest.approx(1e-8 / accumulation, rel=1e-3)
@@ -99,7 +99,7 @@ def test_paper_configs_of_mars_m_have_one_rate_and_one_decay(tmp_path, name):
 
 
 def _groups(run):
-    """Those that a small model gets with the run's settings, one a set of settings other than the layout."""
+    """Return a small model's groups under the run's settings, one per set of settings other than the layout."""
     make, settings = optimizers.for_trainer(run.optimizer, run.training)
     groups = make()(gpt2(), **settings).param_groups
     return list({(group["role"], group["lr"], group["weight_decay"]): group for group in groups}.values())

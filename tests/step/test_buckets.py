@@ -1,4 +1,4 @@
-"""Tensors are sorted once, and sorted anew as soon as anything looks different; nothing of a step is held after it."""
+"""Tensors are sorted once, and again once anything looks different; a step holds nothing after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = ((4, 3), (5, 2), (6,))
 
 @pytest.fixture
 def gathered(monkeypatch) -> list[int]:
-    """One entry for every time that tensors are sorted."""
+    """Return a list with one entry per sort of the tensors."""
     calls: list[int] = []
     sort = optimizer.plan_buckets
 
@@ -106,7 +106,7 @@ CHANGES = [
     *(replaced_parameter, replaced_last_gradient),
 ]
 
-# A loaded state begins anew. The others are tensors that look the same: they are taken as they are.
+# A loaded state restarts. The others look the same and are used as they are.
 LOOKS_DIFFERENT = [
     frozen_state,
     missing,
@@ -195,7 +195,7 @@ def test_no_gradient_is_held(settings):
 
 @needs_compiler
 def test_a_replaced_state_is_what_steps():
-    """The second moment, alone, after a step that was planned."""
+    """The second moment is replaced after steps that the order was kept for."""
     results = []
     for fused in (True, False):
         params, mars = make(fused=fused)
@@ -211,7 +211,7 @@ def test_a_replaced_state_is_what_steps():
 
 
 def strided(values: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in other memory."""
+    """Return the same values in other memory."""
     if how == "sliced":
         wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), torch.nan)
         wide[..., ::2] = values
@@ -252,7 +252,7 @@ def test_gradients_of_any_layout(how, settings):
     "settings", [{}, pytest.param({"fused": True}, marks=needs_compiler), {"foreach": True}], ids=str
 )
 def test_parameters_and_states_with_gaps(settings):
-    """A vector `b[::2]`, a matrix `m[:, ::2]` and a replaced moment: nothing is written between their elements."""
+    """For a vector `b[::2]`, a matrix `m[:, ::2]` and a replaced moment, nothing is written between elements."""
     memory = [torch.linspace(-1, 1, 12), torch.linspace(-1, 1, 24).view(3, 8)]
     views = [memory[0][::2].requires_grad_(), memory[1][:, ::2].requires_grad_()]
     plain = [nn.Parameter(view.detach().clone()) for view in views]
@@ -275,7 +275,7 @@ def test_parameters_and_states_with_gaps(settings):
 @pytest.mark.parametrize("stepped", [[0], [0, 1]])
 @pytest.mark.parametrize("mars_type", ["mars-lion", "mars-m"])
 def test_a_changed_gamma_is_refused_for_every_parameter_of_a_group(stepped, mars_type):
-    """Where no last gradient is kept; also for one that has not stepped before, which then has no state."""
+    """The rules keep no last gradient; a changed gamma raises also for a parameter without state."""
     params = [nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
     mars = Mars(params, mars_type=mars_type, clip_threshold=None, gamma=0.5)
     for index in stepped:

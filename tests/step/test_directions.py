@@ -1,4 +1,4 @@
-"""mars-shampoo and mars-m in the optimizer: whichever way a matrix is stored, grouped or computed, one update."""
+"""mars-shampoo and mars-m in the optimizer: one update, however a matrix is stored, grouped or computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(*shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 
 def run(params, optimizer: Mars, steps: range = range(4), scale: float = 1.0) -> list[torch.Tensor]:
-    """Steps with random gradients, small enough to be clipped at some and not at others."""
+    """Take steps with random gradients, clipped at some steps and not at others."""
     for step in steps:
         for index, param in enumerate(params):
             gradient = random(param.shape, 100 * step + index + 7, torch.float64) * scale * (0.02 + 0.1 * (step % 3))
@@ -46,7 +46,7 @@ def run(params, optimizer: Mars, steps: range = range(4), scale: float = 1.0) ->
 
 
 def changes(model: nn.Module, gradients, **settings) -> dict[str, torch.Tensor]:
-    """What three steps do to each parameter of a model."""
+    """Return the change of each parameter of a model over three steps."""
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = mars_hf.create(model, ns_dtype="float32", lr=0.01, **settings)
     for step in range(3):
@@ -148,7 +148,7 @@ def test_chunks_are_of_one_shape_and_bounded():
     fused = {**group, "layout": {"transposed": True, "parts": (4, 4), "batched": False}}
     chunks = directions.Chunks(limit=64)
     a, b, c, d, e = (chunks.of(group, param) for param in make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4)))
-    assert a == c != d  # the third would be more than 64 elements
+    assert a == c != d  # with the third there would be more than 64 elements
     assert b == e == chunks.of(fused, torch.zeros(4, 8)) != a
     big = chunks.of(group, torch.zeros(40, 40))
     assert big != chunks.of(group, torch.zeros(40, 40))
@@ -180,7 +180,7 @@ def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
 
 
 def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
-    """Row by row, in float64: which rows are one matrix is written out, as `MatrixLayout` says it."""
+    """Compute directions in float64, with the rows of each matrix written out by `MatrixLayout`'s definition."""
     found = torch.zeros(m.shape, dtype=torch.float64)
     source, target = m.double(), found
     if layout.transposed:
@@ -228,7 +228,7 @@ def test_any_strides(shape, layout, strides, rule):
     ).values()
     assert found.shape == m.shape
     assert all(stride > 0 for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1)
-    # One number everywhere is of rank 1: what rounding leaves of the other singular values grows by up to 485.
+    # A constant matrix has rank 1: rounding noise in the other singular values grows by up to 485.
     close(found, straight_line(m, layout, scale), 1e-9)
 
 
@@ -291,7 +291,7 @@ def to_linear(module: nn.Module) -> None:
 @every_type
 @pytest.mark.parametrize("split_fused", ["auto", "none"])
 def test_one_function_one_update_however_it_is_stored(mars_type, split_fused):
-    """GPT-2 with Conv1D, whose weights are (in, out), and with nn.Linear."""
+    """Return GPT-2 with Conv1D, whose weights are (in, out), and with nn.Linear."""
     found = []
     for convert in (False, True):
         model = gpt2(n_embd=16).double()
@@ -518,7 +518,7 @@ def test_without_clipping_the_recursion_is_the_plain_form_with_less_state(mars_t
 
 @every_type
 def test_clipping_scaling_and_moving_of_gradients(mars_type):
-    """`max_grad_norm`, `take_grad`, `maximize` and a tensor as learning rate are what they are done by hand."""
+    """`max_grad_norm`, `take_grad`, `maximize` and a tensor lr equal the same done by hand."""
     folded, by_hand = make(*SHAPES, dtype=torch.float64), make(*SHAPES, dtype=torch.float64)
     settings = {"mars_type": mars_type, "weight_decay": 0.1, "lr_1d": 0.005}
     one = Mars(
@@ -540,7 +540,7 @@ def test_clipping_scaling_and_moving_of_gradients(mars_type):
 @every_type
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_small_steps_add_up_in_bfloat16(mars_type, fused):
-    """From 100 by steps of 0.05 and less, a tenth of what bfloat16 resolves there."""
+    """Steps from 100 are at most 0.05, a tenth of bfloat16's resolution there."""
     ends = {}
     for rounding in ("nearest", "kahan", "stochastic"):
         param = nn.Parameter(torch.full((32, 32), 100.0, dtype=torch.bfloat16))

@@ -22,7 +22,7 @@ def make_params(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[nn.Pa
 
 
 class Problem:
-    """A loss whose gradient depends on the parameters and on the batch; its batches never repeat."""
+    """A loss whose gradient depends on parameters and batch; batches never repeat."""
 
     def __init__(self, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> None:
         self.shapes, self.dtype = shapes, dtype
@@ -40,7 +40,7 @@ def zero(params: list[torch.Tensor]) -> None:
 
 
 def behind(params, optimizer, problem, steps: range) -> None:
-    """The stale gradient at the step itself, with the parameters of the step before."""
+    """Compute the stale gradient at the step itself, at the previous step's parameters."""
     for step in steps:
         if optimizer.has_previous_params:
             with optimizer.previous_params():
@@ -54,7 +54,7 @@ def behind(params, optimizer, problem, steps: range) -> None:
 
 
 def ahead(params, optimizer, problem, steps: range) -> None:
-    """The stale gradient of the next step before this one, as the official trainer: the parameters are still here."""
+    """Compute the next step's stale gradient before this step, as the official trainer does."""
     for step in steps:
         problem.backward(params, step + 1)
         optimizer.update_previous_grad()

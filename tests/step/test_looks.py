@@ -1,4 +1,4 @@
-"""What makes a tensor look different: with torch's guards and without."""
+"""Changes that make a tensor look different, with torch's guards and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept, in which dtype, how many bytes; and that less of it is still MARS."""
+"""States kept, their dtypes and bytes; modes that keep less still match MARS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(params: list[nn.Parameter], optimizer: Mars, steps: int = 30) -> None:
 
 
 def bytes_of(optimizer: Mars, params: list[nn.Parameter]) -> float:
-    """Bytes of state for each element of the matrices."""
+    """Return the bytes of state per element of the matrices."""
     states = [state for param in params[:2] for key, state in optimizer.state[param].items() if key != "step"]
     return sum(tensor.numel() * tensor.element_size() for tensor in states) / ELEMENTS
 
@@ -36,7 +36,7 @@ def bytes_of(optimizer: Mars, params: list[nn.Parameter]) -> float:
 
 
 class Plain:
-    """m_t from the corrected gradients, in float64."""
+    """Return m_t from the corrected gradients, in float64."""
 
     def __init__(self, x, *, gamma, lr, betas, lion, weight_decay=0.1):
         self.x, self.lr, self.betas, self.lion, self.decay = x.double().clone(), lr, betas, lion, weight_decay
@@ -106,7 +106,7 @@ def test_bytes_of_state(settings, expected, fused):
 
 
 def test_a_state_with_a_last_gradient_goes_on_with_it():
-    """Turning the clip off in the middle changes the form of the state at no point."""
+    """Turning clipping off in mid-run never changes the form of the state."""
     results = []
     for threshold in (None, 1e9):
         params = make_params()
@@ -154,7 +154,7 @@ def test_dtypes_survive_saving(tmp_path):
 
 
 def descend(rounding: str, fused: bool, steps: int = 400) -> float:
-    """From 100 towards 0 with steps of 0.05, a fifth of what bfloat16 resolves there (half a unit is 0.25)."""
+    """Steps from 100 towards 0 are 0.05, a fifth of half a bfloat16 unit there (0.25)."""
     param = nn.Parameter(torch.full((64, 4), 100.0, dtype=torch.bfloat16))
     optimizer = Mars([param], lr=0.05, mars_type="mars-lion", rounding=rounding, fused=fused)
     for _ in range(steps):
@@ -187,7 +187,7 @@ def test_kahan_follows_float32():
 
 
 def test_stochastic_rounding_repeats():
-    """From the step number, so that all ranks that hold a parameter round alike, and a resumed run as well."""
+    """The seed follows from the step number, so replicas and resumed runs round alike."""
     results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -201,7 +201,7 @@ def test_stochastic_rounding_repeats():
 
 
 def largest_allocation(function) -> int:
-    """Bytes of the largest block that PyTorch's allocator hands out meanwhile, compiled code included."""
+    """Return the bytes of the largest block that PyTorch allocates during a call, compiled code included."""
     with torch.profiler.profile(profile_memory=True) as profile:
         function()
     events = profile.profiler.kineto_results.events()

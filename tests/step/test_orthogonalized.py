@@ -1,4 +1,4 @@
-"""What is kept of the matrices from one step to the next; tests/distributed has several ranks."""
+"""What the matrices keep from one step to the next; tests/distributed has several ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def alone(tmp_path_factory):
 
 
 def held_by(keeper: Any) -> list[Tensor]:
-    """Tensors that are reached from an object by way of containers and objects of mars_hf."""
+    """Return tensors reachable from an object through containers and objects of mars_hf."""
     found, seen, left = [], set(), [keeper]
     while left:
         item = left.pop()
@@ -84,7 +84,7 @@ def test_a_step_that_fails_holds_nothing(alone, mars_type, monkeypatch):
 
 
 def test_exchanges_are_bounded(alone, monkeypatch):
-    """Every set of gradients has one of its own; as if there were two ranks, of which the other one has nothing."""
+    """Every set of gradients has its own exchange; simulates two ranks, the other one empty."""
     from mars_hf.step import orthogonalized as matrices
 
     made = []

@@ -1,4 +1,4 @@
-"""`take_grad`: gradients are moved into the state where that is safe, and copied where it is not."""
+"""`take_grad` moves gradients into the state if that is safe, and copies them otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gradient(shape: torch.Size, step: int, dtype: torch.dtype = torch.float32) -
 
 
 def run(take_grad: bool, give, steps: int = 5, dtype: torch.dtype = torch.float32, **settings):
-    """Weights after steps in which `give(param, step)` sets the gradient."""
+    """Return weights after steps in which `give(param, step)` sets the gradient."""
     params = make_params(dtype)
     optimizer = Mars(params, lr=0.01, take_grad=take_grad, fused=False, **settings)
     for step in range(steps):
@@ -60,7 +60,7 @@ def set_to_none_in_turn(param, step):
 
 def view_of_a_buffer(param, step):
     if not hasattr(param, "buffer"):
-        param.buffer = torch.zeros(param.numel() + 3)  # as DDP's buckets, reused at every step
+        param.buffer = torch.zeros(param.numel() + 3)  # like DDP's buckets, reused at every step
     param.buffer[1 : param.numel() + 1] = gradient(param.shape, step).flatten()
     param.grad = param.buffer[1 : param.numel() + 1].view_as(param)
 
@@ -74,7 +74,7 @@ def view_of_all_of_a_buffer(param, step):
 
 def detached_view(param, step):
     view_of_a_buffer(param, step)
-    param.grad = param.grad.detach()  # of which autograd does not say that it is a view
+    param.grad = param.grad.detach()  # a view that autograd does not mark as one
 
 
 def transposed(param, step):

@@ -1,4 +1,4 @@
-"""What a run says at its beginning, and what the model card says at its end."""
+"""The first line of a run, and the model card at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def registered():
 
 @pytest.fixture
 def said(caplog):
-    """The lines at warning level, which is what transformers shows by default."""
+    """Return the lines at warning level, transformers' default."""
     caplog.set_level(logging.WARNING)
 
     def lines() -> list[str]:
@@ -47,7 +47,7 @@ def test_one_line_says_what_trains(tmp_path, said):
 def test_a_given_optimizer_says_that_the_arguments_rate_is_not_used(tmp_path, said):
     model = gpt2()
     optimizer = mars_hf.create(model, lr=6e-3, lr_1d=1e-3, betas=(0.9, 0.98), mars_type="mars-lion")
-    callbacks = [mars_hf.LastGradientCallback()]  # does not say it again
+    callbacks = [mars_hf.LastGradientCallback()]  # does not repeat it
     trainer(arguments(tmp_path, max_steps=1), model, optimizers=(optimizer, None), callbacks=callbacks).train()
     (line,) = said()
     assert "mars-lion (" in line and "10 matrices: lr=0.006, betas=(0.9, 0.98)" in line
@@ -79,7 +79,7 @@ SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_schedule
 
 @pytest.mark.parametrize("way", ["optim", "instance", "MarsTrainer"])
 def test_resuming_with_other_settings_says_which_win(tmp_path, said, way):
-    """The line is held to what really happens: logged rates and the settings of the groups."""
+    """The line matches the facts: logged rates and the groups' settings."""
 
     def make(rate, gamma, **settings):
         if way == "optim":

@@ -19,7 +19,7 @@ METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine"
 
 
 class Tracker(TrainerCallback):
-    """Sees what wandb, tensorboard and the others see: it stands where reporters stand."""
+    """Receive what wandb, tensorboard and other reporters receive."""
 
     rows: ClassVar[list]
 

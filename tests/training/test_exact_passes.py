@@ -1,4 +1,4 @@
-"""Both passes of an exact step see the same batch, and the first one leaves nothing behind but its gradient."""
+"""Both passes of an exact step see the same batch, and the first leaves only its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import TrainerCallback, default_data_collator
 import mars_hf
 
 STEPS = 4
-MICRO = 2  # micro-batches a step
+MICRO = 2  # micro-batches per step
 
 
 def exact_run(folder, kind: type = mars_hf.MarsTrainer, model: Any = None, **settings: Any) -> Any:
@@ -40,7 +40,7 @@ def weights(run) -> list[torch.Tensor]:
 
 
 class Assigning(nn.Module):
-    """Keeps running statistics as many models do: by assignment, in the dict of buffers, in plain attributes."""
+    """Keep running statistics as many models do: by assignment, in the dict of buffers, in plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_buffers_updated_by_assignment_count_every_batch_once(tmp_path):
 
 
 def test_both_passes_start_from_the_same_statistics(tmp_path):
-    """At the same parameters both gradients are equal, though the loss depends on what the buffers hold."""
+    """At the same parameters both gradients are equal, although the loss depends on the buffers."""
     pairs = []
 
     class Compare(TrainerCallback):
@@ -92,7 +92,7 @@ def test_both_passes_start_from_the_same_statistics(tmp_path):
 
 
 class Metered(mars_hf.MarsTrainer):
-    """Counts and logs as trl's SFTTrainer does."""
+    """Count and log as trl's SFTTrainer does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ def test_counters_and_metrics_of_a_trainer_count_every_batch_once(tmp_path):
 
 
 class Spoiling(mars_hf.MarsTrainer):
-    """Uses its inputs up."""
+    """Consume the inputs."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         extra = inputs.pop("extra")
@@ -144,7 +144,7 @@ class Spoiling(mars_hf.MarsTrainer):
 
 
 class Careful(mars_hf.MarsTrainer):
-    """Computes the same loss and leaves its inputs alone."""
+    """Compute the same loss without changing the inputs."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         shifted = (inputs["input_ids"] + inputs["extra"]["shift"][0]) % VOCAB
@@ -164,7 +164,7 @@ def test_inputs_changed_in_place_are_as_collated_in_the_second_pass(tmp_path):
 
 
 class Generating(mars_hf.MarsTrainer):
-    """Makes its inputs in the step, with the model, and keeps them for some steps, as trl's GRPOTrainer does."""
+    """Generate inputs in the step with the model and reuse them for some steps, as trl's GRPOTrainer does."""
 
     generate_every = 2 * MICRO
 
@@ -190,7 +190,7 @@ class Generating(mars_hf.MarsTrainer):
 
 
 def test_a_trainer_that_generates_in_the_step_is_stopped(tmp_path):
-    """At its second generation; until then both passes see what is buffered."""
+    """The second generation raises; until then both passes see the buffered inputs."""
     run = exact_run(tmp_path, Generating)
     message = r"Generating computes the two losses of a step from different inputs \(inputs\['input_ids'\] differs\)"
     with pytest.raises(RuntimeError, match=message + r".*is_approx=True"):
@@ -200,7 +200,7 @@ def test_a_trainer_that_generates_in_the_step_is_stopped(tmp_path):
 
 
 class Sampling(mars_hf.MarsTrainer):
-    """Trains on what the model says: the two passes may sample the same, but need not."""
+    """Train on the model's own samples, which may differ between the two passes."""
 
     def _prepare_inputs(self, inputs):
         ids = self.accelerator.unwrap_model(self.model).generate(inputs["input_ids"][:, :4], max_new_tokens=4)
@@ -216,7 +216,7 @@ def test_a_trainer_that_samples_from_the_model_is_stopped(tmp_path):
 
 
 class Augmenting(mars_hf.MarsTrainer):
-    """Draws its inputs from the generators that the passes share: the same in both."""
+    """Draw inputs from the generators that the passes share: the same in both."""
 
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
@@ -229,7 +229,7 @@ def test_inputs_drawn_from_shared_generators_are_the_same(tmp_path):
 
 
 class Bypassing(mars_hf.MarsTrainer):
-    """Takes its losses from somewhere else than compute_loss."""
+    """Compute losses outside compute_loss."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self._stale_pass.micro_batch():
@@ -239,7 +239,7 @@ class Bypassing(mars_hf.MarsTrainer):
 
 
 class Overriding(mars_hf.MarsTrainer):
-    """Does not call MarsTrainer's training_step, which sets the random state."""
+    """Skip MarsTrainer's training_step, which sets the random state."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -248,7 +248,7 @@ class Overriding(mars_hf.MarsTrainer):
 
 
 class Moody(mars_hf.MarsTrainer):
-    """Computes a loss more in one of the passes."""
+    """Compute an extra loss in one of the passes."""
 
     moods = (True,)
 
@@ -303,7 +303,7 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(tmp_path):
 
 
 class Switching(nn.Module):
-    """Takes one of two matrices, by the sign of a vector that every step moves across zero and back."""
+    """Use one of two matrices, by the sign of a vector that every step moves across zero and back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Vectors(Dataset):
 
 
 def test_passes_may_share_no_matrix(tmp_path):
-    """The stale gradient of a matrix that the stale pass does not reach is zero."""
+    """A matrix that the stale pass does not reach has a stale gradient of zero."""
     torch.manual_seed(0)
     model = Switching()
     before = [way.weight.detach().clone() for way in model.ways]

@@ -1,4 +1,4 @@
-"""`max_grad_norm`: the step clips as clip_grad_norm_ before it would, and MarsTrainer leaves it to the step."""
+"""`max_grad_norm`: the step clips like clip_grad_norm_ before it, and MarsTrainer leaves clipping to the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_params(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
 def set_gradients(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in params:
-        size = (0.01, 1.0, 30.0)[step % 3]  # below the global norm, about it, far above
+        size = (0.01, 1.0, 30.0)[step % 3]  # below the global norm, near it, far above
         param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype) * size
 
 
@@ -63,7 +63,7 @@ def test_it_is_clip_grad_norm_before_the_step(case, path, take_grad):
 
 
 def test_a_saved_state_goes_on(tmp_path):
-    """With the scale that moved gradients are still to be multiplied by."""
+    """The saved state includes the scale that moved gradients still need."""
     settings = {"lr": 0.01, "max_grad_norm": 1.0, "take_grad": True}
     params = make_params()
     optimizer = Mars(params, **settings)
@@ -132,7 +132,7 @@ def test_mars_trainer_logs_and_clips_as_trainer(tmp_path, max_grad_norm):
 
 
 class Watch(TrainerCallback):
-    """Notes what the optimizer is set to in each step, and can raise."""
+    """Record the optimizer's settings in each step, and optionally raise."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.norms: list[set] = []
@@ -158,7 +158,7 @@ def test_mars_trainer_folds(tmp_path):
 @pytest.mark.parametrize("breaks_at", [None, 1])
 @pytest.mark.parametrize("own", [None, 0.5])
 def test_mars_trainer_gives_the_optimizer_back_as_it_was(tmp_path, own, breaks_at):
-    """A second run clips at its own norm, and a loop of one's own finds its gradients."""
+    """A second run clips at its own norm, and a custom loop keeps its gradients."""
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=own)
     run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
@@ -187,7 +187,7 @@ def test_an_exact_optimizer_is_given_back_as_it_was(tmp_path):
 
 
 class Unfreeze(TrainerCallback):
-    """Trains the second block from the third step on; torch's schedulers need a rate for each new group."""
+    """Train the second block from the third step on; torch's schedulers need a rate for each new group."""
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
         if state.global_step == 2:
@@ -222,7 +222,7 @@ def test_layers_unfrozen_in_mid_training_are_clipped_with_the_others(tmp_path):
 
 
 class UnfreezeUnknown(TrainerCallback):
-    """Forgets to tell the optimizer."""
+    """Unfreeze parameters without telling the optimizer."""
 
     def on_step_begin(self, args, state, control, model=None, **_):
         if state.global_step == 2:
@@ -248,7 +248,7 @@ def test_parameters_unknown_to_the_optimizer_are_clipped_with_the_others(tmp_pat
 @pytest.mark.parametrize("own", [0.05, 50.0])
 @pytest.mark.parametrize("form", ["exact", "scaler"])
 def test_the_optimizers_own_norm_counts_where_the_step_cannot_clip(tmp_path, form, own, monkeypatch):
-    """Before TrainingArguments' default, 1.0, which would clip the gradients of this model, too."""
+    """It overrides TrainingArguments' default, 1.0, which would also clip this model's gradients."""
     weights = []
     for by in ("optimizer", "arguments"):
         torch.manual_seed(0)
@@ -280,7 +280,7 @@ def test_contradicting_norms_are_refused(tmp_path):
 
 @pytest.mark.parametrize("saved_by", ["trainer", "user"])
 def test_a_loaded_state_brings_no_settings_of_another_loop(tmp_path, saved_by):
-    """What clips and who owns the gradients is this run's business, not that of the run that saved."""
+    """Clipping and ownership of gradients follow this run, not the run that saved."""
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=0.3 if saved_by == "user" else None)
     mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()

@@ -1,4 +1,4 @@
-"""The guard: what steps is Mars, and it trains the model; without any callback being passed."""
+"""The guard: Mars steps and trains the model, without any callback being passed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lora(model):
 
 
 def given(model, way):
-    """What Trainer is given beside model and arguments."""
+    """Return Trainer's arguments beside model and TrainingArguments."""
     if way == "factory":
         return {"optimizer_cls_and_kwargs": mars_hf.factory()}
     return {"optimizers": (mars_hf.create(model, lr=1e-2), None)}
@@ -37,7 +37,7 @@ def given(model, way):
 
 @MAKERS
 def test_an_optimizer_made_before_lora_stops_the_run(tmp_path, make):
-    """It has base weights only, which LoRA freezes: the run would go through and train nothing."""
+    """The optimizer has base weights only, which LoRA freezes: the run would train nothing without an error."""
     model = gpt2()
     optimizers = (mars_hf.create(model), None)
     run = make(arguments(tmp_path), lora(model), optimizers=optimizers)
@@ -78,7 +78,7 @@ def test_another_copy_of_the_model_stops_the_run(tmp_path, make):
 
 @MAKERS
 def test_frozen_parameters_are_nobodys_business(tmp_path, make):
-    """Frozen before the optimizer was made, or after; and an optimizer may train more than the model."""
+    """Parameters may be frozen before or after the optimizer is built; an optimizer may train more than the model."""
     model = gpt2()
     model.transformer.wpe.requires_grad_(False)
     extra = torch.nn.Linear(2, 2)
@@ -96,7 +96,7 @@ def test_tied_and_wrapped_parameters_are_found():
 
 
 def test_of_an_optimizer_with_flat_tensors_those_it_was_made_of_are_compared():
-    """As DeepSpeed's ZeRO leaves it."""
+    """DeepSpeed ZeRO leaves an optimizer in this form."""
     model, other = gpt2(), gpt2()
     optimizer = mars_hf.create(model)
     origins.remember(optimizer)
@@ -130,7 +130,7 @@ def test_sharded_parameters_are_those_of_the_model(tmp_path):
 
 
 class Swapping:
-    """Puts another optimizer in Mars's place, as DeepSpeed does."""
+    """Put another optimizer in Mars's place, as DeepSpeed does."""
 
     def create_scheduler(self, *args, **kwargs):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -168,7 +168,7 @@ def test_the_innermost_optimizer():
 
 @pytest.mark.parametrize("first", ["mars_hf", "transformers"])
 def test_no_import_order_escapes_it(tmp_path, first):
-    """The callback comes with the import of both, and mars_hf alone imports no transformers."""
+    """Importing both packages installs the callback; mars_hf alone does not import transformers."""
     imports = ["import mars_hf", "from transformers import Trainer, TrainingArguments"]
     script = f"""
         import sys

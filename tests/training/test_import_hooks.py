@@ -1,4 +1,4 @@
-"""Hooks on imports, and what the child processes of `python -m mars_hf run` find."""
+"""Import hooks, and MARS in the child processes of `python -m mars_hf run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mars_hf.training import child_processes, import_hooks
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """A module that nobody has imported."""
+    """Return the name of a module that is not imported yet."""
     name = f"hooked_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text("VALUE = 1\nif VALUE < 0: raise ValueError\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -90,7 +90,7 @@ def test_a_child_without_transformers_pays_nothing():
     ],
 )
 def test_a_child_knows_mars_whatever_it_imports_first(imports, tmp_path):
-    """And from a folder in which mars_hf is not found."""
+    """The child also works from a folder where mars_hf cannot be found."""
     path = str(Path(child_processes.FOLDER).parents[2]) if "mars_hf" in imports else ""
     finished = child(
         f"""
@@ -117,7 +117,7 @@ def test_a_sitecustomize_that_was_there_runs(tmp_path):
 
 
 def test_a_child_that_cannot_import_mars_hf_says_so_and_goes_on(tmp_path):
-    """Another Python, with transformers and without torch."""
+    """Simulate another Python, with transformers and without torch."""
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""factory() and register(): MARS where Trainer makes its own optimizer."""
+"""factory() and register(): Trainer builds MARS as its own optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rates(optimizer) -> list[float]:
 @pytest.mark.parametrize("door", ["factory", "optim"])
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 5e-5}], ids=["untouched", "explicit"])
 def test_the_learning_rate_is_that_of_the_arguments(tmp_path, door, rate):
-    """An explicit 5e-5 cannot be told from an untouched one, and a model that is fine-tuned must not get 3e-3."""
+    """An explicit 5e-5 looks like the default, and fine-tuning must not use 3e-3."""
     by_name = {"optim": "mars_adamw"} if door == "optim" else {}
     made = {"optimizer_cls_and_kwargs": mars_hf.factory()} if door == "factory" else {}
     matrix, vector = made_by(trainer(arguments(tmp_path, **by_name, **rate), **made)).param_groups
@@ -50,7 +50,7 @@ def test_the_learning_rate_is_that_of_the_arguments(tmp_path, door, rate):
 
 @dataclass
 class OtherDefaults(TrainingArguments):
-    """As trl's configs are: a subclass with defaults of its own."""
+    """A subclass with defaults of its own, like trl's configs."""
 
     learning_rate: float = 1e-6
     adam_beta1: float = 0.8
@@ -139,7 +139,7 @@ def test_wrong_settings_are_refused_where_they_are_given():
 
 
 def by_hand(args) -> list[torch.Tensor]:
-    """Weights after the same run with an instance handed to Trainer."""
+    """Return the weights after the same run with an optimizer instance passed to Trainer."""
     model = gpt2()
     optimizer = mars_hf.create(model, lr=1e-2, gamma=0.1, weight_decay=0.1)
     trainer(args, model, optimizers=(optimizer, None)).train()
@@ -229,7 +229,7 @@ def described(optimizer) -> list[tuple]:
 
 
 def decay_groups(run, **settings) -> list[dict]:
-    """As Trainer and those after it write them."""
+    """Arguments come in the form that Trainer and its subclasses use."""
     decayed = set(run.get_decay_parameter_names(run.model))
     named = list(run.model.named_parameters())
     return [
@@ -268,7 +268,7 @@ def test_its_keywords_hold_the_rate_as_those_of_other_optimizers_do(tmp_path):
 
 
 def test_groups_keep_their_own_rates_and_others_weights(tmp_path):
-    """A rate a group, and weights of a loss that the model has not, as sentence-transformers has them."""
+    """Groups have their own rates, and a loss has weights outside the model, as in sentence-transformers."""
     run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
     loss = torch.nn.Linear(4, 3)
     groups = [*decay_groups(run, lr=5e-4), {"params": list(loss.parameters()), "weight_decay": 0.0}]
@@ -283,7 +283,7 @@ def test_groups_keep_their_own_rates_and_others_weights(tmp_path):
 
 
 class CreatesFromGroups(Trainer):
-    """A Trainer that makes its optimizer from groups, as subclasses do."""
+    """A Trainer that builds its optimizer from groups, as some subclasses do."""
 
     def create_optimizer(self, model=None):
         cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
@@ -293,7 +293,7 @@ class CreatesFromGroups(Trainer):
 
 @pytest.mark.parametrize("name", ["mars_adamw", "mars_m"])
 def test_roles_of_groups_are_those_of_the_trainers_model(tmp_path, name):
-    """mars-m must not orthogonalize embeddings because somebody grouped the parameters."""
+    """Grouping the parameters must not make mars-m orthogonalize embeddings."""
     run = trainer(arguments(tmp_path, optim=name, **SETTINGS))
     expected = {(g["role"], repr(g["layout"])): {id(p) for p in g["params"]} for g in made_by(run).param_groups}
     other = CreatesFromGroups(run.model, arguments(tmp_path, optim=name, **SETTINGS))
@@ -404,7 +404,7 @@ def test_optim_args_are_read(text, key, value):
     ],
 )
 def test_optim_args_that_cannot_be_read(tmp_path, text, message):
-    """When arguments are made, not when training begins an hour later."""
+    """Errors appear when arguments are built, not when training starts an hour later."""
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, optim="mars_adamw", optim_args=text)
 

@@ -1,4 +1,4 @@
-"""What a pass that does not count leaves behind: nothing."""
+"""A pass that does not count leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mars_hf.training.snapshots import attributes_kept, buffers_kept, copied, di
 
 
 class Counting(nn.Module):
-    """Every way a module keeps count."""
+    """Count in every way that modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_attributes_are_put_back():
     assert holder.names == {"a"} and holder.counts == {"a": 2}
     assert holder.nested[0] == [1] and not holder.nested[1]["x"][0].any() and not holder.tensor.any()
     assert holder.rebound is other and other.untouched == 2  # other objects are not looked into
-    assert weight.data.all()  # parameters are somebody else's
+    assert weight.data.all()  # parameters are not ours to restore
 
 
 def test_skipped_attributes_are_bound_again_only():

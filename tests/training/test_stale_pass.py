@@ -1,4 +1,4 @@
-"""Exact MARS in MarsTrainer against the algorithm in straight lines."""
+"""Exact MARS in MarsTrainer against the straight-line algorithm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = 2
 
 
 class Rows(Dataset):
-    """22 rows of which each has another number of labels: 11 micro-batches, which 4 does not divide."""
+    """22 rows with different numbers of labels: 11 micro-batches, not a multiple of 4."""
 
     def __init__(self) -> None:
         self.ids = torch.randint(0, 64, (22, 12), generator=torch.Generator().manual_seed(7))
@@ -38,14 +38,14 @@ class Rows(Dataset):
 
 
 class Notes:
-    """Out of MarsTrainer's reach, which puts back what a stale pass does to lists among its attributes."""
+    """Keep records where MarsTrainer cannot restore them, unlike lists among its attributes."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[int, bool, torch.Tensor]] = []
 
 
 class Recording(mars_hf.MarsTrainer):
-    """Notes the random state and the parameters of every forward pass, and can make one overflow."""
+    """Record random state and parameters of every forward pass, and optionally make one overflow."""
 
     def __init__(self, *args: Any, overflow: tuple[tuple[int, bool], ...] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +90,7 @@ def exact_run(folder: Path, model: nn.Module, *, kind: type = Recording, setting
 
 
 class Trajectory(TrainerCallback):
-    """The parameters after every step."""
+    """Return the parameters after every step."""
 
     def __init__(self) -> None:
         self.params: list[dict[str, torch.Tensor]] = []
@@ -100,7 +100,7 @@ class Trajectory(TrainerCallback):
 
 
 def apart(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> float:
-    """Largest difference over the largest weight, of the tensor and step where it is largest."""
+    """Return the largest difference relative to the largest weight, over all tensors and steps."""
     return max(
         ((now[name] - weight).abs().max() / weight.abs().max()).item()
         for now, then in zip(found, expected, strict=True)
@@ -115,7 +115,7 @@ def dropout(p: float) -> dict[str, float]:
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_it_is_the_algorithm_in_straight_lines(tmp_path, accumulation, mars_type):
-    """Over epoch boundaries and incomplete accumulations, with dropout."""
+    """The run crosses epoch boundaries and incomplete accumulations, with dropout."""
     model = gpt2(**dropout(0.1))
     settings = {"mars_type": mars_type} | ({"lr": 2e-4} if mars_type == "mars-lion" else {})
     run = exact_run(tmp_path, model, gradient_accumulation_steps=accumulation, settings=settings)
@@ -134,7 +134,7 @@ def test_it_is_the_algorithm_in_straight_lines(tmp_path, accumulation, mars_type
 
 
 def test_the_approximation_is_something_else(tmp_path):
-    """Or the comparison above would say nothing."""
+    """Otherwise the comparison above would prove nothing."""
     model = gpt2()
     run = exact_run(tmp_path, model, settings={"is_approx": True})
     run.train()
@@ -154,7 +154,7 @@ def test_bf16_autocast(tmp_path):
 
 
 class FirstGradients(TrainerCallback):
-    """Notes both gradients of every step."""
+    """Record both gradients of every step."""
 
     def __init__(self) -> None:
         self.pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
@@ -168,7 +168,7 @@ class FirstGradients(TrainerCallback):
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, max_grad_norm, activation_checkpointing):
-    """The masks of dropout are the same, and so is all that scales a gradient."""
+    """Both passes have the same dropout masks and the same gradient scaling."""
     noted = FirstGradients()
     run = exact_run(
         tmp_path,
@@ -193,7 +193,7 @@ def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, ma
 
 
 class DrawsRandomNumbers(TrainerCallback):
-    """As other callbacks may, between the passes."""
+    """Draw random numbers between the passes, as other callbacks may."""
 
     def on_step_begin(self, *args, **kwargs):
         torch.rand(3)
@@ -218,14 +218,14 @@ def test_callbacks_that_draw_random_numbers_do_not_part_the_masks(tmp_path):
 
 
 def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What accelerate sets up with fp16=True on an accelerator; on CPUs it refuses."""
+    """Set up what accelerate does with fp16=True on an accelerator; on CPUs it refuses."""
     monkeypatch.setattr(run.accelerator.state, "_mixed_precision", "fp16")  # shared by all Trainers of a process
     run.accelerator.native_amp = True
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
 
 def test_fp16_with_a_gradient_scaler(tmp_path, monkeypatch):
-    """A step that overflows in either gradient is as if its batch had not been there."""
+    """A step that overflows in either gradient leaves no trace of its batch."""
     overflow = ((0, False), (4, True), (9, False))
     model = gpt2()
     run = exact_run(tmp_path, model, overflow=overflow, gradient_accumulation_steps=2)
@@ -249,7 +249,7 @@ def test_fp16_with_a_gradient_scaler(tmp_path, monkeypatch):
 
 
 class Snapshots(TrainerCallback):
-    """Parameters and states around every step."""
+    """Record parameters and states around every step."""
 
     def __init__(self) -> None:
         self.taken: list[dict] = []
@@ -283,7 +283,7 @@ def test_a_skipped_step_changes_nothing(tmp_path, stale, monkeypatch):
 
 
 def test_resuming_within_an_epoch(tmp_path):
-    """With dropout and an accumulation that does not divide the epoch: to the bit."""
+    """Resuming is bit-exact with dropout and an accumulation that does not divide the epoch."""
     settings = {"gradient_accumulation_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 5}
     whole = gpt2(**dropout(0.1))
     exact_run(tmp_path, whole, **settings).train()

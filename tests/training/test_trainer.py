@@ -1,4 +1,4 @@
-"""MarsTrainer steps with the optimizer it was given."""
+"""MarsTrainer steps with the given optimizer."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_it_makes_a_scheduler_where_none_is_given(tmp_path):
     run = mars_trainer(arguments(tmp_path, lr_scheduler_type="linear"), model, optimizers=(optimizer, None))
     run.train()
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-    run.train()  # a second call starts a schedule of its own with the same optimizer
+    run.train()  # a second call starts a new schedule with the same optimizer
     assert run.optimizer.optimizer is optimizer
 
 
 def test_it_guards_its_optimizer(tmp_path):
     model = gpt2()
     run = mars_trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None))
-    run._kept_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # as an engine would swap it
+    run._kept_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # swap it as an engine would
     with pytest.raises(RuntimeError, match="SGD, not Mars"):
         run.train()
 
@@ -73,7 +73,7 @@ def test_two_sources_of_optimizers_are_refused(tmp_path, other):
 
 
 class Configured(Trainer):
-    """With an argument of its own, as trl's trainers have."""
+    """A Trainer with an argument of its own, like trl's trainers."""
 
     def __init__(self, model, args, own, train_dataset=None, optimizers=(None, None), callbacks=None):
         self.own = own
@@ -84,7 +84,7 @@ class Configured(Trainer):
 
 
 class PassingOn(Trainer):
-    """With none that it would name."""
+    """A Trainer that names none of its arguments."""
 
     def __init__(self, *args, own, **kwargs):
         self.own = own

@@ -29,7 +29,8 @@ enum Rule { ADAMW, LION, MOMENTUM };
 enum Last { NONE, READ, KEPT };
 enum Sum { GG, GL, LL, CC, SUMS };
 
-// In the order of the columns that cpu.py passes to _numbers.
+// In the order of the columns that cpu.py passes to _numbers. take = 1 - beta1, take_square = 1 - beta2,
+// decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); rate is lr for other rules.
 struct Numbers {
     double scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
     double threshold;  // largest norm of c
@@ -319,6 +320,7 @@ struct Step {
           eps(own.eps), blends(own.blend != 0), square_gradient(how.square_gradient) {}
 };
 
+// x parameter, e average of c, v second moment, peak its maximum; g gradient, c corrected gradient, m first moment.
 template <class T, Rule RULE, Last LAST, bool AMSGRAD>
 void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gradient, T* __restrict e,
                   T* __restrict v, T* __restrict peak, T* __restrict last) {

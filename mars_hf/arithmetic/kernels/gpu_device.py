@@ -289,6 +289,7 @@ def _update_block(
     VECTOR: tl.constexpr,
 ):
     """Apply the rule to one block: each tensor is read and written at most once, all reads before the first write."""
+    # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
     g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
     if RULE != "momentum":
