@@ -77,8 +77,17 @@ _TABLE = (
         scope="1d",
         is_announced=True,
     ),
-    Setting("betas_1d", (0.9, 0.95), values.BETAS, "Their decay rates.", scope="1d", is_announced=True),
-    Setting("weight_decay_1d", 0.0, _NON_NEGATIVE, "Their decoupled decay.", scope="1d", is_announced=True),
+    Setting(
+        "betas_1d",
+        (0.9, 0.95),
+        values.BETAS,
+        "Decay rates of the moments of what takes AdamW.",
+        scope="1d",
+        is_announced=True,
+    ),
+    Setting(
+        "weight_decay_1d", 0.0, _NON_NEGATIVE, "Decoupled decay of what takes AdamW.", scope="1d", is_announced=True
+    ),
     Setting(
         "matrix_ndim",
         ">=2",
@@ -97,24 +106,28 @@ _TABLE = (
         "ns_coefficients",
         "quintic",
         values.COEFFICIENTS,
-        f"Of Newton-Schulz: {' or '.join(SCHEDULES)}.",
+        f"Coefficients of Newton-Schulz: {' or '.join(SCHEDULES)}.",
         in_card=True,
         is_orthogonal=True,
     ),
     # No float16: the entries of a first moment underflow in it.
-    Setting("ns_dtype", None, optional_dtype(*DTYPES[1:]), "Of Newton-Schulz; left out: bfloat16.", is_orthogonal=True),
+    Setting(
+        "ns_dtype", None, optional_dtype(*DTYPES[1:]), "Dtype of Newton-Schulz; left out: bfloat16.", is_orthogonal=True
+    ),
     Setting(
         "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True
     ),
     Setting("max_grad_norm", None, values.THRESHOLD, "Largest global norm of all gradients.", is_live=True),
     Setting("take_grad", False, _FLAG, "Move gradients into the state where that saves a copy."),
-    Setting("last_grad_dtype", None, optional_dtype(*DTYPES), "Of last gradients; left out: that of the other states."),
-    Setting("state_dtype", None, optional_dtype(*DTYPES), "Of the states; left out: float32, or float64."),
+    Setting(
+        "last_grad_dtype", None, optional_dtype(*DTYPES), "Dtype of last gradients; left out: that of the other states."
+    ),
+    Setting("state_dtype", None, optional_dtype(*DTYPES), "Dtype of the states; left out: float32, or float64."),
     Setting(
         "rounding",
         "nearest",
         one_of("nearest", "stochastic", "kahan"),
-        "Of bfloat16 parameters: nearest, stochastic or kahan.",
+        "Rounding of bfloat16 parameters: nearest, stochastic or kahan.",
     ),
     Setting("maximize", False, _FLAG, "Ascend instead of descend."),
     Setting("foreach", None, optional(_FLAG), "True: many tensors per kernel launch; False: one after the other."),

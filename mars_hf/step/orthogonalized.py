@@ -93,9 +93,9 @@ class Matrices:
     continue alone: all raise RuntimeError.
     """
 
-    def __init__(self, layout: Locator) -> None:
+    def __init__(self, locator: Locator) -> None:
         """Start with the locator of the optimizer's parameters."""
-        self._locator = layout
+        self._locator = locator
         # Set by `assign`, by the id of a tensor. Nothing here keeps a tensor alive.
         self._plain: dict[int, _Plain] = {}
         self._teams: dict[int, Team] = {}
