@@ -140,7 +140,7 @@ def test_exact_mars(finished, tokens, tmp_path, capsys):
     metrics = run(tmp_path / "run", tokens, "--is_approx", "false")
     assert metrics["is_approx"] is False
     assert "is_approx=False: two gradients a step" in capsys.readouterr().out
-    assert "| mars-adamw | 0.025 | False |" in (tmp_path / "run" / "README.md").read_text()
+    assert "| 0.025 | mars-adamw | False |" in (tmp_path / "run" / "README.md").read_text()
     assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
     approx = json.loads((finished / "metrics.json").read_text())
     assert approx["is_approx"] is True
