@@ -12,7 +12,7 @@ from mars_hf.step import looks
 @pytest.fixture(params=[True, False], ids=["guards", "python"])
 def guards(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(looks, "_guards", lambda tensors: None)
+        monkeypatch.setattr(looks._compat, "tensor_guards", lambda tensors: None)
     return request.param
 
 
