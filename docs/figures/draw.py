@@ -2,7 +2,7 @@
 """Draw the figures of the documentation.
 
     python docs/figures/draw.py                       # writes docs/images/*.png
-    python docs/figures/draw.py --output_dir /tmp/x   # somewhere else
+    python docs/figures/draw.py --output_dir runs/figures   # somewhere else
 
 Every figure is computed here from the formulas, with fixed seeds; none reads a training run.
 """

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import needs_compiler
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from mars_hf import Mars
-from mars_hf.arithmetic.kernels import cpu_compiler as compiler
 
 
 @contextmanager
@@ -49,16 +49,6 @@ with _importable():
         OptimizerInput,
     )
 
-
-def _has_compiler() -> bool:
-    try:
-        compiler.find()
-    except RuntimeError:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler is on the PATH, and CXX names none")
 
 # PyTorch's tests switch between these implementations.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
