@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import comparison, figures, report
+from pretraining import checkpoints, comparison, figures, report, run_folder
 from pretraining.arguments import OPTIMIZERS
 from pretraining.launch import RunFailed, pretrain
 from tqdm.auto import tqdm
@@ -34,6 +34,7 @@ CONTENDERS |= {
 }
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
+_WAIT = 300.0
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
@@ -54,15 +55,16 @@ class _Wanted(NamedTuple):
     def _is_finished(self) -> bool:
         return (self.folder / "metrics.json").exists()
 
-    @property
-    def _checkpoints(self) -> list[Path]:
-        return list(self.folder.glob("checkpoint-*"))
-
     def refuse_other_settings(self) -> None:
         """Stop if the folder holds a run with other settings."""
-        if not self._is_finished and not self._checkpoints:
+        if not self._is_finished and not checkpoints.checkpoints(self.folder):
             return
-        there = _load(self.folder / "arguments.json")
+        try:
+            there = _load(self.folder / "arguments.json")
+        except (OSError, ValueError):
+            raise SystemExit(
+                f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
+            ) from None
         if there != self._settings:
             raise SystemExit(
                 f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder\n"
@@ -71,9 +73,10 @@ class _Wanted(NamedTuple):
 
     def run(self) -> comparison.Run:
         """Start or resume the run, and return its result; a finished run is only read."""
+        # A run whose comparison was killed still saves and ends.
+        run_folder.hold(self.folder, wait=_WAIT).release()
         if not self._is_finished:
-            resume = ["--resume_from_checkpoint", "true"] if self._checkpoints else []
-            self.folder.mkdir(parents=True, exist_ok=True)
+            resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
             report.write(self.folder / "arguments.json", self._settings)
             pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
         metrics = _load(self.folder / "metrics.json")
@@ -86,6 +89,10 @@ class _Wanted(NamedTuple):
             tokens_per_second=metrics["tokens_per_second"],
             curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
         )
+
+    def _can_resume(self) -> bool:
+        run = run_folder.read(self.folder)
+        return run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
 
 
 def _command(settings: dict[str, Any]) -> str:
@@ -104,18 +111,22 @@ def main(argv: list[str] | None = None) -> None:
         for seed in arguments.seeds
         for name in arguments.optimizers
     ]
-    for one in wanted:
-        one.refuse_other_settings()
+    try:
+        with run_folder.hold(output):
+            for one in wanted:
+                one.refuse_other_settings()
+            _conclude(_run(wanted), output, rest)
+    except (RunFailed, run_folder.InUse) as failure:
+        raise SystemExit(str(failure)) from None
+
+
+def _run(wanted: Sequence[_Wanted]) -> list[comparison.Run]:
     runs = []
     with tqdm(wanted, unit="run") as progress:
         for one in progress:
             progress.set_description(f"{one.contender}, seed {one.seed}")
-            try:
-                runs.append(one.run())
-            except RunFailed as failure:
-                progress.close()
-                raise SystemExit(str(failure)) from None
-    _conclude(runs, output, rest)
+            runs.append(one.run())
+    return runs
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -159,7 +170,7 @@ def _conclude(runs: Sequence[comparison.Run], output: Path, rest: Sequence[str])
     figures.comparison(runs, output / "comparison.png")
     about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
     lines = [table, "", *(f"- {verdict}" for verdict in verdicts), "", about, "", "![Losses](comparison.png)", ""]
-    (output / "comparison.md").write_text("\n".join(lines), encoding="utf-8")
+    report.write_text(output / "comparison.md", "\n".join(lines))
     report.write(
         output / "comparison.json",
         {

@@ -54,18 +54,21 @@ def script_arguments(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_script_runs_unmodified(script, tmp_path):
     finished = run("-m", "mars_hf", "run", str(script), *script_arguments(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
 
 
+@pytest.mark.slow
 def test_a_module_runs_unmodified(script, tmp_path):
     finished = run("-m", "mars_hf", "run", "-m", "script", *script_arguments(tmp_path), cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "RAN ahoy Mars 0.05 True" in finished.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_under_accelerate_launch(script, tmp_path):
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "mars_hf", "run"]
@@ -74,6 +77,7 @@ def test_under_accelerate_launch(script, tmp_path):
     assert "RAN ahoy Mars 0.05 True" in finished.stdout
 
 
+@pytest.mark.slow
 def test_without_the_launcher_the_name_is_unknown(script, tmp_path):
     finished = run(str(script), *script_arguments(tmp_path))
     assert finished.returncode == 2
@@ -103,6 +107,7 @@ STARTER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("folder", ["here", "elsewhere"])
 def test_a_script_that_starts_another_one(script, tmp_path, folder):

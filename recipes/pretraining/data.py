@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -14,12 +14,13 @@ from pretraining import embedded, token_files
 
 
 class Data(NamedTuple):
-    """A folder of token files, its tokenizer, and the bytes of text per held-out token."""
+    """A folder of token files, its tokenizer, the bytes of text per held-out token, and what tells it from others."""
 
     directory: Path
     tokenizer: PreTrainedTokenizerBase
     name: str
     bytes_per_token: float
+    identity: dict[str, Any]
 
 
 def load(directory: Path) -> Data:
@@ -31,7 +32,9 @@ def load(directory: Path) -> Data:
     meta = token_files.read_meta(directory)
     tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer")
     val = meta["val"]
-    return Data(Path(directory), tokenizer, meta["dataset"], val["bytes"] / val["tokens"])
+    identity = {"dataset": meta["dataset"], "vocabulary": len(tokenizer)}
+    identity |= {f"{split} tokens": meta[split]["sha256"][:16] for split in token_files.SPLITS}
+    return Data(Path(directory), tokenizer, meta["dataset"], val["bytes"] / val["tokens"], identity)
 
 
 def prepare_embedded(parent: Path, vocab_size: int) -> Path:

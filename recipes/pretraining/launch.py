@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pretraining.environment import LAUNCHED_BY
+
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt2.py"
 _TAIL_LINES = 30
 
@@ -37,12 +39,14 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.parent / f"{output.name}.log"
     # Unbuffered, so that a traceback is at the log's end.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
     with log.open("a", encoding="utf-8") as file:
         finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     if finished.returncode:
         lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
         tail = "\n".join(lines[-_TAIL_LINES:])
         raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
+    if not (output / "metrics.json").is_file():
+        raise RunFailed(f"the run in {output} was stopped before its end; start again to go on from where it is")
     metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     return metrics

@@ -22,6 +22,7 @@ def test_corpus_is_the_same_at_every_reading_and_split_by_file(corpus):
     assert any("class OrderedDict" in text for text in corpus.train + corpus.val)
 
 
+@pytest.mark.slow
 def test_prepared_corpus(corpus, tmp_path):
     directory = data.prepare_embedded(tmp_path, vocab_size=512)
     stamp = (directory / "meta.json").stat().st_mtime_ns
