@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
 import compare_optimizers
 import pytest
 from PIL import Image
+from pretraining import checkpoints, run_folder
 from test_pretrain_gpt2 import TINY
 
 
@@ -74,10 +76,30 @@ def test_a_run_with_checkpoints_is_taken_up(tmp_path, started):
     compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
     folder = tmp_path / "compare" / "adamw-1"
     (folder / "metrics.json").unlink()
-    (folder / "checkpoint-3").mkdir()
+    checkpoint = folder / "checkpoint-3"
+    checkpoint.mkdir()
+    for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (checkpoint / name).touch()
+    run = run_folder.begin(folder, {})
+    checkpoints.seal(checkpoint, run=run.id, step=3, settings={}, progress={})
     compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
     assert started[1][-2:] == ["--resume_from_checkpoint", "true"]
     assert started[1][:-2] == started[0]
+    # Killed while it wrote its only checkpoint: it starts anew.
+    (folder / "metrics.json").unlink()
+    (checkpoint / "manifest.json").unlink()
+    compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
+    assert started[2] == started[0]
+
+
+def test_two_comparisons_in_one_folder_are_refused(tmp_path, started):
+    lock = run_folder.hold(tmp_path / "compare")
+    try:
+        with pytest.raises(SystemExit, match=f"compare is in use by process {os.getpid()}"):
+            compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
+    finally:
+        lock.release()
+    assert not started
 
 
 def test_runs_with_other_settings_are_refused_before_any_is_started(tmp_path, started):

@@ -30,12 +30,6 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    """The embedded corpus, tokenized once for all tests."""
-    return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
-
-
 def run(output: Path, tokens: Path, *argv: str) -> dict:
     threads = torch.get_num_threads()
     try:

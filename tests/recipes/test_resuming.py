@@ -11,7 +11,7 @@ from pathlib import Path
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining import checkpoints, data, run_folder
+from pretraining import checkpoints, run_folder
 from pretraining.trainer import PretrainingTrainer
 from safetensors.torch import load_file
 
@@ -24,11 +24,6 @@ TINY = [
 RESUME = ("--resume_from_checkpoint", "true")
 # What differs between two runs of the same kind.
 TIMED = ("runtime", "per_second")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory) -> Path:
-    return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
 
 
 @pytest.fixture(scope="module")
