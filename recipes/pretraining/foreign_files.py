@@ -1,0 +1,42 @@
+"""Tell a run's own folder from a folder with other people's files, which a run would overwrite."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+
+MARKER = "run.json"
+# Names that nothing but a run of this recipe, or the comparison that starts it, would make.
+_OURS = ("checkpoint-*", "loss_curve.png", "arguments.json", "run.json*", "*.partial", "*.lock", "*.old-*")
+# What systems leave in any folder.
+_NOBODYS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs*")
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names of a folder's files that no run has made, sorted; empty if a run may write here.
+
+    A folder with the marker of a run is that run's, whatever else is in it: a run writes only its own names. So is a
+    folder with the metrics.json of a run from before there was a marker. Elsewhere a name such as README.md or
+    model.safetensors is somebody else's.
+
+    Args:
+        folder: the output folder; it need not exist.
+    """
+    if not folder.is_dir():
+        return []
+    if (folder / MARKER).is_file() or _is_old_run(folder):
+        return []
+    accepted = (*_OURS, *_NOBODYS)
+    return sorted(
+        path.name for path in folder.iterdir() if not any(fnmatch.fnmatchcase(path.name, name) for name in accepted)
+    )
+
+
+def _is_old_run(folder: Path) -> bool:
+    """Return whether the folder holds the metrics of a finished run."""
+    try:
+        metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(metrics, dict) and {"optimizer", "bits_per_byte", "tokens_per_second"} <= metrics.keys()
