@@ -88,7 +88,9 @@ def _check_conditions(values: Namespace, origins: Origins) -> None:
         value = getattr(values, needed, None)
         # A file may keep settings for another strategy than the command line's.
         if name in origins.on_command_line and getattr(value, "value", value) not in accepted:
-            raise Mistake(f"{origins(name)} would be ignored, because of {origins(needed)}; add {flag}, or leave it out")
+            raise Mistake(
+                f"{origins(name)} would be ignored, because of {origins(needed)}; add {flag}, or leave it out"
+            )
 
 
 def _check_sizes(values: Namespace, origins: Origins) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 MARKER = "run.json"
-# Names that nothing but a run of this recipe, or the comparison that starts it, would make.
-_OURS = ("checkpoint-*", "loss_curve.png", "arguments.json", "run.json*", "*.partial", "*.lock", "*.old-*")
+# Names that a run makes and that hardly anybody else's file has; README.md and weights need the marker.
+RUN_FILES = (
+    *("run.json*", "run.lock", "checkpoint-*", "metrics.json", "metrics.partial", "trainer_state.json"),
+    *("loss_curve.png", "runs", "arguments.json"),
+)
 # What systems leave in any folder.
 _NOBODYS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs*")
 
 
-def foreign_files(folder: Path) -> list[str]:
+def foreign_files(folder: Path, ours: Iterable[str] = RUN_FILES) -> list[str]:
     """Return the names of a folder's files that no run has made, sorted; empty if a run may write here.
 
     A folder with the marker of a run is that run's, whatever else is in it: a run writes only its own names. So is a
@@ -22,12 +26,13 @@ def foreign_files(folder: Path) -> list[str]:
 
     Args:
         folder: the output folder; it need not exist.
+        ours: names, or shell patterns of names, that a run may have made before it wrote the marker.
     """
     if not folder.is_dir():
         return []
     if (folder / MARKER).is_file() or _is_old_run(folder):
         return []
-    accepted = (*_OURS, *_NOBODYS)
+    accepted = (*ours, *_NOBODYS)
     return sorted(
         path.name for path in folder.iterdir() if not any(fnmatch.fnmatchcase(path.name, name) for name in accepted)
     )

@@ -128,7 +128,9 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Mistake(f"{path} is not text in UTF-8 (byte {error.start}: {error.reason}); is it the right file?") from None
+        raise Mistake(
+            f"{path} is not text in UTF-8 (byte {error.start}: {error.reason}); is it the right file?"
+        ) from None
     except OSError as error:
         raise Mistake(f"cannot read {path}: {error.strerror}") from None
 

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 _NAMED = 3
 
 
+@dataclass
 class Skipped:
-    """Skipped files by reason: how many, and the names of the first."""
+    """Skipped files by reason.
 
-    def __init__(self) -> None:
-        """Start with none."""
-        self._counts: dict[str, int] = {}
-        self._first: dict[str, list[str]] = {}
+    Attributes:
+        counts: reason to how many.
+        first: reason to the names of the first.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    first: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, name: str, reason: str) -> None:
         """Count one file."""
-        self._counts[reason] = self._counts.get(reason, 0) + 1
-        first = self._first.setdefault(reason, [])
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        first = self.first.setdefault(reason, [])
         if len(first) < _NAMED:
             first.append(name)
 
     def __len__(self) -> int:
-        return sum(self._counts.values())
+        return sum(self.counts.values())
 
     def __str__(self) -> str:
         reasons = []
-        for reason, count in self._counts.items():
+        for reason, count in self.counts.items():
             more = ", ..." if count > _NAMED else ""
-            reasons.append(f"{count:,} {reason} ({', '.join(self._first[reason])}{more})")
+            reasons.append(f"{count:,} {reason} ({', '.join(self.first[reason])}{more})")
         return f"skipped {len(self):,} file(s): {'; '.join(reasons)}"
 
     def as_meta(self) -> dict[str, Any]:
         """Return the entry of meta.json."""
-        reasons = {reason: {"files": count, "first": self._first[reason]} for reason, count in self._counts.items()}
+        reasons = {reason: {"files": count, "first": self.first[reason]} for reason, count in self.counts.items()}
         return {"files": len(self), "reasons": reasons}
