@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import comparison, figures, report
+from pretraining import arguments as run_arguments
+from pretraining import comparison, figures, ranges, report
 from pretraining.arguments import OPTIMIZERS
-from pretraining.launch import RunFailed, pretrain
+from pretraining.launch import RunFailed, pretrain, words_of
+from pretraining.mistakes import Mistake, OneLine, told
 from tqdm.auto import tqdm
 
 # Contender to its arguments.
@@ -64,9 +66,9 @@ class _Wanted(NamedTuple):
             return
         there = _load(self.folder / "arguments.json")
         if there != self._settings:
-            raise SystemExit(
-                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder\n"
-                f"  there: {_command(there)}\n  asked: {_command(self._settings)}"
+            raise Mistake(
+                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder; "
+                f"there: {_command(there)}; asked: {_command(self._settings)}"
             )
 
     def run(self) -> comparison.Run:
@@ -92,11 +94,12 @@ def _command(settings: dict[str, Any]) -> str:
     return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
 
 
+@told("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
     arguments, rest = _parse(argv)
     output = Path(arguments.output_dir)
-    launcher = shlex.split(arguments.launcher or "")
+    launcher = words_of(arguments.launcher)
     wanted = [
         _Wanted(
             name, seed, output / f"{name}-{seed}", launcher, [*_QUIET, *rest, *CONTENDERS[name], "--seed", str(seed)]
@@ -120,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments, and those of the runs."""
-    parser = argparse.ArgumentParser(
+    parser = OneLine(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
@@ -130,19 +133,21 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"],
         help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: %(default)s")
+    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, default=[1, 2], help="default: %(default)s")
     parser.add_argument("--output_dir", default="runs/compare", help="default: %(default)s")
     parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [name for name in arguments.optimizers if name not in CONTENDERS]
     if unknown:
-        raise SystemExit(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
     for argument in rest:
         name = argument.partition("=")[0]
         if name in _OURS:
-            raise SystemExit(f"{name} differs between the runs; use {_OURS[name]}")
+            raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
     arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
     arguments.seeds = list(dict.fromkeys(arguments.seeds))
+    for name in arguments.optimizers:
+        run_arguments.read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
     return arguments, rest
 
 

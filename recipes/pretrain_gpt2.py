@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from pretraining import arguments, data, figures, model, optimizers, report
+from pretraining.mistakes import told
 from pretraining.token_files import TokenDataset
 from transformers import TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
@@ -40,6 +41,7 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
             hub.write_model_card(self)
 
 
+@told("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     run = arguments.parse(argv)
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
-        source = data.load(directory)
+        source = data.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     block = run.model.block_size
     train_set = TokenDataset(directory, "train", block)
     eval_set = TokenDataset(directory, "val", block, run.data.max_eval_blocks)

@@ -129,7 +129,8 @@ def _check_schedule(values: Namespace, origins: Origins) -> None:
     settings = values.lr_scheduler_kwargs
     if isinstance(settings, str):
         settings = json.loads(settings)
-    function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[kind])
+    make: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
+    function = inspect.signature(make)
     own = [name for name in function.parameters if name not in _SCHEDULERS_OWN]
     takes = f"{kind.value} takes {', '.join(own) or 'no settings'}"
     name = "lr_scheduler_kwargs" if origins.is_given("lr_scheduler_kwargs") else "lr_scheduler_type"

@@ -157,8 +157,8 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
         Mistake: a setting is unknown, out of range, ignored, or contradicts another.
     """
     values, origins, path = read(argv)
-    made = [_make(kind, values) for kind in _KINDS]
-    run = RunArguments(*made, path)
+    sizes, data, optimizer, training = (_make(kind, values) for kind in _KINDS)
+    run = RunArguments(sizes, data, optimizer, training, path)
     agreement.check_device(run.training, origins)
     _check_optimizer(run, origins)
     return run

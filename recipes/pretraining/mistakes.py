@@ -113,12 +113,12 @@ class OneLine(argparse.ArgumentParser):
     It also takes negative numbers such as -1e-3 and -inf for values, which argparse takes for flags.
     """
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; unknown arguments raise Mistake unless a caller has asked for them."""
         args = sys.argv[1:] if args is None else args
         return super().parse_known_args(_with_negative_numbers(list(args)), namespace)
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; an unknown argument raises Mistake."""
         known, unknown = self.parse_known_args(args, namespace)
         self.refuse(unknown)

@@ -225,7 +225,12 @@ def _read(files: list[tuple[str, bool]], text_column: str, skipped: str) -> Iter
     for file, is_searched in files:
         path = Path(file)
         kind = _KINDS[path.suffix.lower()]
-        if kind == "txt" and is_searched and (reason := _unfit(path)):
+        if kind == "txt" and is_searched:
+            text, reason = _text_or_reason(path)
+            if not reason:
+                count += 1
+                yield {TEXT: text}
+                continue
             reasons.add(path.name, reason)
             with open(skipped, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps([path.name, reason]) + "\n")
@@ -243,21 +248,20 @@ def _read(files: list[tuple[str, bool]], text_column: str, skipped: str) -> Iter
         raise SourceError(f"--files: no document in {len(files)} file(s), of which the first is {files[0][0]}{why}")
 
 
-def _unfit(path: Path) -> str | None:
-    """Return why a file is no text; None for a text."""
+def _text_or_reason(path: Path) -> tuple[str, str]:
+    """Return a file's text, or why it has none."""
     try:
         content = path.read_bytes()
     except OSError:
-        return "unreadable"
+        return "", "unreadable"
     if not content:
-        return "empty"
+        return "", "empty"
     if b"\0" in content:
-        return "binary"
+        return "", "binary"
     try:
-        content.decode("utf-8-sig")
+        return content.decode("utf-8-sig"), ""
     except UnicodeDecodeError:
-        return "not UTF-8"
-    return None
+        return "", "not UTF-8"
 
 
 def _read_txt(path: Path, text_column: str) -> Iterator[str]:
