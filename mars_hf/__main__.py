@@ -37,9 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command line; `argv` is without the program's name, None takes sys.argv's."""
-    parser = _Parser(
-        prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
         "run", help="run a script with --optim mars_adamw, mars_lion, mars_shampoo and mars_m", add_help=False

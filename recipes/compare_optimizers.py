@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import arguments as run_arguments
-from pretraining import comparison, figures, ranges, report
-from pretraining.arguments import OPTIMIZERS
+from pretraining import agreement, comparison, figures, ranges, report
+from pretraining.arguments import OPTIMIZERS, read
 from pretraining.launch import RunFailed, pretrain, words_of
 from pretraining.mistakes import Mistake, OneLine, told
 from tqdm.auto import tqdm
@@ -123,9 +122,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments, and those of the runs."""
-    parser = OneLine(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -144,10 +141,11 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         name = argument.partition("=")[0]
         if name in _OURS:
             raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+    agreement.check_folder(Path(arguments.output_dir))
     arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
     arguments.seeds = list(dict.fromkeys(arguments.seeds))
     for name in arguments.optimizers:
-        run_arguments.read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
+        read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
     return arguments, rest
 
 

@@ -63,7 +63,7 @@ def check(values: Namespace, origins: Origins) -> None:
     _check_schedule(values, origins)
     _check_reports(values, origins)
     _check_backend(values, origins)
-    _check_folder(Path(values.output_dir))
+    check_folder(Path(values.output_dir))
 
 
 def refuse_ignored(given: Mapping[str, str]) -> None:
@@ -169,7 +169,8 @@ def _check_backend(values: Namespace, origins: Origins) -> None:
         raise Mistake(f"{origins('torch_compile_backend')} is unknown; accepted: {known}")
 
 
-def _check_folder(output: Path) -> None:
+def check_folder(output: Path) -> None:
+    """Raise Mistake if a file is where the output folder, or one above it, would be."""
     for folder in (output, *output.parents):
         if folder.exists() and not folder.is_dir():
             raise Mistake(f"--output_dir {output}: {folder} is a file; choose another name")

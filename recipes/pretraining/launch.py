@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,12 +27,16 @@ def words_of(text: str | None) -> list[str]:
     """Return the words of a command that starts a Python script; none for this Python.
 
     Raises:
-        Mistake: a quotation is open.
+        Mistake: a quotation is open, or there is no such program.
     """
     try:
-        return shlex.split(text or "")
+        words = shlex.split(text or "")
     except ValueError as error:
         raise Mistake(f"--launcher {text!r}: {error}; close every quote") from None
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    if words and shutil.which(words[0], path=places) is None:
+        raise Mistake(f"--launcher {text!r}: no program {words[0]!r}; give a command, such as 'accelerate launch'")
+    return words
 
 
 def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:

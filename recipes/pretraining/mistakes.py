@@ -7,6 +7,7 @@ import difflib
 import errno
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +20,8 @@ _ENVIRONMENT = {
     *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
 
+# Negative numbers that argparse takes for values.
+_PLAIN_NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
 # Packages whose errors come from the network or the Hub.
 _NETWORK = {"huggingface_hub", "httpx"}
 
@@ -148,7 +151,8 @@ def _with_negative_numbers(args: list[str]) -> list[str]:
     joined: list[str] = []
     for arg in args:
         before = joined[-1] if joined else ""
-        if arg.startswith("-") and before.startswith("--") and "=" not in before and _is_number(arg):
+        is_flag_to_argparse = arg.startswith("-") and _PLAIN_NEGATIVE.match(arg) is None
+        if is_flag_to_argparse and before.startswith("--") and "=" not in before and _is_number(arg):
             joined[-1] = f"{before}={arg}"
         else:
             joined.append(arg)

@@ -131,7 +131,7 @@ def load_files(found: Found, *, text_column: str, cache_dir: Path) -> datasets.D
     skipped = cache_dir / "skipped.jsonl"  # a file: datasets copies what it gives to a generator
     skipped.touch()
     settings = {
-        "files": [(str(path), path in found.by_search) for path in found.files],
+        "files": tuple((str(path), path in found.by_search) for path in found.files),  # datasets cuts lists apart
         "text_column": text_column,
         "skipped": str(skipped),
     }
@@ -217,7 +217,7 @@ def _expand(pattern: str, skipped: Skipped) -> list[Path]:
     return [file.resolve() for file in found]
 
 
-def _read(files: list[tuple[str, bool]], text_column: str, skipped: str) -> Iterator[dict[str, str]]:
+def _read(files: tuple[tuple[str, bool], ...], text_column: str, skipped: str) -> Iterator[dict[str, str]]:
     import pyarrow
 
     count = 0

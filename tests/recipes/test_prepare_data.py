@@ -475,3 +475,57 @@ def test_messages_of_the_program(tmp_path, capsys):
     assert f"{meta['train']['tokens']:,} tokens, 66 documents" in out
     assert "less than one block of 1024" in out
     assert f"--data_dir {tmp_path / 'out'}" in out
+
+
+def test_skipped_files_of_a_folder_are_counted_and_named(tmp_path, capsys):
+    corpus = write_txt(tmp_path / "corpus", ["one", "two", "three"])
+    for name, content in {
+        "a.txt": b"",
+        "b.txt": b"caf\xe9",
+        "c.txt": b"PK\x03\x04\x00\x00",
+        "README.md": b"# not a document",
+        "e.png": b"\x89PNG",
+        "f.png": b"\x89PNG",
+        "g.png": b"\x89PNG",
+    }.items():
+        (corpus / name).write_bytes(content)
+    run("--files", corpus, "--output_dir", tmp_path / "out")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "skipped" in line)
+    assert line == (
+        "skipped 7 file(s): 4 of another kind (README.md, e.png, f.png, ...); 1 empty (a.txt); 1 not UTF-8 (b.txt); "
+        "1 binary (c.txt)"
+    )
+    meta = assert_prepared(tmp_path / "out", ["one", "two", "three"])
+    assert meta["skipped"] == {
+        "files": 7,
+        "reasons": {
+            "of another kind": {"files": 4, "first": ["README.md", "e.png", "f.png"]},
+            "empty": {"files": 1, "first": ["a.txt"]},
+            "not UTF-8": {"files": 1, "first": ["b.txt"]},
+            "binary": {"files": 1, "first": ["c.txt"]},
+        },
+    }
+    assert token_files.read_meta(tmp_path / "out")["skipped"] == meta["skipped"]
+
+
+def test_a_folder_where_everything_is_skipped_is_refused(tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").touch()
+    message = refused(capsys, "--files", tmp_path / "corpus", "--output_dir", tmp_path / "out")
+    assert "no document in 1 file(s)" in message and "1 empty (a.txt)" in message
+
+
+def test_unreadable_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path, capsys, monkeypatch):
+    corpus = write_txt(tmp_path / "corpus", ["one", "two", "three"])
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "0001.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    run("--files", corpus, "--output_dir", tmp_path / "out")
+    assert "skipped 1 file(s): 1 unreadable (0001.txt)" in capsys.readouterr().out
+    message = refused(capsys, "--files", corpus / "0001.txt", "--output_dir", tmp_path / "other")
+    assert "cannot read" in message and "0001.txt" in message
