@@ -64,7 +64,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
             finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         except OSError as error:
             raise Mistake(
-                f"cannot start {launcher[0]!r} ({error.strerror}); the launcher is a command, such as 'accelerate launch'"
+                f"cannot start {launcher[0]!r} ({error.strerror}); give a command, such as 'accelerate launch'"
             ) from None
     if finished.returncode:
         lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())

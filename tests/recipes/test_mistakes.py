@@ -381,7 +381,7 @@ def test_prepare_data_answers_before_it_imports(place, argv):
     code = (
         "import sys\nimport prepare_data\n"
         "try: prepare_data.main(sys.argv[1:])\n"
-        "except SystemExit as end: print(end.code, {'torch', 'datasets', 'transformers', 'tiktoken'} & set(sys.modules))"
+        "except SystemExit as end: print(end.code, {'torch', 'datasets', 'transformers'} & set(sys.modules))"
     )
     ended = process("-c", code, *argv, cwd=place, env={"PYTHONPATH": str(ROOT / "recipes")})
     assert ended.stdout == "2 set()\n"
