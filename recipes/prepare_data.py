@@ -7,10 +7,12 @@
 
 The folder gets train.bin and val.bin (GPT-2's token ids, uint16, little endian, each document followed by the
 end-of-text token: nanoGPT's format), meta.json (counts, hashes, settings) and tokenizer/ (for AutoTokenizer). It
-appears under its name only when complete. A killed run leaves OUTPUT_DIR.partial-*, which the next run removes.
+appears under its name only when complete. A killed run leaves OUTPUT_DIR.partial-* and OUTPUT_DIR.lock, which the next
+run removes. A second run for the same folder is refused while the first one lives.
 
 The split is nanoGPT's: a shuffled share of the documents, at least one, is held out. Documents are rows of a data set
-on the Hub, rows of .parquet, lines of .jsonl (or .json), or whole .txt files; empty ones count. GPT-2's vocabulary
+on the Hub, rows of .parquet, lines of .jsonl (or .json), or whole .txt files; empty ones count. Files of a folder that
+hold no text (empty, binary, not UTF-8, unreadable, of another kind) are skipped, counted and named. GPT-2's vocabulary
 comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: twice the result while it is made,
 once afterwards; local files also need a temporary copy of their text. For OpenWebText (8 million documents) the result
 is 18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count.
