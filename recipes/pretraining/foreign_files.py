@@ -10,8 +10,8 @@ from pathlib import Path
 MARKER = "run.json"
 # Names that a run makes and that hardly anybody else's file has; README.md and weights need the marker.
 RUN_FILES = (
-    *("run.json*", "run.lock", "checkpoint-*", "metrics.json", "metrics.partial", "trainer_state.json"),
-    *("loss_curve.png", "runs", "arguments.json"),
+    *("run.json", "run.partial", ".run.*", "earlier-*", "checkpoint-*", "metrics*.json", "metrics*.partial"),
+    *("trainer_state.json", "loss_curve.png", "runs", "arguments.json", "arguments.partial"),
 )
 # What systems leave in any folder.
 _NOBODYS = (".DS_Store", "Thumbs.db", "desktop.ini", ".nfs*")
