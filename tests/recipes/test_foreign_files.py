@@ -56,7 +56,10 @@ def test_the_marker_makes_a_folder_a_runs(tmp_path):
 
 
 def test_a_run_that_was_killed_before_there_was_a_marker(tmp_path):
-    assert foreign_files(make(tmp_path / "early", "checkpoint-3/", "runs/", "arguments.json", ".run.lock", "earlier-1/")) == []
+    assert (
+        foreign_files(make(tmp_path / "early", "checkpoint-3/", "runs/", "arguments.json", ".run.lock", "earlier-1/"))
+        == []
+    )
     finished = make(tmp_path / "finished", "README.md", "model.safetensors", "trainer_state.json")
     assert foreign_files(finished) == ["README.md", "model.safetensors"]
     (finished / "metrics.json").write_text("not JSON")
