@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import checkpoints, comparison, figures, report, run_folder
-from pretraining.arguments import OPTIMIZERS
-from pretraining.launch import RunFailed, pretrain
+from pretraining import agreement, checkpoints, comparison, figures, folder_lock, ranges, report, run_folder
+from pretraining.arguments import OPTIMIZERS, read
+from pretraining.launch import RunFailed, pretrain, words_of
+from pretraining.mistakes import Mistake, OneLine, told
 from tqdm.auto import tqdm
 
 # Contender to its arguments.
@@ -34,7 +35,6 @@ CONTENDERS |= {
 }
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
-_WAIT = 300.0
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
@@ -62,19 +62,19 @@ class _Wanted(NamedTuple):
         try:
             there = _load(self.folder / "arguments.json")
         except (OSError, ValueError):
-            raise SystemExit(
+            raise Mistake(
                 f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
             ) from None
         if there != self._settings:
-            raise SystemExit(
-                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder\n"
-                f"  there: {_command(there)}\n  asked: {_command(self._settings)}"
+            raise Mistake(
+                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder; "
+                f"there: {_command(there)}; asked: {_command(self._settings)}"
             )
 
     def run(self) -> comparison.Run:
         """Start or resume the run, and return its result; a finished run is only read."""
-        # A run whose comparison was killed still saves and ends.
-        run_folder.hold(self.folder, wait=_WAIT).release()
+        with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed saves and ends
+            self.folder.mkdir(exist_ok=True)
         if not self._is_finished:
             resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
             report.write(self.folder / "arguments.json", self._settings)
@@ -99,11 +99,12 @@ def _command(settings: dict[str, Any]) -> str:
     return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
 
 
+@told("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
     arguments, rest = _parse(argv)
     output = Path(arguments.output_dir)
-    launcher = shlex.split(arguments.launcher or "")
+    launcher = words_of(arguments.launcher)
     wanted = [
         _Wanted(
             name, seed, output / f"{name}-{seed}", launcher, [*_QUIET, *rest, *CONTENDERS[name], "--seed", str(seed)]
@@ -111,12 +112,13 @@ def main(argv: list[str] | None = None) -> None:
         for seed in arguments.seeds
         for name in arguments.optimizers
     ]
+    output.mkdir(parents=True, exist_ok=True)
     try:
-        with run_folder.hold(output):
+        with folder_lock.held(output, "compares"):
             for one in wanted:
                 one.refuse_other_settings()
             _conclude(_run(wanted), output, rest)
-    except (RunFailed, run_folder.InUse) as failure:
+    except RunFailed as failure:
         raise SystemExit(str(failure)) from None
 
 
@@ -131,9 +133,7 @@ def _run(wanted: Sequence[_Wanted]) -> list[comparison.Run]:
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments, and those of the runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -141,19 +141,22 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"],
         help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: %(default)s")
+    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, default=[1, 2], help="default: %(default)s")
     parser.add_argument("--output_dir", default="runs/compare", help="default: %(default)s")
     parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [name for name in arguments.optimizers if name not in CONTENDERS]
     if unknown:
-        raise SystemExit(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
     for argument in rest:
         name = argument.partition("=")[0]
         if name in _OURS:
-            raise SystemExit(f"{name} differs between the runs; use {_OURS[name]}")
+            raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+    agreement.check_folder(Path(arguments.output_dir))
     arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
     arguments.seeds = list(dict.fromkeys(arguments.seeds))
+    for name in arguments.optimizers:
+        read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
     return arguments, rest
 
 

@@ -13,6 +13,7 @@ The command line overrides any setting of a config; --help lists them all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining import arguments, data, figures, identity, model, optimizers, report, resuming, run_folder
+from pretraining import arguments, data, figures, folder_lock, identity, model, optimizers, report, resuming
+from pretraining.mistakes import told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
 from pretraining.trainer import PretrainingTrainer
@@ -30,6 +32,7 @@ import mars_hf
 from mars_hf.groups.summary import summary
 
 
+@told("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     run = arguments.parse(argv)
@@ -37,12 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(str(training.output_dir))
     _check_processes(training)
     is_main = training.process_index == 0
-    lock = resuming.on_main(training, lambda: run_folder.hold(output))
-    try:
+    with contextlib.ExitStack() as stack:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
         _train(run, output, is_main)
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
@@ -54,7 +55,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
 
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
-        source = data.load(directory)
+        source = data.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     settings = identity.settings_of(run, source.identity, training.world_size)
     start = resuming.choose(training, output, settings)
     if start.is_complete:

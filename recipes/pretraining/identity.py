@@ -67,4 +67,6 @@ def _changes(saved: dict[str, Any], given: dict[str, Any], section: str) -> list
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, dict) else str(value)
+    return (
+        f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, dict) else str(value)[:40]
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from pretraining import data, embedded, token_files
+from pretraining.mistakes import Mistake
 from transformers import AutoTokenizer
 
 
@@ -54,5 +55,5 @@ def test_tokenizer_training_is_deterministic(corpus, tmp_path):
 
 def test_an_interpreter_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match="--data_dir"):
+    with pytest.raises(Mistake, match="--data_dir"):
         embedded.read_corpus()

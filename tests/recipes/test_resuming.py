@@ -11,7 +11,7 @@ from pathlib import Path
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining import checkpoints, run_folder
+from pretraining import checkpoints, folder_lock, foreign_files, run_folder
 from pretraining.trainer import PretrainingTrainer
 from safetensors.torch import load_file
 
@@ -149,7 +149,7 @@ def test_none_is_whole(killed, tokens, capsys):
     with pytest.raises(SystemExit, match=r"no checkpoint in .* is whole, of 2; start without it"):
         run(killed, tokens, *RESUME)
     assert capsys.readouterr().out.count("is passed over") == 2
-    assert [path for path in sorted(killed.rglob("*")) if ".run" not in path.name] == before
+    assert [path for path in sorted(killed.rglob("*"))] == before
 
 
 def test_nothing_to_resume_from(tokens, tmp_path):
@@ -208,10 +208,10 @@ def test_a_run_at_its_end_only_writes_its_result(whole, tmp_path, tokens, capsys
 def test_a_finished_run_is_left_as_it_is(whole, tmp_path, tokens, capsys):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and ".run" not in path.name}
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     run(output, tokens, *RESUME)
     assert "holds this run, finished after step 8; nothing is missing" in capsys.readouterr().out
-    now = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file() and ".run" not in path.name}
+    now = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     assert now == before
 
 
@@ -282,6 +282,40 @@ def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tok
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_other_peoples_files_are_refused(tmp_path, tokens):
+    for name in ("README.md", "model.safetensors"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(
+        SystemExit, match=r"files that no run of this recipe made: README\.md, model\.safetensors; give"
+    ):
+        run(tmp_path, tokens, "--overwrite_output_dir", "true")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "model.safetensors"]
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, monkeypatch, moves):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    earlier = run_folder.read(output)
+    done = []
+
+    def move(*paths):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(os.rename(*paths))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.shutil, "move", move)
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.begin(output, {})
+    now = run_folder.read(output)
+    found, _ = checkpoints.newest_whole(output, now.id)
+    assert (now == earlier) == (found is not None)  # one run or the other, never both
+    run_folder.begin(output, {})
+    assert foreign_files.foreign_files(output) == []
+    assert {path.name for path in output.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
+
+
 def test_metrics_say_what_trained(whole):
     groups = results(whole)["groups"]
     assert [group["role"] for group in groups] == ["matrix", "vector"]
@@ -293,13 +327,11 @@ def test_metrics_say_what_trained(whole):
 
 
 def test_a_folder_in_use_is_refused(tmp_path, tokens):
-    lock = run_folder.hold(tmp_path)
-    try:
-        with pytest.raises(SystemExit, match=rf"is in use by process {os.getpid()} on .*, since .*stop that"):
-            run(tmp_path, tokens)
-    finally:
-        lock.release()
-    run_folder.hold(tmp_path).release()
+    output = tmp_path / "run"
+    with folder_lock.held(output, "trains"):
+        with pytest.raises(SystemExit, match=rf"process {os.getpid()} on .* trains there; wait for it to end"):
+            run(output, tokens)
+        assert not output.exists()
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
