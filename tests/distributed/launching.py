@@ -51,7 +51,7 @@ def _torchrun(arguments: list[str], world: int) -> str:
         start_new_session=True,
     ) as process:
         try:
-            return process.communicate(timeout=600)[1]
+            return process.communicate(timeout=1800)[1]
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # its workers too
             raise
