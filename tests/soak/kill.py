@@ -87,7 +87,8 @@ class Trial:
         for _ in range(3):
             if self._start(None):
                 break
-        row = {"optimizer": self.optimizer, "aims": self.aims, "starts": self.starts}
+        passed_over = self.log.read_text().count(" is passed over: ")
+        row = {"optimizer": self.optimizer, "aims": self.aims, "starts": self.starts, "passed_over": passed_over}
         return {**row, "verdict": difference(self._reference, self.output) or "to the bit"}
 
     def _start(self, aim: str | None) -> bool:
@@ -215,13 +216,18 @@ def trials(count: int, folder: Path, *, jobs: int, first: int = 0) -> list[dict[
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return kills and verdicts by aim as a Markdown table; a run with two kills counts for its first."""
-    lines = ["| aim | runs | kills | to the bit | not |", "| --- | ---: | ---: | ---: | --- |"]
+    lines = [
+        "| first kill | runs | kills | checkpoints passed over | to the bit | not |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
     for aim in (*AIMS, "all"):
         own = [row for row in rows if aim in ("all", row["aims"][0])]
         good = sum(row["verdict"] == "to the bit" for row in own)
         bad = Counter(row["verdict"] for row in own if row["verdict"] != "to the bit")
         said = ", ".join(f"{count} {verdict}" for verdict, count in bad.items()) or "-"
-        lines.append(f"| {aim} | {len(own)} | {sum(len(row['aims']) for row in own)} | {good} | {said} |")
+        kills = sum(len(row["aims"]) for row in own)
+        passed_over = sum(row["passed_over"] for row in own)
+        lines.append(f"| {aim} | {len(own)} | {kills} | {passed_over} | {good} | {said} |")
     return "\n".join(lines)
 
 

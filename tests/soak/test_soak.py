@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 def test_killed_runs_end_to_the_bit(tmp_path):
     rows = kill.trials(2, tmp_path, jobs=1, first=1)  # one while a checkpoint is written, one while the result is
     assert [row["verdict"] for row in rows] == ["to the bit"] * 2, rows
-    assert "| all | 2 |" in kill.table(rows)
+    assert kill.table(rows).splitlines()[-1].startswith("| all | 2 | ")
 
 
 def test_a_difference_is_seen(tmp_path):
