@@ -162,8 +162,6 @@ class NonFiniteCallback(TrainerCallback):
                 self._scaler_before = scaler.state_dict()
             for param in self._params():
                 param.grad = None
-            if isinstance(mars, Mars):
-                mars.leave_step_out()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
@@ -193,6 +191,9 @@ class NonFiniteCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         """Stop after too many bad steps, and put off a checkpoint that falls due at a bad one."""
+        mars = innermost(optimizer)
+        if self._is_left_out and self._engine is None and isinstance(mars, Mars):
+            mars.leave_step_out()
         if self._is_left_out and self._engine is None and self._trainer.accelerator.scaler is None:
             _compat.mark_step_skipped(optimizer, False)
         if self._is_bad and self.on_nonfinite != "ignore" and self._in_a_row >= self.patience:
@@ -282,12 +283,14 @@ class NonFiniteCallback(TrainerCallback):
             remedy = f"The newest good checkpoint is {good}: resume from it with a lower learning rate or other data"
         else:
             remedy = f"{folder} has no good checkpoint: set save_strategy='steps' and save_steps below {first}"
+        self.detach()
         raise NonFiniteError(
             f"{self._in_a_row} steps in a row with a non-finite loss or gradient (on_nonfinite={self.on_nonfinite!r}); "
             f"the last: {self._last_report}. {remedy}"
         )
 
     def _stop_at_taken_step(self) -> None:
+        self.detach()
         raise NonFiniteError(
             f"on_nonfinite='skip', but DeepSpeed has taken {self._last_report}. Its own check leaves out steps with a "
             "non-finite gradient only; use on_nonfinite='stop', or DDP or FSDP2"
