@@ -75,13 +75,19 @@ def main(argv: list[str] | None = None) -> None:
         processing_class=source.tokenizer,
         data_collator=default_data_collator,
         optimizer_cls_and_kwargs=optimizer,
-        callbacks=[mars_hf.LastGradientCallback()] if mars else None,
+        callbacks=[
+            mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
+            *([mars_hf.LastGradientCallback()] if mars else []),
+        ],
     )
     tokens_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size * block
     if trainer.is_world_process_zero():
         _introduce(run, source, train_set, gpt2, optimizer, tokens_per_step)
 
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        result = trainer.train(resume_from_checkpoint=checkpoint)
+    except mars_hf.NonFiniteError as error:
+        raise SystemExit(f"pretrain_gpt2.py: {error}" if trainer.is_world_process_zero() else 1) from None
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
     gpt2.config.use_cache = True  # Trainer turns it off for training

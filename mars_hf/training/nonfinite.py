@@ -281,6 +281,8 @@ class NonFiniteCallback(TrainerCallback):
         first = state.global_step - self._in_a_row + 1
         if good is not None:
             remedy = f"The newest good checkpoint is {good}: resume from it with a lower learning rate or other data"
+        elif first == 1:
+            remedy = "The first step was bad already: check the data and the model's weights"
         else:
             remedy = f"{folder} has no good checkpoint: set save_strategy='steps' and save_steps below {first}"
         self.detach()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,14 @@ def test_a_patience_below_one_is_refused(patience):
         NonFiniteCallback(patience=patience)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["NonFiniteCallback", "NonFiniteError"])
+def test_it_can_be_the_first_name_that_is_used(name):
+    """Importing transformers.trainer imports a part of mars_hf, which must not meet itself half imported."""
+    finished = subprocess.run([sys.executable, "-c", f"import mars_hf; mars_hf.{name}"], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
 def test_mars_trainer_has_one(tmp_path):
     def of(run: Trainer) -> list[Any]:
         return [own for own in run.callback_handler.callbacks if isinstance(own, NonFiniteCallback)]
@@ -315,11 +325,13 @@ def test_stop_names_the_newest_good_checkpoint(tmp_path, reports, kind, patience
     assert "clip_grad_norm_" not in vars(run.accelerator)
 
 
-def test_stop_without_a_checkpoint_says_how_to_get_one(tmp_path):
-    run = make(tmp_path, Batches(2, dict.fromkeys(range(4), BOTH)), optimizer={})
-    with pytest.raises(
-        NonFiniteError, match=r"has no good checkpoint: set save_strategy='steps' and save_steps below 1$"
-    ):
+@pytest.mark.parametrize(
+    ("first", "remedy"),
+    [(2, "has no good checkpoint: set save_strategy='steps' and save_steps below 2$"), (1, "check the data and the m")],
+)
+def test_stop_without_a_checkpoint_says_how_to_get_one(tmp_path, first, remedy):
+    run = make(tmp_path, Batches(2, dict.fromkeys(range(first - 1, 9), BOTH)), optimizer={})
+    with pytest.raises(NonFiniteError, match=remedy):
         run.train()
 
 
