@@ -1,4 +1,4 @@
-"""Non-finite values of one rank under DDP, FSDP2 and DeepSpeed: all ranks decide alike; skipped steps leave no trace."""
+"""One rank has non-finite values, under DDP, FSDP2 and DeepSpeed: all decide alike; skipped steps leave no trace."""
 
 from __future__ import annotations
 
