@@ -233,22 +233,43 @@ def compare(tmp_path: Path, poison: dict[int, int], *, of: int = 1, dtype: Any =
     return skipping
 
 
-@pytest.mark.parametrize("case", CASES)
+def quick(*cases: Any) -> list[Any]:
+    """Return all rules as parameters, those that are not named marked slow."""
+    return [case if case in cases else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", quick("adamw", "m", "exact"))
 def test_skip_leaves_no_trace(tmp_path, case):
     dtype = torch.bfloat16 if "rounding" in CASES[case] else None
     compare(tmp_path, {3: BOTH}, optimizer=CASES[case], dtype=dtype)
 
 
-@pytest.mark.parametrize("what", [LOSS, GRADIENT, INFINITE])
-@pytest.mark.parametrize("form", ["approximate", "exact", "torch"])
+@pytest.mark.parametrize("what", [LOSS, GRADIENT, pytest.param(INFINITE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["approximate", pytest.param("exact", marks=pytest.mark.slow), "torch"])
 def test_skip_whatever_is_not_finite(tmp_path, form, what):
     optimizer = None if form == "torch" else {"is_approx": form == "approximate"}
     compare(tmp_path, {2: what, 4: what}, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("case", ["adamw", "averaging", "exact"])
+@pytest.mark.parametrize("case", ["averaging", "exact"])
 def test_skip_at_the_first_step_and_twice_in_a_row(tmp_path, case):
     compare(tmp_path, {0: BOTH, 3: GRADIENT, 4: LOSS}, optimizer=CASES[case])
+
+
+@pytest.mark.parametrize("case", ["adamw", "exact"])
+def test_skip_at_the_last_step(tmp_path, case):
+    compare(tmp_path, {5: BOTH}, optimizer=CASES[case])
+
+
+@pytest.mark.parametrize("case", ["adamw", "averaging"])
+def test_skipped_steps_alone_make_no_states(tmp_path, case):
+    run = make(tmp_path, Batches(2, {0: BOTH}), NonFiniteCallback("skip"), optimizer=CASES[case], max_steps=1)
+    fresh = mars_hf.create(run.model, **{**MARS, **CASES[case]})
+    run.train()
+    assert not run.optimizer.state_dict()["state"]
+    assert [set(group) for group in run.optimizer.param_groups] == [
+        {*group, "initial_lr"} for group in fresh.param_groups
+    ]
 
 
 @pytest.mark.parametrize("case", ["adamw", "exact"])
