@@ -133,6 +133,13 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers:Trainer",
+        "_globalstep_last_logged",
+        "transformers 5.19 to 5.23",
+        "The logged loss of a resumed run that skips batches would be divided by too few steps.",
+    ),
+    PrivateName("transformers:Trainer", "_initial_global_step", "transformers 5.19 to 5.23", "As the name before."),
+    PrivateName(
+        "transformers:Trainer",
         "_save_checkpoint",
         "transformers 5.19 to 5.23",
         "Checkpoints that other callbacks ask for could hold non-finite weights.",
@@ -289,6 +296,12 @@ def loss_sum(trainer: Any) -> Tensor | None:
     """Return the sum of the losses since a Trainer's last log line, which it adds to in place; None if it has none."""
     found = getattr(trainer, "_tr_loss", None)
     return found if isinstance(found, Tensor) else None
+
+
+def losses_since(trainer: Any) -> tuple[int, int]:
+    """Return the steps after which the next log line's losses begin, and those of the whole call of `train()`."""
+    step = trainer.state.global_step
+    return getattr(trainer, "_globalstep_last_logged", step), getattr(trainer, "_initial_global_step", step)
 
 
 def mark_step_skipped(optimizer: Any, value: bool) -> None:

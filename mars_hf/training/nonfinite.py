@@ -99,7 +99,7 @@ class NonFiniteCallback(TrainerCallback):
         model: Any = trainer.model
         self._modules = [module for module in model.modules() if _compat.own_buffers(module)]
         self._in_a_row = 0
-        self._bad_in_line, self._bad_in_run = _Tally(state.global_step), _Tally(state.global_step)
+        self._bad_in_line, self._bad_in_run = _Tally(), _Tally()
         self._save_is_due = False
         self._may_save: tuple[int, bool] | None = None
         self._begin_step()
@@ -138,6 +138,8 @@ class NonFiniteCallback(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Keep what a bad step must not change."""
         self._begin_step()
+        if self._bad_in_line.begin is None:  # not at train begin, where other callbacks may still set what was logged
+            self._bad_in_line.begin, self._bad_in_run.begin = _compat.losses_since(self._trainer)
         if self.on_nonfinite == "ignore":
             return
         self._restore_buffers = keep_buffers(self._modules, counters=False)
@@ -378,8 +380,8 @@ class NonFiniteCallback(TrainerCallback):
 class _Tally:
     """Count the bad steps of a stretch of training, for its log line."""
 
-    def __init__(self, begin: int) -> None:
-        self._begin = begin
+    def __init__(self, begin: int | None = None) -> None:
+        self.begin = begin
         self._bad = self._left_out = 0
         self._losses: list[float] = []
 
@@ -395,7 +397,7 @@ class _Tally:
         if not self._bad:
             return
         logs["nonfinite_steps"] = self._bad
-        steps = end - self._begin
+        steps = end - (self.begin or 0)
         if self._left_out:
             counted = steps - self._left_out
             logs[key] = logs[key] * steps / counted if counted else float("nan")
