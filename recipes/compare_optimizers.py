@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import comparison, figures, report
-from pretraining.arguments import OPTIMIZERS
-from pretraining.launch import RunFailed, pretrain
+from pretraining import agreement, checkpoints, comparison, figures, folder_lock, ranges, report, run_folder
+from pretraining.arguments import OPTIMIZERS, read
+from pretraining.launch import RunFailed, pretrain, words_of
+from pretraining.mistakes import Mistake, OneLine, told
 from tqdm.auto import tqdm
 
 # Contender to its arguments.
@@ -54,26 +55,28 @@ class _Wanted(NamedTuple):
     def _is_finished(self) -> bool:
         return (self.folder / "metrics.json").exists()
 
-    @property
-    def _checkpoints(self) -> list[Path]:
-        return list(self.folder.glob("checkpoint-*"))
-
     def refuse_other_settings(self) -> None:
         """Stop if the folder holds a run with other settings."""
-        if not self._is_finished and not self._checkpoints:
+        if not self._is_finished and not checkpoints.checkpoints(self.folder):
             return
-        there = _load(self.folder / "arguments.json")
+        try:
+            there = _load(self.folder / "arguments.json")
+        except (OSError, ValueError):
+            raise Mistake(
+                f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
+            ) from None
         if there != self._settings:
-            raise SystemExit(
-                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder\n"
-                f"  there: {_command(there)}\n  asked: {_command(self._settings)}"
+            raise Mistake(
+                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder; "
+                f"there: {_command(there)}; asked: {_command(self._settings)}"
             )
 
     def run(self) -> comparison.Run:
         """Start or resume the run, and return its result; a finished run is only read."""
+        with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed saves and ends
+            self.folder.mkdir(exist_ok=True)
         if not self._is_finished:
-            resume = ["--resume_from_checkpoint", "true"] if self._checkpoints else []
-            self.folder.mkdir(parents=True, exist_ok=True)
+            resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
             report.write(self.folder / "arguments.json", self._settings)
             pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
         metrics = _load(self.folder / "metrics.json")
@@ -87,16 +90,21 @@ class _Wanted(NamedTuple):
             curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
         )
 
+    def _can_resume(self) -> bool:
+        run = run_folder.read(self.folder)
+        return run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
+
 
 def _command(settings: dict[str, Any]) -> str:
     return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
 
 
+@told("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
     arguments, rest = _parse(argv)
     output = Path(arguments.output_dir)
-    launcher = shlex.split(arguments.launcher or "")
+    launcher = words_of(arguments.launcher)
     wanted = [
         _Wanted(
             name, seed, output / f"{name}-{seed}", launcher, [*_QUIET, *rest, *CONTENDERS[name], "--seed", str(seed)]
@@ -104,25 +112,28 @@ def main(argv: list[str] | None = None) -> None:
         for seed in arguments.seeds
         for name in arguments.optimizers
     ]
-    for one in wanted:
-        one.refuse_other_settings()
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        with folder_lock.held(output, "compares"):
+            for one in wanted:
+                one.refuse_other_settings()
+            _conclude(_run(wanted), output, rest)
+    except RunFailed as failure:
+        raise SystemExit(str(failure)) from None
+
+
+def _run(wanted: Sequence[_Wanted]) -> list[comparison.Run]:
     runs = []
     with tqdm(wanted, unit="run") as progress:
         for one in progress:
             progress.set_description(f"{one.contender}, seed {one.seed}")
-            try:
-                runs.append(one.run())
-            except RunFailed as failure:
-                progress.close()
-                raise SystemExit(str(failure)) from None
-    _conclude(runs, output, rest)
+            runs.append(one.run())
+    return runs
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments, and those of the runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -130,19 +141,22 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         default=["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"],
         help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2], help="default: %(default)s")
+    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, default=[1, 2], help="default: %(default)s")
     parser.add_argument("--output_dir", default="runs/compare", help="default: %(default)s")
     parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
     unknown = [name for name in arguments.optimizers if name not in CONTENDERS]
     if unknown:
-        raise SystemExit(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
     for argument in rest:
         name = argument.partition("=")[0]
         if name in _OURS:
-            raise SystemExit(f"{name} differs between the runs; use {_OURS[name]}")
+            raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+    agreement.check_folder(Path(arguments.output_dir))
     arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
     arguments.seeds = list(dict.fromkeys(arguments.seeds))
+    for name in arguments.optimizers:
+        read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
     return arguments, rest
 
 
@@ -159,7 +173,7 @@ def _conclude(runs: Sequence[comparison.Run], output: Path, rest: Sequence[str])
     figures.comparison(runs, output / "comparison.png")
     about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
     lines = [table, "", *(f"- {verdict}" for verdict in verdicts), "", about, "", "![Losses](comparison.png)", ""]
-    (output / "comparison.md").write_text("\n".join(lines), encoding="utf-8")
+    report.write_text(output / "comparison.md", "\n".join(lines))
     report.write(
         output / "comparison.json",
         {

@@ -13,6 +13,7 @@ The command line overrides any setting of a config; --help lists them all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -20,37 +21,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining import arguments, data, figures, model, optimizers, report
+from pretraining import arguments, data, figures, folder_lock, identity, model, optimizers, report, resuming
+from pretraining.mistakes import Mistake, told
+from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
-from transformers import TrainerState, default_data_collator, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from pretraining.trainer import PretrainingTrainer
+from transformers import default_data_collator, set_seed
 
 import mars_hf
 from mars_hf.groups.summary import summary
-from mars_hf.training import hub
 
 
-class PretrainingTrainer(mars_hf.MarsTrainer):
-    """MarsTrainer with the project's model card; it also runs AdamW."""
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md beside the weights, so that every push includes it."""
-        if self.is_world_process_zero():
-            hub.write_model_card(self)
-
-
+@told("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     run = arguments.parse(argv)
     training = run.training
     output = Path(str(training.output_dir))
-    checkpoint = _checkpoint(training)
-    if (output / "metrics.json").exists() and checkpoint is None and not training.overwrite_output_dir:
-        raise SystemExit(
-            f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start again"
-        )
     _check_processes(training)
+    is_main = training.process_index == 0
+    with contextlib.ExitStack() as stack:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
+        _train(run, output, is_main)
+
+
+def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
+    training = run.training
     set_seed(training.seed)
     if training.device.type == "cpu":  # accelerate launch sets one thread
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -58,11 +55,18 @@ def main(argv: list[str] | None = None) -> None:
 
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
-        source = data.load(directory)
+        source = data.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
+    settings = identity.settings_of(run, source.identity, training.world_size)
+    start = resuming.choose(training, output, settings)
+    if start.is_complete:
+        return
+
     block = run.model.block_size
     train_set = TokenDataset(directory, "train", block)
     eval_set = TokenDataset(directory, "val", block, run.data.max_eval_blocks)
     gpt2 = model.build(run.model, len(source.tokenizer), source.tokenizer.eos_token_id)
+    if start.checkpoint:  # what step 0 gave is in the log
+        training.eval_on_start = False
 
     optimizer = optimizers.for_trainer(run.optimizer, training)
     mars = run.optimizer.optimizer != "adamw"
@@ -79,27 +83,42 @@ def main(argv: list[str] | None = None) -> None:
             mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
             *([mars_hf.LastGradientCallback()] if mars else []),
         ],
+        run=start.run,
+        resumed=start.manifest,
     )
+    stopping = Stopping(trainer.accelerator)
+    trainer.add_callback(stopping)
     tokens_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size * block
-    if trainer.is_world_process_zero():
+    if is_main:
         _introduce(run, source, train_set, gpt2, optimizer, tokens_per_step)
 
     try:
-        result = trainer.train(resume_from_checkpoint=checkpoint)
+        result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
     except mars_hf.NonFiniteError as error:
-        raise SystemExit(f"pretrain_gpt2.py: {error}" if trainer.is_world_process_zero() else 1) from None
+        raise Mistake(str(error)) from error
+    finally:
+        stopping.close()
+    if stopping.reason:
+        if is_main:
+            step, steps = trainer.state.global_step, trainer.state.max_steps
+            print(
+                f"\nstopped by {stopping.reason} after step {step} of {steps}; {output / f'checkpoint-{step}'} is "
+                "saved: go on with --resume_from_checkpoint true"
+            )
+        trainer.accelerator.end_training()
+        return
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
     gpt2.config.use_cache = True  # Trainer turns it off for training
     trainer.save_model()
     trainer.save_state()
-    if trainer.is_world_process_zero():
+    if is_main:
+        assert trainer.optimizer is not None
         metrics = report.summarize(
             trainer.state.log_history,
             bytes_per_token=source.bytes_per_token,
             tokens_per_step=tokens_per_step,
             train_runtime=result.metrics["train_runtime"],
-            first_step=_step_of(checkpoint) if checkpoint else 0,
         )
         header = {
             "optimizer": run.optimizer.optimizer,
@@ -109,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
             "seed": training.seed,
             "dataset": source.name,
             "parameters": gpt2.num_parameters(),
+            "groups": report.groups(trainer.optimizer.param_groups),
         }
         name = run.optimizer.optimizer + (" (exact)" if approx is False else "")
         title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {name}"
@@ -118,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         _conclude(output, metrics)
     if training.push_to_hub:
         trainer.push_to_hub()
-    if trainer.is_world_process_zero() and training.sample_tokens > 0:
+    if is_main and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
     trainer.accelerator.end_training()  # gloo threads left running at exit sometimes abort the process
@@ -136,28 +156,6 @@ def _check_processes(training: arguments.PretrainingArguments) -> None:
 
 def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
     return data.prepare_embedded(output.absolute().parent / "data", settings.embedded_vocab_size)
-
-
-def _checkpoint(training: arguments.PretrainingArguments) -> str | None:
-    """Return the checkpoint to resume from: the newest for `--resume_from_checkpoint true`, else the given path."""
-    wanted = training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        return None
-    if str(wanted).lower() != "true":
-        if not Path(wanted).is_dir():
-            raise SystemExit(f"--resume_from_checkpoint {wanted}: no such folder")
-        return str(wanted)
-    newest = get_last_checkpoint(str(training.output_dir)) if Path(str(training.output_dir)).is_dir() else None
-    if newest is None:
-        raise SystemExit(
-            f"--resume_from_checkpoint: no checkpoint in {training.output_dir}; start without it (and with "
-            "--save_strategy steps), or give the checkpoint's path"
-        )
-    return newest
-
-
-def _step_of(checkpoint: str) -> int:
-    return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step
 
 
 def _introduce(

@@ -10,6 +10,8 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -18,3 +20,18 @@ import torch
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give a run of all tests every core; named files and `--pdb` stay in one process, and `-n` decides if given."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if (
+        not config.pluginmanager.hasplugin("xdist")
+        or named
+        or config.option.usepdb
+        or config.option.numprocesses is not None
+    ):
+        return
+    config.option.numprocesses = min(os.cpu_count() or 1, 8)
+    config.option.dist = "loadfile"  # files share what their fixtures make

@@ -186,6 +186,7 @@ def test_fewer_processes_from_the_command_line(monkeypatch: pytest.MonkeyPatch, 
     assert (launcher, args.num_processes) == (EXPECTED[name].launcher, 2)
 
 
+@pytest.mark.slow
 def test_fsdp2_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = launch_environment(monkeypatch, "fsdp2")
     assert environment["ACCELERATE_USE_FSDP"] == "true"
@@ -229,6 +230,7 @@ print(json.dumps({"stage": p.zero_stage, "offload": [p.offload_optimizer_device,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO)
 def test_deepspeed_plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """accelerate builds its plugin without importing deepspeed, so this runs everywhere."""
@@ -258,6 +260,7 @@ def test_offload_json() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZERO)
 def test_deepspeed_accepts_the_config(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed's own reading of the config needs deepspeed")
@@ -303,6 +306,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "processes", "distributed_type", "backend"),

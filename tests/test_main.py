@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mars_hf.__main__ import main
+
 TESTS = Path(__file__).parent
 
 # An ordinary Hugging Face script: a parser and a Trainer, without MARS.
@@ -54,18 +56,21 @@ def script_arguments(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_script_runs_unmodified(script, tmp_path):
     finished = run("-m", "mars_hf", "run", str(script), *script_arguments(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
 
 
+@pytest.mark.slow
 def test_a_module_runs_unmodified(script, tmp_path):
     finished = run("-m", "mars_hf", "run", "-m", "script", *script_arguments(tmp_path), cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "RAN ahoy Mars 0.05 True" in finished.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_under_accelerate_launch(script, tmp_path):
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "mars_hf", "run"]
@@ -74,6 +79,7 @@ def test_under_accelerate_launch(script, tmp_path):
     assert "RAN ahoy Mars 0.05 True" in finished.stdout
 
 
+@pytest.mark.slow
 def test_without_the_launcher_the_name_is_unknown(script, tmp_path):
     finished = run(str(script), *script_arguments(tmp_path))
     assert finished.returncode == 2
@@ -83,13 +89,62 @@ def test_without_the_launcher_the_name_is_unknown(script, tmp_path):
 def test_mistakes_are_told_in_one_line():
     finished = run("-m", "mars_hf", "run", "no_such_script.py")
     assert finished.returncode == 2
-    assert (
-        finished.stderr.strip()
-        .splitlines()[-1]
-        .endswith("no such script: 'no_such_script.py' (give a path, or -m MODULE)")
-    )
+    line = "no such script: 'no_such_script.py' (give a path, or -m MODULE); --help shows how to use it"
+    assert finished.stderr == f"python -m mars_hf: {line}\n"
     assert run("-m", "mars_hf").returncode == 2
     assert "SCRIPT" in run("-m", "mars_hf", "run", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["pytest_no_such_module"], "no such module: 'pytest_no_such_module'"),
+        (["json.no_such_part"], "no such module: 'json.no_such_part'"),
+        (["json.decoder.no_such_part"], "no such module: 'json.decoder.no_such_part'"),
+        (["importlib"], "'importlib' is a package without a __main__"),
+        (["a..b"], "no such module: 'a..b'"),
+        ([".json"], "no such module: '.json'"),
+        (["nothing/there.py"], "no such module"),
+    ],
+)
+def test_modules_that_cannot_run(argv, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["run", "-m", *argv])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert part in line and line.count("\n") == 1
+
+
+def test_what_a_module_imports_is_its_own_matter(tmp_path, monkeypatch):
+    """A package that lacks one of its requirements says so itself."""
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "__init__.py").write_text("import not_installed_anywhere")
+    (tmp_path / "lacking" / "part.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        main(["run", "-m", "lacking.part"])
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (PermissionError(13, "Permission denied", "/x/file.pt"), "/x/file.pt: Permission denied"),
+        (RuntimeError("PytorchStreamReader failed\nreading zip archive"), "holds a file that is damaged"),
+        (EOFError(), "holds a file that is damaged"),
+        (KeyError("optimizer_state_dict"), "not DeepSpeed's (KeyError('optimizer_state_dict'))"),
+        (ImportError("install deepspeed"), "install deepspeed"),
+    ],
+)
+def test_checkpoints_that_cannot_be_read(error, part, monkeypatch, capsys):
+    def fail(source, target):
+        raise error
+
+    monkeypatch.setattr("mars_hf.universal.to_universal", fail)
+    with pytest.raises(SystemExit) as end:
+        main(["to_universal", "source", "target"])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert part in line and line.count("\n") == 1
 
 
 # Like `trl sft`: a command that starts its trainer through accelerate.
@@ -103,6 +158,7 @@ STARTER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("folder", ["here", "elsewhere"])
 def test_a_script_that_starts_another_one(script, tmp_path, folder):

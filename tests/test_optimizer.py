@@ -424,6 +424,7 @@ def test_loading_owns_its_memory():
     assert_same(run(twins, twin, start=9), run(expected, fresh, start=9))
 
 
+@pytest.mark.slow
 def test_state_dict_into_a_fresh_process(tmp_path):
     params = make_params(((5, 4), (3,)), torch.bfloat16)
     optimizer = Mars(params, gamma=0.05)

@@ -309,8 +309,7 @@ def test_mistakes_are_one_line_of_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["to_universal", str(tmp_path), str(tmp_path / "universal")])
     assert stopped.value.code == 2
-    usage, line = capsys.readouterr().err.strip().splitlines()
-    assert usage.startswith("usage: python -m mars_hf to_universal")
+    (line,) = capsys.readouterr().err.splitlines()
     assert "is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it" in line
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import re
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
-import yaml
+import torch
 from transformers import HfArgumentParser, TrainingArguments
-from transformers.hf_argparser import string_to_bool
 
 from mars_hf.groups.settings import PAIR_KEYS, SETTINGS
+from pretraining import agreement, model, optimizers, reading
+from pretraining.marked import Marked, read_yaml
+from pretraining.mistakes import Mistake, OneLine, one_line
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
@@ -50,6 +52,9 @@ class DataArguments:
     data_dir: str | None = field(
         default=None,
         metadata={"help": "Folder made by prepare_data.py; left out: the embedded corpus."},
+    )
+    verify_data: bool = field(
+        default=False, metadata={"help": "Read the token files whole before training: hashes and every id."}
     )
     embedded_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary trained on the embedded corpus."})
     max_eval_blocks: int | None = field(
@@ -132,15 +137,6 @@ class PretrainingArguments(TrainingArguments):
     sample_tokens: int = field(default=96, metadata={"help": "Length of the sample; 0 for none."})
 
 
-class _Loader(yaml.SafeLoader):
-    """Load YAML as people write it: 6e-3 is a number, although YAML 1.1 requires a dot."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 class RunArguments(NamedTuple):
     """All settings of a run."""
 
@@ -151,6 +147,10 @@ class RunArguments(NamedTuple):
     config: Path
 
 
+class _Parser(OneLine, HfArgumentParser):
+    """HfArgumentParser with messages of one line."""
+
+
 def parse(argv: Sequence[str] | None = None) -> RunArguments:
     """Read settings from `--config FILE` (default: configs/embedded.yaml); the command line overrides them.
 
@@ -159,68 +159,114 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
 
     Args:
         argv: command line without the program's name; None reads sys.argv.
+
+    Raises:
+        Mistake: a setting is unknown, out of range, ignored, or contradicts another.
+    """
+    values, origins, path = read(argv)
+    sizes, data, optimizer, training = (_make(kind, values) for kind in _KINDS)
+    run = RunArguments(sizes, data, optimizer, training, path)
+    agreement.check_device(run.training, origins)
+    _check_optimizer(run, origins)
+    return run
+
+
+def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreement.Origins, Path]:
+    """Read and check settings as `parse`, but leave the device alone, which TrainingArguments takes hold of.
+
+    Returns:
+        The settings, where they come from, and the config's path.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = OneLine(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=str(DEFAULT_CONFIG))
     first.add_argument("--optimizer")
-    first.add_argument("--is_approx", type=string_to_bool)
+    first.add_argument("--is_approx", "--is-approx", nargs="?", const="true")
     known, _ = first.parse_known_args(argv)
 
-    dataclasses: Any = [ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments]
-    parser = HfArgumentParser(
-        dataclasses,
-        description="Pretrain GPT-2 with MARS or AdamW.",
-        allow_abbrev=False,
-    )
+    parser = _Parser(_KINDS, description="Pretrain GPT-2 with MARS or AdamW.", allow_abbrev=False)  # type: ignore[arg-type]
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="YAML file of settings; see recipes/configs.")
-    path = _find(known.config, parser)
-    settings = _read(path, parser)
-    sections = settings.pop("optimizers", {})
-    chosen = known.optimizer or settings.get("optimizer", "mars_adamw")
+    actions = {action.dest: action for action in reversed(parser._actions)}  # the first of a name, not its --no_ form
+    options = {option: action.dest for action in parser._actions for option in action.option_strings}
+    on_command_line = {options[word]: word for word in (word.partition("=")[0] for word in argv) if word in options}
+    agreement.refuse_ignored(on_command_line)
+    for action in parser._actions:
+        action.type = reading.reader(action)
+    path = _find(known.config)
+    in_files, chosen = _settings(path, known.optimizer)
+    agreement.refuse_ignored({name: value.where for name, value in in_files.items()})
+    reading.refuse_unknown(in_files, [name for name in actions if name not in ("help", "config")], "setting")
+    hints = {name: hint for kind in _KINDS for name, hint in get_type_hints(kind).items()}
+    given = {
+        name: reading.as_on_command_line(actions[name], value, hints[name])
+        for name, value in in_files.items()
+        if name != "optimizer"
+    }
+    parser.set_defaults(**given, optimizer=chosen)
+    values, unknown = parser.parse_known_args(argv)
+    parser.refuse(unknown)
+    if values.output_dir is None:
+        name = f"{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
+        values.output_dir = f"runs/{name}"
+    origins = agreement.Origins(values, set(on_command_line), in_files)
+    optimizers.check(_make(OptimizerArguments, values), origins)
+    agreement.check(values, origins)
+    return values, origins, path
+
+
+_KINDS = (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments)
+
+
+def _make(kind: Any, values: argparse.Namespace) -> Any:
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    try:
+        return kind(**{name: getattr(values, name) for name in names})
+    except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
+        remedy = "; this machine needs --tf32 false" if "--tf32" in str(error) else ""
+        raise Mistake(one_line(error) + remedy) from error
+
+
+def _settings(path: Path, optimizer: str | None) -> tuple[dict[str, reading.Value], str]:
+    """Return a config's settings for the chosen optimizer, and its name; None takes the config's."""
+    top = read_yaml(path)
+    label = path.name if path.parent == CONFIGS else str(path)
+    named = reading.from_file(top, label)
+    sections = named.pop("optimizers", None)
+    where = "--optimizer" if optimizer is not None else named["optimizer"].where if "optimizer" in named else ""
+    chosen = optimizer if optimizer is not None else top.get("optimizer", "mars_adamw")
     if chosen not in OPTIMIZERS:
-        parser.error(f"--optimizer {chosen!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
-    _reject_unknown(sections, OPTIMIZERS, f"{path}: optimizers", parser)
-    settings |= sections.get(chosen) or {}
-    settings["optimizer"] = chosen
-    actions = {action.dest: action for action in parser._actions}
-    _reject_unknown(settings, actions, str(path), parser)
-    parser.set_defaults(**{key: _as_written(actions[key], value) for key, value in settings.items()})
-    if not any(argument == "--output_dir" or argument.startswith("--output_dir=") for argument in argv):
-        approx = settings.get("is_approx") if known.is_approx is None else known.is_approx
-        name = f"{path.stem}-{chosen}" + ("-exact" if approx is False else "")
-        parser.set_defaults(output_dir=settings.get("output_dir") or f"runs/{name}")
-    model, data, optimizer, training, _ = parser.parse_args_into_dataclasses(argv)
-    return RunArguments(model, data, optimizer, training, path)
+        raise Mistake(f"{where} {chosen!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
+    if sections is None or sections.value is None:
+        return named, chosen
+    if not isinstance(sections.value, Marked):
+        raise Mistake(f"{sections.where} is not a section; write each optimizer's settings below its name")
+    every = reading.from_file(sections.value, label, "optimizers: ")
+    reading.refuse_unknown(every, OPTIMIZERS, "optimizer")
+    for one in every.values():
+        if one.value is not None and not isinstance(one.value, Marked):
+            raise Mistake(f"{one.where} is not a section; write the optimizer's settings below its name")
+    own = sections.value.get(chosen)
+    return named | (reading.from_file(own, label, f"optimizers: {chosen}: ") if own else {}), chosen
 
 
-def _find(name: str, parser: argparse.ArgumentParser) -> Path:
+def _find(name: str) -> Path:
     """Find a config by path, or by the name of a shipped one."""
     for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if path.is_file():
             return path
     shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    return parser.error(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
+    raise Mistake(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
 
 
-def _read(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+def _check_optimizer(run: RunArguments, origins: agreement.Origins) -> None:
+    """Raise Mistake for values that the optimizer refuses, and for patterns of names that match no parameter."""
+    make, settings = optimizers.for_trainer(run.optimizer, run.training)
+    patterns = [name for name in ("no_decay", "adamw") if getattr(run.optimizer, name)]
+    if not patterns:
+        return
+    with torch.device("meta"):  # the names without the memory
+        gpt2 = model.build(run.model, 1, 0)
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except yaml.YAMLError as error:
-        return parser.error(f"{path} is not YAML: {error}")
-    if not isinstance(settings, dict):
-        return parser.error(f"{path} holds {type(settings).__name__}, not settings (key: value)")
-    return settings
-
-
-def _reject_unknown(names: Any, accepted: Any, where: str, parser: argparse.ArgumentParser) -> None:
-    unknown = [name for name in names if name not in accepted]
-    if unknown:
-        parser.error(f"{where}: unknown {', '.join(unknown)}; accepted are {', '.join(sorted(accepted))}")
-
-
-def _as_written(action: argparse.Action, value: Any) -> Any:
-    """Parse a YAML value as if it came from the command line, so that the same rules read both."""
-    if value is None or isinstance(value, (bool, dict, list)):
-        return value
-    return action.type(str(value)) if callable(action.type) else value
+        make()(gpt2, **settings)
+    except ValueError as error:
+        raise Mistake(f"{', '.join(map(origins, patterns))}: {one_line(error)}") from None

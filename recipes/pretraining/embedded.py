@@ -15,6 +15,9 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pretraining.mistakes import Mistake
+from pretraining.skipped import Skipped
+
 END_OF_TEXT = "<|endoftext|>"
 
 # Tables, not library code, or missing on some systems (Linux distributions package the tests separately).
@@ -34,38 +37,45 @@ _HELD_OUT_OF = 20
 
 
 class Corpus(NamedTuple):
-    """Documents to train on, held-out documents, and a hash of both."""
+    """Documents to train on, held-out documents, a hash of both, and what was left out."""
 
     train: list[str]
     val: list[str]
     fingerprint: str
+    skipped: Skipped
 
 
 def read_corpus() -> Corpus:
     """Read the standard library's sources, split by file.
 
     Raises:
-        FileNotFoundError: this interpreter ships without sources.
+        Mistake: this interpreter ships without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     if len(files) < _HELD_OUT_OF:
-        raise FileNotFoundError(
+        raise Mistake(
             f"only {len(files)} Python sources under {root}: this interpreter has no standard library to train on; "
             "prepare a data set with recipes/prepare_data.py and pass --data_dir"
         )
     train: list[str] = []
     val: list[str] = []
+    skipped = Skipped()
     fingerprint = hashlib.sha256(f"{sys.version_info[:3]} {_HELD_OUT_OF}".encode())
     for path in files:
         name = path.relative_to(root).as_posix()
-        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            skipped.add(name, "unreadable")
+            continue
         if not text.strip():
+            skipped.add(name, "empty")
             continue
         digest = hashlib.sha256(name.encode()).digest()
         (val if digest[0] % _HELD_OUT_OF == 0 else train).append(text)
         fingerprint.update(digest + hashlib.sha256(text.encode()).digest())
-    return Corpus(train, val, fingerprint.hexdigest())
+    return Corpus(train, val, fingerprint.hexdigest(), skipped)
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:

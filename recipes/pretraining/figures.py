@@ -93,5 +93,7 @@ def _colors(names: Sequence[str], baseline: str) -> dict[str, str]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)
+    partial = path.with_name(f"{path.name}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    partial.replace(path)
     plt.close(figure)

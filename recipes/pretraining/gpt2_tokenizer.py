@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import tiktoken
-from tiktoken.load import read_file_cached
-from transformers import GPT2Tokenizer
+from pretraining.mistakes import Mistake
 
+if TYPE_CHECKING:
+    from transformers import GPT2Tokenizer
+
+# Functions import what takes seconds: prepare_data.py reads its command line first.
 NAME = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 50256
@@ -32,7 +33,7 @@ VOCABULARY = _File(
 )
 
 
-class VocabularyError(OSError):
+class VocabularyError(Mistake):
     """Raised when GPT-2's vocabulary is neither cached nor available from the network."""
 
 
@@ -42,6 +43,8 @@ def build() -> GPT2Tokenizer:
     Raises:
         VocabularyError: its files are not available.
     """
+    from transformers import GPT2Tokenizer
+
     vocabulary = json.loads(_read(VOCABULARY))
     version, *lines = _read(MERGES).decode("utf-8").splitlines()
     assert version.startswith("#version")
@@ -58,12 +61,17 @@ def encode(texts: list[str]) -> dict[str, list[Any]]:
     Returns:
         `ids`: each document's token ids, with the end-of-text token appended; `bytes`: its length in UTF-8.
     """
+    import numpy as np
+    import tiktoken
+
     encoding = tiktoken.get_encoding(NAME)  # built once per process
     ids = [np.array([*encoding.encode_ordinary(text), END_OF_TEXT_ID], dtype=np.uint16) for text in texts]
     return {"ids": ids, "bytes": [len(text.encode()) for text in texts]}
 
 
 def _read(file: _File) -> bytes:
+    from tiktoken.load import read_file_cached
+
     try:
         return read_file_cached(file.url, file.sha256)
     except (OSError, ValueError) as error:  # no network or cache folder; wrong contents

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pretraining.environment import LAUNCHED_BY
+from pretraining.mistakes import Mistake
 
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt2.py"
 _TAIL_LINES = 30
@@ -17,6 +22,22 @@ _TAIL_LINES = 30
 
 class RunFailed(RuntimeError):
     """Raised when a run fails; the message has its command and the end of its output."""
+
+
+def words_of(text: str | None) -> list[str]:
+    """Return the words of a command that starts a Python script; none for this Python.
+
+    Raises:
+        Mistake: a quotation is open, or there is no such program.
+    """
+    try:
+        words = shlex.split(text or "")
+    except ValueError as error:
+        raise Mistake(f"--launcher {text!r}: {error}; close every quote") from None
+    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    if words and shutil.which(words[0], path=places) is None:
+        raise Mistake(f"--launcher {text!r}: no program {words[0]!r}; give a command, such as 'accelerate launch'")
+    return words
 
 
 def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:
@@ -31,18 +52,29 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         The run's metrics.json.
 
     Raises:
+        Mistake: the run was refused; the message is its own.
         RunFailed: the run ended with an error.
     """
     command = [*launcher, str(SCRIPT), *argv, "--output_dir", str(output)]
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.parent / f"{output.name}.log"
     # Unbuffered, so that a traceback is at the log's end.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
     with log.open("a", encoding="utf-8") as file:
-        finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        except OSError as error:
+            raise Mistake(
+                f"cannot start {launcher[0]!r} ({error.strerror}); give a command, such as 'accelerate launch'"
+            ) from None
     if finished.returncode:
         lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
+        for line in lines[-_TAIL_LINES:]:
+            if line.startswith(f"{SCRIPT.name}: "):
+                raise Mistake(f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}")
         tail = "\n".join(lines[-_TAIL_LINES:])
         raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
+    if not (output / "metrics.json").is_file():
+        raise RunFailed(f"the run in {output} was stopped before its end; start again to go on from where it is")
     metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +10,11 @@ from torch import nn
 import mars_hf
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
-from pretraining.arguments import OptimizerArguments, PretrainingArguments
+from pretraining.mistakes import Mistake, one_line
+
+if TYPE_CHECKING:
+    from pretraining.agreement import Origins
+    from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
 # Settings that AdamW has too.
 _SHARED = ("beta1", "beta2", "eps", "no_decay")
@@ -30,29 +34,40 @@ class AdamWFactory:
         return torch.optim.AdamW(groups, **settings)
 
 
+def check(arguments: OptimizerArguments, origins: Origins) -> None:
+    """Raise Mistake for settings that the chosen optimizer does not have."""
+    chosen = arguments.optimizer
+    given = [name for name, value in vars(arguments).items() if name != "optimizer" and value is not None]
+    if chosen == "adamw":
+        foreign = [name for name in given if name not in _SHARED]
+        has = f"it takes {', '.join(_SHARED)}"
+    else:
+        foreign = [] if chosen in _ORTHOGONAL_OPTIMIZERS else [name for name in given if name in ORTHOGONAL_KEYS]
+        has = f"which {' and '.join(_ORTHOGONAL_OPTIMIZERS)} have"
+    if foreign:
+        punctuation = ";" if chosen == "adamw" else ","
+        raise Mistake(f"{origins(foreign[0])}: optimizer {chosen} has no {', '.join(foreign)}{punctuation} {has}")
+
+
 def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """Return the value for `Trainer(optimizer_cls_and_kwargs=...)`.
+    """Return the value for `Trainer(optimizer_cls_and_kwargs=...)`, from arguments that `check` has passed.
 
     Raises:
-        ValueError: the optimizer does not have a given setting.
+        Mistake: MARS cannot use a setting's value, or two of them together.
     """
     settings = {name: value for name, value in vars(arguments).items() if name != "optimizer" and value is not None}
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if arguments.optimizer == "adamw":
-        foreign = [name for name in settings if name not in _SHARED]
-        if foreign:
-            raise ValueError(f"optimizer=adamw has no {', '.join(foreign)}; it takes {', '.join(_SHARED)}")
         return AdamWFactory, {
             **shared,
             "betas": (settings.get("beta1", training.adam_beta1), settings.get("beta2", training.adam_beta2)),
             "eps": settings.get("eps", training.adam_epsilon),
             "no_decay": settings.get("no_decay", []),
         }
-    foreign = [name for name in settings if name in ORTHOGONAL_KEYS]
-    if foreign and arguments.optimizer not in _ORTHOGONAL_OPTIMIZERS:
-        owners = " and ".join(_ORTHOGONAL_OPTIMIZERS)
-        raise ValueError(f"optimizer={arguments.optimizer} has no {', '.join(foreign)}, which {owners} have")
     settings = {name: read(name, value) if isinstance(value, str) else value for name, value in settings.items()}
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
-    return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)
+    try:
+        return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)
+    except ValueError as error:
+        raise Mistake(one_line(error)) from error

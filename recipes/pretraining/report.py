@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from mars_hf.groups.roles import rule_of, takes_mars
+
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
 
@@ -21,7 +23,6 @@ def summarize(
     bytes_per_token: float,
     tokens_per_step: int,
     train_runtime: float,
-    first_step: int = 0,
 ) -> dict[str, float | None]:
     """Return the numbers of metrics.json, from `trainer.state.log_history`.
 
@@ -29,14 +30,13 @@ def summarize(
         history: log lines; the last evaluation counts, and the first if it was at step 0.
         bytes_per_token: bytes per token of the held-out text.
         tokens_per_step: tokens of all processes and accumulation steps.
-        train_runtime: seconds of `trainer.train()`, evaluations included.
-        first_step: step at which this process resumed the run; 0 for a new run.
+        train_runtime: seconds of `trainer.train()` in all sessions, evaluations included.
     """
     losses = [row["loss"] for row in history if "loss" in row]
     evaluations = [row for row in history if "eval_loss" in row]
     last, first = evaluations[-1], evaluations[0]
     tail = losses[-max(1, round(len(losses) * _TAIL)) :]
-    evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations if row["step"] >= first_step)
+    evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations)
     steps = last["step"]
     return {
         "steps": steps,
@@ -46,15 +46,34 @@ def summarize(
         "eval_loss_at_step_0": first["eval_loss"] if first["step"] == 0 else None,
         "perplexity": math.exp(min(last["eval_loss"], 700.0)),
         "bits_per_byte": last["eval_loss"] / math.log(2) / bytes_per_token,
-        "tokens_per_second": (steps - first_step) * tokens_per_step / max(train_runtime - evaluating, 1e-9),
+        "tokens_per_second": steps * tokens_per_step / max(train_runtime - evaluating, 1e-9),
         "train_runtime_seconds": train_runtime,
     }
 
 
+def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings that trained each parameter group, with the peak of its learning rate."""
+    return [
+        {
+            "role": group.get("role", "matrix" if group["weight_decay"] else "vector"),
+            "rule": rule_of(group) if "mars_type" in group else "adamw",
+            "learning_rate": float(group.get("initial_lr", group["lr"])),
+            **{key: group[key] for key in ("betas", "eps", "weight_decay")},
+            **({"gamma": group["gamma"]} if "mars_type" in group and takes_mars(group) else {}),
+        }
+        for group in param_groups
+    ]
+
+
 def write(path: Path, metrics: dict[str, Any]) -> None:
     """Write a JSON file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(metrics, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 

@@ -6,19 +6,38 @@ import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-import datasets
-import pyarrow
-import pyarrow.parquet
+from pretraining.mistakes import Mistake, one_line
+from pretraining.skipped import Skipped
 
+if TYPE_CHECKING:
+    import datasets
+
+# Functions import what takes seconds: prepare_data.py reads its command line first.
 TEXT = "text"
 # Names that --dataset accepts besides those on the Hub.
 ALIASES = {"openwebtext": "Skylion007/openwebtext"}
 _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
-class SourceError(ValueError):
-    """Raised when the requested documents are not available; the message is one line for the user."""
+class SourceError(Mistake):
+    """Raised when the requested documents are not available."""
+
+
+class Found(NamedTuple):
+    """Files to read.
+
+    Attributes:
+        files: the files, each once.
+        by_search: those found in a folder or by a glob; a .txt among them that holds no text is skipped, while a file
+            that the user has named must be readable.
+        skipped: what was skipped so far; reading adds to it.
+    """
+
+    files: list[Path]
+    by_search: frozenset[Path]
+    skipped: Skipped
 
 
 def load_hub(
@@ -36,6 +55,8 @@ def load_hub(
     Raises:
         SourceError: neither cached nor reachable, or no such configuration, split or column.
     """
+    import datasets
+
     try:
         dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except ConnectionError as error:
@@ -50,34 +71,41 @@ def load_hub(
         ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise SourceError(
-            f"--dataset {name}: {_one_line(error)} (--dataset_config {config}, --train_split {split})"
+            f"--dataset {name}: {one_line(error)} (--dataset_config {config}, --train_split {split})"
         ) from error
     _check_column(dataset, text_column, f"--dataset {name}")
     dataset = dataset.select_columns([text_column])
     return dataset if text_column == TEXT else dataset.rename_column(text_column, TEXT)
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str]) -> Found:
     """Return the files behind paths: files, all files of a known kind below a folder, matches of a glob.
+
+    Files of other kinds below a folder are skipped.
 
     Args:
         patterns: files, folders and globs.
 
     Returns:
-        The files, each once: patterns in the given order, files of one pattern sorted by path.
+        The files: patterns in the given order, files of one pattern sorted by path.
 
     Raises:
         SourceError: a pattern matches nothing, or a file is of an unknown kind, or the kinds differ.
     """
     files: dict[Path, None] = {}
+    searched: set[Path] = set()
+    named: set[Path] = set()
+    skipped = Skipped()
     for pattern in patterns:
-        files.update(dict.fromkeys(_expand(pattern)))
+        found = _expand(pattern, skipped)
+        files.update(dict.fromkeys(found))
+        (named if Path(pattern).is_file() else searched).update(found)
     kinds = {_KINDS[path.suffix.lower()] for path in files}
     if len(kinds) > 1:
         raise SourceError(
             f"--files {' '.join(patterns)}: {' and '.join(sorted(kinds))} files together; give files of one kind"
         )
-    return list(files)
+    return Found(list(files), frozenset(searched - named), skipped)
 
 
 def kind(files: Sequence[Path]) -> str:
@@ -85,31 +113,44 @@ def kind(files: Sequence[Path]) -> str:
     return _KINDS[files[0].suffix.lower()]
 
 
-def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> datasets.Dataset:
+def load_files(found: Found, *, text_column: str, cache_dir: Path) -> datasets.Dataset:
     """Load local files as a data set with one column, `text`.
 
     A document is a .txt file, a line of .jsonl (or .json), or a row of .parquet.
 
     Args:
-        files: the files of `find_files`.
+        found: the files of `find_files`; skipped ones are added to its count.
         text_column: the column, or JSON key, with the documents; unused for .txt files.
         cache_dir: folder for a copy of the texts; it must outlive the data set.
 
     Raises:
         SourceError: a file cannot be read, is not UTF-8, or has no such column.
     """
+    import datasets
+
+    skipped = cache_dir / "skipped.jsonl"  # a file: datasets copies what it gives to a generator
+    skipped.touch()
+    settings = {
+        "files": tuple((str(path), path in found.by_search) for path in found.files),  # datasets cuts lists apart
+        "text_column": text_column,
+        "skipped": str(skipped),
+    }
     try:
-        return datasets.Dataset.from_generator(
+        dataset = datasets.Dataset.from_generator(
             _read,
             features=datasets.Features({TEXT: datasets.Value("large_string")}),
             cache_dir=str(cache_dir),
-            gen_kwargs={"files": [str(path) for path in files], "text_column": text_column},
+            gen_kwargs=settings,
         )
     except datasets.exceptions.DatasetsError as error:
         cause = error.__cause__ or error
         if isinstance(cause, SourceError):
             raise cause from None
-        raise SourceError(f"--files: {_one_line(cause)}") from error
+        raise SourceError(f"--files: {one_line(cause)}") from error
+    with skipped.open(encoding="utf-8") as lines:
+        for line in lines:
+            found.skipped.add(*json.loads(line))
+    return dataset
 
 
 def split(dataset: datasets.Dataset, *, test_size: float, seed: int, cache_dir: Path) -> dict[str, datasets.Dataset]:
@@ -155,11 +196,14 @@ def _no_column(what: str, column: str, present: Sequence[str]) -> str:
     return f"{what} has no column {column!r}; --text_column must be one of: {', '.join(present)}"
 
 
-def _expand(pattern: str) -> list[Path]:
+def _expand(pattern: str, skipped: Skipped) -> list[Path]:
     path = Path(pattern)
     if path.is_dir():
-        below = sorted(path.rglob("*"))
-        found = [file for file in below if file.suffix.lower() in _KINDS and file.is_file()]
+        below = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        found = [file for file in below if file.suffix.lower() in _KINDS]
+        for file in below:
+            if file.suffix.lower() not in _KINDS:
+                skipped.add(str(file.relative_to(path)), "of another kind")
         if not found:
             raise SourceError(f"--files {pattern}: no {', '.join(_KINDS)} file in this folder or below")
     else:
@@ -173,21 +217,51 @@ def _expand(pattern: str) -> list[Path]:
     return [file.resolve() for file in found]
 
 
-def _read(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
+def _read(files: tuple[tuple[str, bool], ...], text_column: str, skipped: str) -> Iterator[dict[str, str]]:
+    import pyarrow
+
     count = 0
-    for file in files:
+    reasons = Skipped()
+    for file, is_searched in files:
         path = Path(file)
-        reader = _READERS[_KINDS[path.suffix.lower()]]
+        kind = _KINDS[path.suffix.lower()]
+        if kind == "txt" and is_searched:
+            text, reason = _text_or_reason(path)
+            if not reason:
+                count += 1
+                yield {TEXT: text}
+                continue
+            reasons.add(path.name, reason)
+            with open(skipped, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps([path.name, reason]) + "\n")
+            continue
         try:
-            for text in reader(path, text_column):
+            for text in _READERS[kind](path, text_column):
                 count += 1
                 yield {TEXT: text}
         except (UnicodeDecodeError, UnicodeEncodeError) as error:
             raise SourceError(f"{path} is not valid UTF-8 ({error.reason}); convert it to UTF-8") from error
         except (OSError, pyarrow.ArrowException) as error:
-            raise SourceError(f"cannot read {path}: {_one_line(error)}") from error
+            raise SourceError(f"cannot read {path}: {one_line(error)}") from error
     if count == 0:
-        raise SourceError(f"--files: no document in {len(files)} file(s), of which the first is {files[0]}")
+        why = f"; {reasons}" if reasons else ""
+        raise SourceError(f"--files: no document in {len(files)} file(s), of which the first is {files[0][0]}{why}")
+
+
+def _text_or_reason(path: Path) -> tuple[str, str]:
+    """Return a file's text, or why it has none."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return "", "unreadable"
+    if not content:
+        return "", "empty"
+    if b"\0" in content:
+        return "", "binary"
+    try:
+        return content.decode("utf-8-sig"), ""
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
 
 
 def _read_txt(path: Path, text_column: str) -> Iterator[str]:
@@ -205,13 +279,15 @@ def _read_jsonl(path: Path, text_column: str) -> Iterator[str]:
             except json.JSONDecodeError as error:
                 raise SourceError(f"{where} is not JSON ({error.msg}); each line must be one JSON object") from error
             if not isinstance(row, dict):
-                raise SourceError(f"{where} is not a JSON object, but {_one_line(row)}; each line must be one")
+                raise SourceError(f"{where} is not a JSON object, but {one_line(row)}; each line must be one")
             if text_column not in row:
                 raise SourceError(_no_column(where, text_column, list(row)))
             yield _text(row[text_column], f"{where} column {text_column!r}")
 
 
 def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
+    import pyarrow.parquet
+
     with pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names
         if text_column not in names:
@@ -232,12 +308,6 @@ _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise SourceError(f"{where} is not text, but {_one_line(value)}; remove it, or name another with --text_column")
+        raise SourceError(f"{where} is not text, but {one_line(value)}; remove it, or name another with --text_column")
     value.encode()  # raises for half a surrogate pair, which JSON can contain
     return value
-
-
-def _one_line(value: object) -> str:
-    """Return an error or a value as one line of at most 300 characters."""
-    text = " ".join(str(value).split()) or type(value).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -16,10 +16,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-SPLITS = ("train", "val")
+from pretraining import meta_file
+from pretraining.meta_file import MAX_VOCAB_SIZE, SPLITS
+from pretraining.meta_file import read as read_meta
+from pretraining.mistakes import Mistake
+
+__all__ = ["DTYPE", "MAX_VOCAB_SIZE", "SPLITS", "TokenDataset", "TokenFile", "read_meta", "write_meta", "writing"]
 DTYPE = np.dtype("<u2")
-MAX_VOCAB_SIZE = 2**16
-_META = "meta.json"
+PART_BYTES = 2**26  # of a file that has a hash of its own, so that a damaged place can be named
+_PART_DIGITS = 16
 
 
 class TokenFile:
@@ -32,7 +37,7 @@ class TokenFile:
             path: path of the file.
         """
         self._file = path.open("wb")
-        self._hash = hashlib.sha256()
+        self._hash = PartedHash()
         self.tokens = 0
         self.documents = 0
         self.bytes = 0
@@ -63,8 +68,42 @@ class TokenFile:
             "tokens": self.tokens,
             "documents": self.documents,
             "bytes": self.bytes,
-            "sha256": self._hash.hexdigest(),
+            **self._hash.entry(),
         }
+
+
+class PartedHash:
+    """SHA-256 of a file, and of each of its parts of `PART_BYTES` bytes."""
+
+    def __init__(self) -> None:
+        """Start with no bytes."""
+        self._whole = hashlib.sha256()
+        self._part = hashlib.sha256()
+        self._in_part = 0
+        self._parts: list[str] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._whole.update(data)
+        view = memoryview(data)
+        while len(view):
+            piece = view[: PART_BYTES - self._in_part]
+            self._part.update(piece)
+            self._in_part += len(piece)
+            view = view[len(piece) :]
+            if self._in_part == PART_BYTES:
+                self._end_part()
+
+    def entry(self) -> dict[str, Any]:
+        """Return the hashes as keys of meta.json; no bytes may follow."""
+        if self._in_part:
+            self._end_part()
+        return {"sha256": self._whole.hexdigest(), "sha256_parts": self._parts}
+
+    def _end_part(self) -> None:
+        self._parts.append(self._part.hexdigest()[:_PART_DIGITS])
+        self._part = hashlib.sha256()
+        self._in_part = 0
 
 
 @contextmanager
@@ -76,7 +115,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
         overwrite: True replaces an existing folder, which stays until the new one is complete.
 
     Raises:
-        FileExistsError: the folder exists, is not empty, and `overwrite` is False.
+        Mistake: the folder exists, is not empty, and `overwrite` is False.
     """
     directory = Path(directory).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +124,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
             stale.rename(directory)
             break
     if directory.exists() and any(directory.iterdir()) and not overwrite:
-        raise FileExistsError(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
+        raise Mistake(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
     for stale in [*_stale(directory, "partial"), *_stale(directory, "replaced")]:
         shutil.rmtree(stale, ignore_errors=True)
     partial = beside(directory, "partial", os.getpid())
@@ -132,21 +171,7 @@ def _is_running(pid: int) -> bool:
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
     """Write meta.json; call it last, since this file marks the folder as complete."""
-    (directory / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-
-
-def read_meta(directory: Path) -> dict[str, Any]:
-    """Read meta.json.
-
-    Raises:
-        FileNotFoundError: `directory` holds no prepared data.
-    """
-    path = Path(directory) / _META
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no {_META} in {directory}: it holds no prepared token files; make them with recipes/prepare_data.py"
-        )
-    return json.loads(path.read_text(encoding="utf-8"))
+    (directory / meta_file.NAME).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
@@ -162,14 +187,13 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             max_blocks: use only the first blocks; None uses all.
 
         Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the split does not fill one block.
+            Mistake: the split does not fill one block.
         """
         self.tokens = np.memmap(Path(directory) / f"{split}.bin", dtype=DTYPE, mode="r")
         self.block_size = block_size
         blocks = len(self.tokens) // block_size
         if blocks == 0:
-            raise ValueError(
+            raise Mistake(
                 f"{split}.bin in {directory} has {len(self.tokens)} tokens, less than one block of {block_size}; "
                 "lower --block_size or prepare more text"
             )

@@ -27,12 +27,14 @@ def measured(tmp_path_factory) -> dict:
     return result
 
 
+@pytest.mark.slow
 def test_every_round_is_measured(measured):
     for contender in measured.values():
         assert len(contender["rounds"]) == 2
         assert all(block["gradients"] > 0 and block["update"] > 0 for block in contender["rounds"])
 
 
+@pytest.mark.slow
 def test_bytes(measured, tmp_path):
     kept = {name: contender["bytes"] for name, contender in measured.items()}
     model = exact_cost.make_trainer(ADAMW, SIZES["tiny"], 1, str(tmp_path))[0].model

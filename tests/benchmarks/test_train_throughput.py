@@ -21,6 +21,7 @@ def options(**changes):
     return argparse.Namespace(**{**given, "peak_tflops": None, **changes})
 
 
+@pytest.mark.slow
 def test_results(tmp_path, capsys):
     output = tmp_path / "throughput.json"
     train_throughput.main(
@@ -48,6 +49,7 @@ class Norms(TrainerCallback):
         self.found.append(getattr(optimizer.optimizer, "max_grad_norm", None))
 
 
+@pytest.mark.slow
 def test_trainers_step_with_what_they_are_named_after(tmp_path):
     adamw, mars = (
         train_throughput.make_trainer(name, options(), str(tmp_path))

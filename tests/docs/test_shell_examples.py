@@ -214,7 +214,6 @@ RUN: dict[str, Callable[[str, Path], None]] = {
         "rate.json",
     ),
 }
-SLOW = "accelerate launch -m mars_hf run"  # a process that starts a process, each of which imports transformers
 PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "pip install -c constraints.txt -e .": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[recipes]'": ("installs packages", is_pip),
@@ -268,9 +267,8 @@ def test_every_command_is_accounted_for():
     assert set(shown()) == {*RUN, *PARSED}
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(one, marks=[pytest.mark.slow] if one.startswith(SLOW) else []) for one in RUN]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
 def test_command_runs(command, place, tokens):
     RUN[command](command, tokens)
 

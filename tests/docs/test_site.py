@@ -65,6 +65,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(leaves(nav)) == sorted([*(PAGES.keys() - {"README.md"}), "changelog.md"])
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_by_the_script(tmp_path):
     """The pictures have the same names and sizes; pixels differ with matplotlib's version."""
     script = ROOT / "docs" / "figures" / "draw.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from pretraining import data, embedded, token_files
+from pretraining.mistakes import Mistake
 from transformers import AutoTokenizer
 
 
@@ -22,6 +23,7 @@ def test_corpus_is_the_same_at_every_reading_and_split_by_file(corpus):
     assert any("class OrderedDict" in text for text in corpus.train + corpus.val)
 
 
+@pytest.mark.slow
 def test_prepared_corpus(corpus, tmp_path):
     directory = data.prepare_embedded(tmp_path, vocab_size=512)
     stamp = (directory / "meta.json").stat().st_mtime_ns
@@ -53,5 +55,5 @@ def test_tokenizer_training_is_deterministic(corpus, tmp_path):
 
 def test_an_interpreter_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match="--data_dir"):
+    with pytest.raises(Mistake, match="--data_dir"):
         embedded.read_corpus()

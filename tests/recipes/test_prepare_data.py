@@ -22,6 +22,7 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from pretraining import data, gpt2_tokenizer, sources, token_files
+from pretraining.mistakes import Mistake
 from transformers import AutoTokenizer
 
 SCRIPT = Path(prepare_data.__file__)
@@ -82,15 +83,13 @@ def run(*options, num_proc=1):
 
 
 def refused(capsys, *options):
-    """Return the message of a run that must fail, with a nonzero status."""
+    """Return the message of a run that must fail, with exit code 2."""
+    capsys.readouterr()
     with pytest.raises(SystemExit) as error:
         run(*options)
-    if isinstance(error.value.code, str):
-        message = error.value.code
-    else:
-        assert error.value.code == 2
-        message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith("prepare_data.py: ") and "\n" not in message
+    assert error.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message == f"prepare_data.py: {error.value}"
     return message
 
 
@@ -122,6 +121,7 @@ def assert_prepared(folder, texts, **split):
             "documents": len(documents),
             "bytes": sum(len(text.encode()) for text in documents),
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "sha256_parts": [hashlib.sha256(path.read_bytes()).hexdigest()[:16]],
         }
     return meta
 
@@ -134,14 +134,16 @@ def test_hello_world(vocabulary_cache):
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "txt"])
 def test_local_files_equal_reference(tmp_path, form):
+    texts = TEXTS
     if form == "txt":
         given = write_txt(tmp_path / "corpus", TEXTS)
+        texts = [text for text in TEXTS if text]  # empty files of a folder are skipped
     elif form == "parquet":
         given = write_parquet(tmp_path / "corpus.parquet", TEXTS)
     else:
         given = write_jsonl(tmp_path / f"corpus.{form}", TEXTS)
     run("--files", given, "--output_dir", tmp_path / "out")
-    meta = assert_prepared(tmp_path / "out", TEXTS)
+    meta = assert_prepared(tmp_path / "out", texts)
     assert meta["dataset"] == given.name
     assert meta["split"] == {"test_size": 0.0005, "seed": 2357, "shuffle": True}
     assert (meta["tokenizer"], meta["vocab_size"], meta["end_of_text"]) == ("gpt2", 50257, END)
@@ -197,9 +199,9 @@ def test_files_folders_and_globs(tmp_path):
     below.mkdir(parents=True)
     d = write_jsonl(below / "d.jsonl", ["d"])
     (below / "README.md").write_text("not a document")
-    assert sources.find_files([str(b), str(tmp_path / "*.jsonl"), str(c)]) == [b, a, c]
-    assert sources.find_files([str(tmp_path / "folder")]) == [d]
-    assert sources.find_files([str(tmp_path / "**" / "*.jsonl")]) == [a, b, d]
+    assert sources.find_files([str(b), str(tmp_path / "*.jsonl"), str(c)]).files == [b, a, c]
+    assert sources.find_files([str(tmp_path / "folder")]).files == [d]
+    assert sources.find_files([str(tmp_path / "**" / "*.jsonl")]).files == [a, b, d]
 
 
 def test_openwebtext_uses_nanogpts_split(tmp_path, monkeypatch):
@@ -278,7 +280,7 @@ def test_folder_replaced_halfway_comes_back(tmp_path):
     (old / "meta.json").write_text("{}")
     (tmp_path / "out.partial-notes").mkdir()  # not a process id: not ours
     token_files.beside(tmp_path / "out", "partial", os.getpid()).mkdir()
-    with pytest.raises(FileExistsError), token_files.writing(tmp_path / "out"):
+    with pytest.raises(Mistake), token_files.writing(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "meta.json").read_text() == "{}"
     with token_files.writing(tmp_path / "out", overwrite=True) as partial:
@@ -301,7 +303,7 @@ def test_killed_run_leaves_nothing_under_the_name(tmp_path):
         wait(lambda: output.parent.exists() and any(output.parent.glob(tokens)), process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert [path.name for path in output.parent.iterdir()] == [half_made]
+        assert sorted(path.name for path in output.parent.iterdir()) == ["out.lock", half_made]
         wait(lambda: not group_runs(process.pid))  # its workers must end too
     finally:
         if group_runs(process.pid):
@@ -473,3 +475,57 @@ def test_messages_of_the_program(tmp_path, capsys):
     assert f"{meta['train']['tokens']:,} tokens, 66 documents" in out
     assert "less than one block of 1024" in out
     assert f"--data_dir {tmp_path / 'out'}" in out
+
+
+def test_skipped_files_of_a_folder_are_counted_and_named(tmp_path, capsys):
+    corpus = write_txt(tmp_path / "corpus", ["one", "two", "three"])
+    for name, content in {
+        "a.txt": b"",
+        "b.txt": b"caf\xe9",
+        "c.txt": b"PK\x03\x04\x00\x00",
+        "README.md": b"# not a document",
+        "e.png": b"\x89PNG",
+        "f.png": b"\x89PNG",
+        "g.png": b"\x89PNG",
+    }.items():
+        (corpus / name).write_bytes(content)
+    run("--files", corpus, "--output_dir", tmp_path / "out")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "skipped" in line)
+    assert line == (
+        "skipped 7 file(s): 4 of another kind (README.md, e.png, f.png, ...); 1 empty (a.txt); 1 not UTF-8 (b.txt); "
+        "1 binary (c.txt)"
+    )
+    meta = assert_prepared(tmp_path / "out", ["one", "two", "three"])
+    assert meta["skipped"] == {
+        "files": 7,
+        "reasons": {
+            "of another kind": {"files": 4, "first": ["README.md", "e.png", "f.png"]},
+            "empty": {"files": 1, "first": ["a.txt"]},
+            "not UTF-8": {"files": 1, "first": ["b.txt"]},
+            "binary": {"files": 1, "first": ["c.txt"]},
+        },
+    }
+    assert token_files.read_meta(tmp_path / "out")["skipped"] == meta["skipped"]
+
+
+def test_a_folder_where_everything_is_skipped_is_refused(tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").touch()
+    message = refused(capsys, "--files", tmp_path / "corpus", "--output_dir", tmp_path / "out")
+    assert "no document in 1 file(s)" in message and "1 empty (a.txt)" in message
+
+
+def test_unreadable_files_are_skipped_in_a_folder_and_refused_by_name(tmp_path, capsys, monkeypatch):
+    corpus = write_txt(tmp_path / "corpus", ["one", "two", "three"])
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "0001.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    run("--files", corpus, "--output_dir", tmp_path / "out")
+    assert "skipped 1 file(s): 1 unreadable (0001.txt)" in capsys.readouterr().out
+    message = refused(capsys, "--files", corpus / "0001.txt", "--output_dir", tmp_path / "other")
+    assert "cannot read" in message and "0001.txt" in message

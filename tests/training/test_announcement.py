@@ -77,6 +77,7 @@ def test_other_ranks_and_other_optimizers_say_nothing(tmp_path, said, monkeypatc
 SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["optim", "instance", "MarsTrainer"])
 def test_resuming_with_other_settings_says_which_win(tmp_path, said, way):
     """The line matches the facts: logged rates and the groups' settings."""
@@ -105,6 +106,7 @@ def test_resuming_with_other_settings_says_which_win(tmp_path, said, way):
     assert "The schedule's shape and max_grad_norm are this run's" in resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
 def test_resuming_with_the_same_settings_says_nothing(tmp_path, said, make):
     for checkpoint in (None, str(tmp_path / "checkpoint-3")):
@@ -128,6 +130,7 @@ def cyclic(optimizer, rate, **settings):
     return torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=base, max_lr=rate, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [one_cycle, cyclic])
 def test_one_rate_for_all_groups_is_pointed_out(tmp_path, said, schedule):
     kind = {one_cycle: "OneCycleLR", cyclic: "CyclicLR"}[schedule]
@@ -149,6 +152,7 @@ def test_one_rate_for_all_groups_is_pointed_out(tmp_path, said, schedule):
     assert noted(lambda optimizer: schedule(optimizer, 1e-2), lr_1d=1e-2) == []
 
 
+@pytest.mark.slow
 def test_a_norm_that_trainer_overrules_is_pointed_out(tmp_path, said):
     def noted(make, own, **settings) -> list[str]:
         said.clear()

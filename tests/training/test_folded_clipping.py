@@ -155,6 +155,7 @@ def test_mars_trainer_folds(tmp_path):
     assert watch.takes == [{True}] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks_at", [None, 1])
 @pytest.mark.parametrize("own", [None, 0.5])
 def test_mars_trainer_gives_the_optimizer_back_as_it_was(tmp_path, own, breaks_at):
@@ -293,6 +294,7 @@ def test_a_loaded_state_brings_no_settings_of_another_loop(tmp_path, saved_by):
     assert own.max_grad_norm == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_resuming_with_another_norm(tmp_path, max_grad_norm):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

@@ -166,6 +166,7 @@ def test_the_innermost_optimizer():
     assert guard.innermost(SimpleNamespace(optimizer=SimpleNamespace(optimizer=steps))) is steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["mars_hf", "transformers"])
 def test_no_import_order_escapes_it(tmp_path, first):
     """Importing both packages installs the callback; mars_hf alone does not import transformers."""

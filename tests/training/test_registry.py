@@ -187,6 +187,7 @@ def test_rules_that_orthogonalize_by_name(tmp_path, name):
     ]
 
 
+@pytest.mark.slow
 def test_hyperparameter_search_reaches_the_optimizer(tmp_path):
     seen = []
 
@@ -339,6 +340,7 @@ def test_the_name_behaves_like_a_built_in(tmp_path):
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", "mars_sgd"])
 
 
+@pytest.mark.slow
 def test_training_args_load_where_mars_hf_is_not(tmp_path):
     args = arguments(tmp_path, optim="mars_adamw")
     assert pickle.loads(pickle.dumps(args.optim)) == "mars_adamw"

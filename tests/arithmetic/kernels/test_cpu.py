@@ -435,6 +435,7 @@ def test_rounding_to_16_bits_is_that_of_pytorch(dtype):
 LARGE = 2**31 + 5 * ROW + 7
 
 
+@pytest.mark.slow
 def test_sums_beyond_31_bits():
     """Memory that is only read costs nothing: all its pages map to one page of zeros."""
     memory = mmap.mmap(-1, 4 * LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -64,6 +64,7 @@ def test_other_instructions_make_another(source, runs, monkeypatch):
     assert len(runs) == 2
 
 
+@pytest.mark.slow
 def test_processes_at_once(source):
     """Every process finds a complete library."""
     code = (

@@ -1,0 +1,360 @@
+"""A run goes on from its newest whole checkpoint, or says why not; nothing of it is lost or mixed with another's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pretrain_gpt2
+import pytest
+import torch
+from pretraining import checkpoints, folder_lock, foreign_files, run_folder
+from pretraining.trainer import PretrainingTrainer
+from safetensors.torch import load_file
+
+TINY = [
+    *("--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
+    *("--max_steps", "8", "--warmup_steps", "2", "--logging_steps", "2", "--eval_steps", "4", "--max_eval_blocks", "8"),
+    *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--sample_tokens", "0"),
+    *("--cpu_threads", "1", "--disable_tqdm", "true", "--save_strategy", "steps", "--save_steps", "3"),
+]
+RESUME = ("--resume_from_checkpoint", "true")
+# What differs between two runs of the same kind.
+TIMED = ("runtime", "per_second")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tokens) -> Path:
+    """A finished run, with checkpoints after steps 3, 6 and 8; no test changes it."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    run(output, tokens)
+    return output
+
+
+@pytest.fixture
+def killed(whole, tmp_path) -> Path:
+    """The same run, killed after step 6."""
+    output = tmp_path / "killed"
+    output.mkdir()
+    for name in ("checkpoint-3", "checkpoint-6"):
+        shutil.copytree(whole / name, output / name)
+    shutil.copy(whole / "run.json", output)
+    return output
+
+
+def run(output: Path, tokens: Path, *argv: str) -> None:
+    threads = torch.get_num_threads()
+    try:
+        pretrain_gpt2.main([*TINY, "--data_dir", str(tokens), "--output_dir", str(output), *argv])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def rows(folder: Path) -> list[dict]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [{key: value for key, value in row.items() if not key.endswith(TIMED)} for row in history]
+
+
+def results(folder: Path) -> dict:
+    metrics = json.loads((folder / "metrics.json").read_text())
+    return {key: value for key, value in metrics.items() if "second" not in key}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    first, second = (load_file(folder / "model.safetensors") for folder in (a, b))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert rows(a) == rows(b)
+    assert results(a) == results(b)
+
+
+# --- whole checkpoints -----------------------------------------------------------------------------------------------
+
+
+def test_log_and_result_are_those_of_the_uninterrupted_run(whole, killed, tokens):
+    """Step 3 is between two log lines, so the loss of one step is not in Trainer's checkpoint."""
+    shutil.rmtree(killed / "checkpoint-6")
+    run(killed, tokens, *RESUME)
+    assert_same_run(whole, killed)
+
+
+def truncate(folder):
+    with (folder / "optimizer.pt").open("r+b") as file:
+        file.truncate(100)
+
+
+def flip_a_bit(folder):
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def lose_the_scheduler(folder):
+    (folder / "scheduler.pt").unlink()
+
+
+def never_sealed(folder):
+    (folder / "manifest.json").unlink()
+
+
+def half_a_manifest(folder):
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def another_manifest(folder):
+    (folder / "manifest.json").write_text('{"files": []}')
+
+
+def of_another_run(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "run": "another"}))
+
+
+DAMAGES = {
+    truncate: "optimizer.pt has 100 bytes, not the",
+    flip_a_bit: "model.safetensors is not what was written",
+    lose_the_scheduler: "scheduler.pt is missing",
+    never_sealed: "it has no manifest.json",
+    half_a_manifest: "its manifest.json cannot be read",
+    another_manifest: "its manifest.json is not one of this recipe",
+    of_another_run: "it belongs to another run",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_what_is_not_whole_is_passed_over(killed, damage):
+    damage(killed / "checkpoint-6")
+    found, lines = checkpoints.newest_whole(killed, run_folder.read(killed).id)
+    assert found == killed / "checkpoint-3"
+    assert len(lines) == 1 and lines[0].startswith(f"{killed / 'checkpoint-6'} is passed over: {DAMAGES[damage]}")
+
+
+def test_the_run_goes_on_from_the_one_before(whole, killed, tokens, capsys):
+    truncate(killed / "checkpoint-6")
+    run(killed, tokens, *RESUME)
+    assert "checkpoint-6 is passed over" in capsys.readouterr().out
+    assert_same_run(whole, killed)
+    checkpoints.check(killed / "checkpoint-6")  # written anew
+
+
+def test_none_is_whole(killed, tokens, capsys):
+    for folder in checkpoints.checkpoints(killed):
+        truncate(folder)
+    before = sorted(killed.rglob("*"))
+    with pytest.raises(SystemExit, match=r"no checkpoint in .* is whole, of 2; start without it"):
+        run(killed, tokens, *RESUME)
+    assert capsys.readouterr().out.count("is passed over") == 2
+    assert [path for path in sorted(killed.rglob("*"))] == before
+
+
+def test_nothing_to_resume_from(tokens, tmp_path):
+    with pytest.raises(SystemExit, match=r"no checkpoint in .* which is new"):
+        run(tmp_path / "run", tokens, *RESUME)
+    with pytest.raises(SystemExit, match="no such folder"):
+        run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(tmp_path / "nowhere"))
+
+
+def test_without_states_a_checkpoint_is_not_resumed(tokens, tmp_path):
+    output = tmp_path / "run"
+    run(output, tokens, "--save_only_model", "true", "--max_steps", "3")
+    with pytest.raises(SystemExit, match=r"it lacks the optimizer's state .*--save_only_model"):
+        run(output, tokens, "--max_steps", "6", "--resume_from_checkpoint", str(output / "checkpoint-3"))
+    with pytest.raises(SystemExit, match="is whole, of 1"):
+        run(output, tokens, "--max_steps", "6", *RESUME)
+
+
+def test_a_limit_counts_whole_checkpoints(whole, killed, tokens):
+    """Older ones go only when the new one is sealed, and what the run needs is read before."""
+    run(killed, tokens, *RESUME, "--save_total_limit", "1")
+    assert [folder.name for folder in checkpoints.checkpoints(killed)] == ["checkpoint-8"]
+    assert_same_run(whole, killed)
+
+
+def test_rotation_keeps_the_best_and_what_is_newer_than_the_last_sealed(tmp_path):
+    for step in range(1, 7):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if step not in (2, 6):  # never sealed
+            (folder / "manifest.json").write_text("{}")
+    checkpoints.rotate(tmp_path, 2, keep=tmp_path / "checkpoint-1")
+    assert [folder.name for folder in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 5, 6)]
+    checkpoints.rotate(tmp_path, None)
+    assert len(checkpoints.checkpoints(tmp_path)) == 3
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_at_its_end_only_writes_its_result(whole, tmp_path, tokens, capsys, monkeypatch):
+    """As after a kill between the last checkpoint and metrics.json."""
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    for name in ("metrics.json", "trainer_state.json", "README.md", "model.safetensors"):
+        (output / name).unlink()
+    monkeypatch.setattr(PretrainingTrainer, "training_step", lambda *args: pytest.fail("it trained"))
+    run(output, tokens, *RESUME)
+    assert "checkpoint-8 is the end of this run, step 8 of 8: only its result is written" in capsys.readouterr().out
+    assert_same_run(whole, output)
+    assert results(whole)["tokens"] == results(output)["tokens"]
+    speed = [json.loads((folder / "metrics.json").read_text())["tokens_per_second"] for folder in (whole, output)]
+    assert speed[0] / 20 < speed[1] < speed[0] * 20  # of the steps; this session made none
+
+
+def test_a_finished_run_is_left_as_it_is(whole, tmp_path, tokens, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    run(output, tokens, *RESUME)
+    assert "holds this run, finished after step 8; nothing is missing" in capsys.readouterr().out
+    now = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    assert now == before
+
+
+def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokens, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    run(output, tokens, *RESUME, "--max_steps", "10")
+    said = capsys.readouterr().out
+    assert "resuming: max_steps=10 trains, not 8" in said and "metrics-earlier.json" in said
+    assert json.loads((output / "metrics.json").read_text())["steps"] == 10
+    assert json.loads((output / "metrics-earlier.json").read_text())["steps"] == 8
+
+
+# --- another run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[], ["--overwrite_output_dir", "true"]], ids=["killed", "overwrite"])
+def test_a_new_run_moves_an_earlier_one_aside(whole, killed, tmp_path, tokens, argv, capsys):
+    if argv:
+        shutil.copytree(whole, killed, dirs_exist_ok=True)
+    mine = killed / "notes.txt"
+    mine.write_text("not of a run")
+    before = run_folder.read(killed)
+    run(killed, tokens, "--max_steps", "2", "--save_steps", "2", *argv)
+    assert f"an earlier run's files are now in {killed / 'earlier-1'}" in capsys.readouterr().out
+    assert [folder.name for folder in checkpoints.checkpoints(killed)] == ["checkpoint-2"]
+    assert run_folder.read(killed).id != before.id
+    assert run_folder.read(killed / "earlier-1") == before
+    checkpoints.check(killed / "earlier-1" / "checkpoint-6")
+    assert mine.read_text() == "not of a run"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--optimizer", "adamw"], r"optimizer=mars_adamw \(now adamw\)"),
+        (["--learning_rate", "1e-3"], r"learning_rate=0\.008 \(now 0\.001\)"),
+        (["--gamma", "0.05"], r"gamma=None \(now 0\.05\)"),
+        (["--weight_decay", "0.2"], r"weight_decay=0\.1 \(now 0\.2\)"),
+        (["--n_layer", "2"], r"n_layer=1 \(now 2\)"),
+        (["--is_approx", "false"], r"is_approx=None \(now False\)"),
+    ],
+)
+@pytest.mark.parametrize("way", ["newest", "path"])
+def test_other_settings_are_refused(killed, tokens, argv, said, way):
+    resume = RESUME if way == "newest" else ("--resume_from_checkpoint", str(killed / "checkpoint-6"))
+    with pytest.raises(SystemExit, match=said):
+        run(killed, tokens, *resume, *argv)
+
+
+def test_what_a_resume_takes_as_given_is_said(killed, tokens, capsys):
+    run(killed, tokens, *RESUME, "--per_device_train_batch_size", "2", "--seed", "3", "--max_grad_norm", "0.5")
+    said = capsys.readouterr().out
+    assert "resuming: per_device_train_batch_size=2 trains, not 4" in said
+    assert "resuming: seed=3 trains, not 1" in said and "resuming: max_grad_norm=0.5 trains, not 1" in said
+
+
+def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tokens, capsys):
+    """As Trainer alone writes it."""
+    folder = tmp_path / "checkpoint-6"
+    shutil.copytree(whole / "checkpoint-6", folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(SystemExit, match="was trained with mars_adamw, not mars_lion; give --optimizer mars_adamw"):
+        run(tmp_path / "lion", tokens, "--resume_from_checkpoint", str(folder), "--optimizer", "mars_lion")
+    run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(folder))
+    assert "has no manifest.json, so its files and settings are taken as they are" in capsys.readouterr().out
+    first, second = (load_file(one / "model.safetensors") for one in (whole, tmp_path / "run"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_other_peoples_files_are_refused(tmp_path, tokens):
+    for name in ("README.md", "model.safetensors"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(
+        SystemExit, match=r"files that no run of this recipe made: README\.md, model\.safetensors; give"
+    ):
+        run(tmp_path, tokens, "--overwrite_output_dir", "true")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "model.safetensors"]
+
+
+@pytest.mark.parametrize("moves", range(4))
+def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, monkeypatch, moves):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    earlier = run_folder.read(output)
+    done = []
+
+    def move(*paths):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(os.rename(*paths))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder.shutil, "move", move)
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.begin(output, {})
+    now = run_folder.read(output)
+    found, _ = checkpoints.newest_whole(output, now.id)
+    assert (now == earlier) == (found is not None)  # one run or the other, never both
+    run_folder.begin(output, {})
+    assert foreign_files.foreign_files(output) == []
+    assert {path.name for path in output.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
+
+
+def test_metrics_say_what_trained(whole):
+    groups = results(whole)["groups"]
+    assert [group["role"] for group in groups] == ["matrix", "vector"]
+    assert groups[0]["learning_rate"] == 8e-3 and groups[0]["gamma"] == 0.025 and groups[0]["weight_decay"] == 0.1
+    assert groups[1]["rule"] == "adamw" and groups[1]["learning_rate"] == 4e-3 and "gamma" not in groups[1]
+
+
+# --- one run a folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused(tmp_path, tokens):
+    output = tmp_path / "run"
+    with folder_lock.held(output, "trains"):
+        with pytest.raises(SystemExit, match=rf"process {os.getpid()} on .* trains there; wait for it to end"):
+            run(output, tokens)
+        assert not output.exists()
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_saves_and_ends_the_run(whole, tmp_path, tokens, monkeypatch, capsys, number):
+    """The signal comes in step 5, between log lines; the run ends after it, and goes on as if nothing had been."""
+    output = tmp_path / "run"
+    original = PretrainingTrainer.training_step
+
+    def training_step(trainer, *args, **kwargs):
+        if trainer.state.global_step == 4:
+            os.kill(os.getpid(), number)
+        return original(trainer, *args, **kwargs)
+
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainingTrainer, "training_step", training_step)
+        run(output, tokens)
+    assert signal.getsignal(number) == handler
+    assert f"stopped by {number.name} after step 5 of 8" in capsys.readouterr().out
+    assert not (output / "metrics.json").exists()
+    assert [folder.name for folder in checkpoints.checkpoints(output)] == ["checkpoint-3", "checkpoint-5"]
+    run(output, tokens, *RESUME)
+    assert_same_run(whole, output)
