@@ -10,16 +10,28 @@ from mars_hf.training import import_hooks
 
 if TYPE_CHECKING:
     from mars_hf.training.callbacks import LastGradientCallback
+    from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
     from mars_hf.training.registry import factory, register
     from mars_hf.training.trainer import MarsTrainer
 
 __version__ = "0.1.0"
-__all__ = ["LastGradientCallback", "Mars", "MarsTrainer", "create", "factory", "register"]
+__all__ = [
+    "LastGradientCallback",
+    "Mars",
+    "MarsTrainer",
+    "NonFiniteCallback",
+    "NonFiniteError",
+    "create",
+    "factory",
+    "register",
+]
 
 # Loaded when first used: they need transformers, which takes seconds to import.
 _LAZY = {
     "LastGradientCallback": "training.callbacks",
     "MarsTrainer": "training.trainer",
+    "NonFiniteCallback": "training.nonfinite",
+    "NonFiniteError": "training.nonfinite",
     "factory": "training.registry",
     "register": "training.registry",
 }

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from pretraining import arguments, data, figures, folder_lock, identity, model, optimizers, report, resuming
-from pretraining.mistakes import told
+from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
 from pretraining.trainer import PretrainingTrainer
@@ -79,7 +79,10 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
         processing_class=source.tokenizer,
         data_collator=default_data_collator,
         optimizer_cls_and_kwargs=optimizer,
-        callbacks=[mars_hf.LastGradientCallback()] if mars else None,
+        callbacks=[
+            mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
+            *([mars_hf.LastGradientCallback()] if mars else []),
+        ],
         run=start.run,
         resumed=start.manifest,
     )
@@ -91,6 +94,8 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
 
     try:
         result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
+    except mars_hf.NonFiniteError as error:
+        raise Mistake(str(error)) from error
     finally:
         stopping.close()
     if stopping.reason:

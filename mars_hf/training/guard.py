@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import Trainer
 
 from mars_hf.distributed.placement import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def innermost(optimizer: Any) -> Any:
@@ -22,6 +24,8 @@ def innermost(optimizer: Any) -> Any:
 
 def calling_trainer() -> Trainer | None:
     """Return the Trainer whose method is on the call stack, or None."""
+    from transformers import Trainer  # not above: importing it imports callbacks.py, which imports this file
+
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

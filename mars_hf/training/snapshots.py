@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import numpy
@@ -33,23 +33,38 @@ def buffers_kept(*models: nn.Module) -> Iterator[None]:
     Counters are numbers and tensors among a module's attributes.
     """
     modules = {id(module): module for model in models for module in model.modules()}.values()
-    kept = [_Buffers(module) for module in modules]
+    restore = keep_buffers(modules)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for each in kept:
-                each.restore()
+        restore()
+
+
+def keep_buffers(modules: Iterable[nn.Module], *, counters: bool = True) -> Callable[[], None]:
+    """Keep the buffers of modules, and return what restores them: the same tensors with the same values.
+
+    Args:
+        modules: the modules themselves; their children are not looked into.
+        counters: whether to keep numbers and tensors among their attributes too.
+    """
+    kept = [_Buffers(module, counters=counters) for module in modules]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for each in kept:
+            each.restore()
+
+    return restore
 
 
 class _Buffers:
     """Snapshot of one module's buffers and counters."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, counters: bool) -> None:
         self._module = module
         self._buffers = {name: (buffer, _clone(buffer)) for name, buffer in _compat.own_buffers(module).items()}
         self._counters: dict[str, tuple[Any, Any]] = {}
-        if not type(module).__module__.startswith(_ENGINES):
+        if counters and not type(module).__module__.startswith(_ENGINES):
             self._counters = {
                 name: (value, _clone(value) if isinstance(value, Tensor) else value)
                 for name, value in vars(module).items()
@@ -106,6 +121,19 @@ def attributes_kept(holder: Any, skip: Collection[str] = ()) -> Iterator[None]:
         for name in [name for name in now if name not in before]:
             del now[name]
         now.update(before)
+
+
+@contextlib.contextmanager
+def attribute_set(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute for the duration of the context."""
+    attributes = vars(holder)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
 
 
 class _Contents:

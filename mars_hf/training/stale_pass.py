@@ -18,7 +18,7 @@ from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import innermost
 from mars_hf.training.random_state import RandomState
-from mars_hf.training.snapshots import attributes_kept, buffers_kept, copied, difference
+from mars_hf.training.snapshots import attribute_set, attributes_kept, buffers_kept, copied, difference
 
 # Attributes of a Trainer that may be large and whose contents no pass changes.
 _UNCHANGED = ("train_dataset", "eval_dataset", "model", "model_wrapped")
@@ -44,13 +44,14 @@ class StalePass:
             max_grad_norm: returns the norm that both gradients are clipped to; 0 for no clipping.
         """
         self.running = False
+        self.norm: Tensor | None = None  # of the last stale gradient, before clipping
         self._trainer = trainer
         self._max_grad_norm = max_grad_norm
         self._seen: deque[list[Any]] = deque()  # one list per micro-batch: the inputs of compute_loss
         self._batches: list[Any] = []
         self._num_items: Any = None
         self._starts: deque[RandomState] = deque()
-        self._norm: Tensor | None = None
+        self._overflows: Tensor | None = None
 
     def hold(self, batches: list[Any], num_items: Any) -> None:
         """Keep the next step's micro-batches, and the number of items that divides their loss."""
@@ -68,7 +69,7 @@ class StalePass:
             yield
         if expected:
             self._refuse("did not call compute_loss as often as in the pass for the stale gradient")
-        if self._norm is not None and not self._starts:
+        if self._overflows is not None and not self._starts:
             self._spread_overflow()
 
     def require_both_passes(self) -> None:
@@ -78,7 +79,7 @@ class StalePass:
 
     def forget(self) -> None:
         """Drop what an interrupted step has left."""
-        self._batches, self._norm = [], None
+        self._batches, self._overflows, self.norm = [], None, None
         self._starts.clear()
         self._seen.clear()
 
@@ -106,7 +107,7 @@ class StalePass:
 
     def _spread_overflow(self) -> None:
         """Make the ordinary gradient overflow if the stale one did in fp16, so that the scaler skips the step."""
-        norm, self._norm = self._norm, None
+        norm, self._overflows = self._overflows, None
         assert norm is not None
         with torch.no_grad():
             for param in self._trainer.model_wrapped.parameters():
@@ -137,7 +138,7 @@ class StalePass:
             see(inputs)
             return compute_loss(model, inputs, *args, **kwargs)
 
-        with _attribute(self._trainer, "compute_loss", watched):
+        with attribute_set(self._trainer, "compute_loss", watched):
             yield
 
     def _refuse_generation(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -152,7 +153,7 @@ class StalePass:
         with (
             self._synchronization(last),
             self._watching(lambda inputs: seen.append(copied(inputs))),
-            _attribute(trainer.model, "generate", self._refuse_generation),
+            attribute_set(trainer.model, "generate", self._refuse_generation),
         ):
             trainer.training_step(trainer.model_wrapped, copied(inputs), self._num_items)
         if not seen:
@@ -180,11 +181,12 @@ class StalePass:
         if scaler is not None:
             torch._foreach_mul_(gradients, 1 / scaler.get_scale())
         limit = self._max_grad_norm()
-        norm: Any = nn.utils.get_total_norm(gradients) if scaler is not None or limit > 0 else None
-        if norm is not None and limit > 0:
+        norm: Any = nn.utils.get_total_norm(gradients)
+        self.norm = norm.full_tensor() if dtensors.is_dtensor(norm) else norm
+        if limit > 0:
             nn.utils.clip_grads_with_norm_(params, limit, norm)
-        if norm is not None and scaler is not None:
-            self._norm = norm.full_tensor() if dtensors.is_dtensor(norm) else norm
+        if scaler is not None:
+            self._overflows = self.norm
         mars.update_previous_grad()
         mars.update_last_grad()
         for param in params:
@@ -200,19 +202,6 @@ class StalePass:
         ):
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
-
-
-@contextlib.contextmanager
-def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute for the duration of the context."""
-    attributes = vars(holder)
-    before = {name: attributes[name]} if name in attributes else {}
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        attributes.update(before)
 
 
 class StalePassCallback(TrainerCallback):

@@ -14,6 +14,7 @@ from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 from mars_hf.training.callbacks import LastGradientCallback
 from mars_hf.training.guard import innermost
+from mars_hf.training.nonfinite import NonFiniteCallback
 from mars_hf.training.stale_pass import StalePass, StalePassCallback
 
 
@@ -40,6 +41,9 @@ class MarsTrainer(Trainer):
     parameters. The optimizer's `max_grad_norm` overrides that of TrainingArguments if the latter is the default. When
     `train()` returns or raises, the optimizer's `max_grad_norm` and `take_grad` are restored.
 
+    A NonFiniteCallback, with its defaults unless `callbacks` has one, reports non-finite losses and gradients and stops
+    the run after three in a row.
+
     Args:
         *args: see Trainer.
         **kwargs: see Trainer. The model must be the one that the optimizer was built from.
@@ -48,6 +52,7 @@ class MarsTrainer(Trainer):
         ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which build others;
             or Mars and TrainingArguments have different values of `max_grad_norm`.
         NotImplementedError: exact MARS under DeepSpeed; raised when training starts.
+        NonFiniteError: too many steps in a row with a non-finite loss or gradient; raised in training.
 
     Source of the exact form: Algorithms 1 and 2 of arXiv 2411.10438.
     """
@@ -78,11 +83,18 @@ class MarsTrainer(Trainer):
         self._stale_pass = StalePass(self, self._clips_at)
         super().__init__(*bound.args, **bound.kwargs)
         self.add_callback(StalePassCallback(self._stale_pass))
+        if not self._nonfinite_callbacks():
+            self.add_callback(NonFiniteCallback())
 
     @property
     def in_stale_pass(self) -> bool:
         """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
         return self._stale_pass.running
+
+    @property
+    def stale_grad_norm(self) -> torch.Tensor | None:
+        """Return the norm of this step's stale gradient, before clipping; None where a step has none."""
+        return self._stale_pass.norm
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; the optimizer is afterwards set as it was handed over."""
@@ -91,8 +103,15 @@ class MarsTrainer(Trainer):
             return super().train(*args, **kwargs)
         finally:
             self._is_training = False
+            for callback in self._nonfinite_callbacks():
+                callback.detach()
             self._stale_pass.forget()
             self._give_back()
+
+    def _nonfinite_callbacks(self) -> list[Any]:
+        # By name: a reloaded module (a notebook's autoreload) makes a new class.
+        known = self.callback_handler.callbacks
+        return [own for own in known if NonFiniteCallback.__name__ in [kind.__name__ for kind in type(own).__mro__]]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or the one that Trainer builds."""

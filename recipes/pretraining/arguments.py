@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 
 import torch
 from transformers import HfArgumentParser, TrainingArguments
@@ -125,6 +125,13 @@ class PretrainingArguments(TrainingArguments):
     )
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads of a process on CPU; left out: the cores divided by the processes."}
+    )
+    on_nonfinite: Literal["stop", "skip", "ignore"] = field(
+        default="stop",
+        metadata={"help": "What a non-finite loss or gradient does: see mars_hf.NonFiniteCallback."},
+    )
+    nonfinite_patience: int = field(
+        default=3, metadata={"help": "Steps in a row with a non-finite loss or gradient that stop the run."}
     )
     sample_prompt: str = field(default="def ", metadata={"help": "What the sample at the end continues."})
     sample_tokens: int = field(default=96, metadata={"help": "Length of the sample; 0 for none."})

@@ -78,7 +78,7 @@ NUMBERS = {
     **dict.fromkeys(("eps", "gamma", "lr_1d", "weight_decay_1d", "clip_threshold"), NOT_NEGATIVE),
     "ns_steps": SIZE,
     # the run
-    "cpu_threads": SIZE,
+    **dict.fromkeys(("cpu_threads", "nonfinite_patience"), SIZE),
     "sample_tokens": whole(0),
     "max_steps": Range(
         "a whole number from 1 on (or -1, with --num_train_epochs)",

@@ -14,6 +14,8 @@ import yaml
 from pages import PAGES, ROOT, commands
 from PIL import Image
 
+import mars_hf
+
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None,
     reason="the test extra brings mkdocs-material and mkdocstrings",
@@ -31,7 +33,7 @@ def site(tmp_path_factory) -> Path:
 
 
 @needs_mkdocs
-@pytest.mark.parametrize("name", ["create", "Mars", "factory", "register", "LastGradientCallback", "MarsTrainer"])
+@pytest.mark.parametrize("name", mars_hf.__all__)
 def test_the_reference_has_every_public_name(site, name):
     page = (site / "api" / "index.html").read_text(encoding="utf-8")
     assert f'id="mars_hf.{name}"' in page

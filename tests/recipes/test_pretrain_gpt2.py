@@ -261,3 +261,17 @@ def test_the_default_job_learns(tmp_path):
     assert metrics["eval_loss"] <= 0.6 * metrics["eval_loss_at_step_0"]
     assert "--- sample ---" in finished.stdout
     assert "500/500" in finished.stderr  # the progress bar
+
+
+def test_a_run_that_diverges_ends_in_one_line(tmp_path, tokens, capsys):
+    """A learning rate far too high; what was trained before is kept."""
+    saves = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--warmup_steps", "0")
+    with pytest.raises(SystemExit) as exit:
+        run(tmp_path / "out", tokens, *saves, "--learning_rate", "1e20", "--max_steps", "20")
+    text = str(exit.value)
+    assert text.startswith("3 steps in a row with a non-finite loss or gradient")
+    assert exit.value.code == 2 and f"pretrain_gpt2.py: {text}\n" in capsys.readouterr().err
+    (kept,) = (tmp_path / "out").glob("checkpoint-*")
+    assert f"The newest good checkpoint is {kept}: " in text
+    assert all(torch.isfinite(value).all() for value in weights(kept).values())
+    assert not (tmp_path / "out" / "metrics.json").exists()
