@@ -101,9 +101,11 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
     if stopping.reason:
         if is_main:
             step, steps = trainer.state.global_step, trainer.state.max_steps
+            folder = output / f"checkpoint-{step}"
+            saved = "is saved" if folder.is_dir() else "is not saved, because the step was not finite"
             print(
-                f"\nstopped by {stopping.reason} after step {step} of {steps}; {output / f'checkpoint-{step}'} is "
-                "saved: go on with --resume_from_checkpoint true"
+                f"\nstopped by {stopping.reason} after step {step} of {steps}; {folder} {saved}: go on with "
+                "--resume_from_checkpoint true"
             )
         trainer.accelerator.end_training()
         return
