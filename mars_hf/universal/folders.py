@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.distributed.placement import shape_of
+from mars_hf.groups import settings
 from mars_hf.optimizer import Mars
 from mars_hf.step.states import lacks_last_grad
 from mars_hf.universal.safe_load import is_plain, known_layout, read, read_dict
@@ -29,12 +30,17 @@ def zero_folder(folder: str | Path) -> Path:
 
 
 def saved_groups(zero: Path) -> list[dict[str, Any]]:
-    """Return the groups of the optimizer that was saved."""
+    """Return the groups of the optimizer that was saved; ValueError if a setting has a value that MARS cannot use."""
     file = zero / "optimizer_state.pt"
     with known_layout(file):
         groups = read_dict(file)["param_groups"]
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise TypeError(f"param_groups is no list of dicts but {type(groups).__name__}")
+        for index, group in enumerate(groups):
+            try:
+                settings.check(group)
+            except ValueError as error:
+                raise ValueError(f"{file}, param group {index}: {error}") from None
     return groups
 
 

@@ -324,6 +324,19 @@ def test_files_of_another_kind_are_named(zero2, converted, marker, content):
         file.write_bytes(whole)
 
 
+BAD_SETTINGS = {"lr": "fast", "betas": 5, "eps": None, "gamma": float("nan"), "weight_decay": [1], "ns_steps": -1}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_settings_that_mars_cannot_use_are_named(converted, marker, name):
+    file = converted / "zero" / "optimizer_state.pt"
+    content = torch.load(file, weights_only=False)
+    content["param_groups"][1][name] = BAD_SETTINGS[name]
+    torch.save(content, file)
+    line = refused(lambda: in_one_process(converted), file, marker)
+    assert f"optimizer_state.pt, param group 1: {name}={BAD_SETTINGS[name]!r}" in line
+
+
 def test_changed_bytes_are_an_error_or_no_more_than_other_values(zero2, tmp_path):
     """A pickle with changed bytes raises any kind of error inside; outside it is a ValueError."""
     file = zero2 / ZERO[0]
