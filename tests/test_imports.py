@@ -142,6 +142,7 @@ def unsafe_reads(tree: ast.AST) -> list[str]:
             or (name.startswith("yaml.") and ("unsafe" in name or "full_load" in name))
             or name in ("pandas.read_pickle", "torch.hub.load")
             or given.get("trust_remote_code", "False") != "False"
+            or (name.startswith("transformers.Auto") and "trust_remote_code" not in given)  # it would ask the user
         )
         if wrong:
             found.append(f"{node.lineno}: {ast.unparse(node)[:80]}")
@@ -175,6 +176,7 @@ def test_nothing_runs_out_of_a_file_that_is_read(path):
         "import yaml\nclass Own(yaml.FullLoader): pass\nyaml.load(file, Loader=Own)",
         "import pandas as pd\npd.read_pickle(file)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(folder)",
     ],
 )
 def test_unsafe_reads_are_noticed(code):
@@ -188,6 +190,7 @@ def test_unsafe_reads_are_noticed(code):
         "import numpy as np\nnp.load(file)\nnp.load(file, allow_pickle=False)",
         "import yaml\nclass Own(yaml.SafeLoader): pass\nyaml.load(file, Loader=Own)\nyaml.safe_load(file)",
         "import json\njson.load(file)",
+        "from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(folder, trust_remote_code=False)",
     ],
 )
 def test_safe_reads_are_let_through(code):

@@ -29,7 +29,7 @@ def load(directory: Path) -> Data:
         FileNotFoundError: the folder holds no prepared data.
     """
     meta = token_files.read_meta(directory)
-    tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer", trust_remote_code=False)
     val = meta["val"]
     return Data(Path(directory), tokenizer, meta["dataset"], val["bytes"] / val["tokens"])
 

@@ -375,6 +375,8 @@ SETTINGS = {
     "m": {"mars_type": "mars-m"},
     "exact": {"is_approx": False},
     "amsgrad": {"amsgrad": True},
+    "bfloat16 states": {"state_dtype": "bfloat16"},
+    "stochastic": {"rounding": "stochastic"},
 }
 
 
