@@ -75,7 +75,7 @@ def names(folder: Path) -> dict[str, Any]:
 
 
 def save_zero_checkpoint(folder: Path) -> None:
-    """Write the checkpoint of DeepSpeed ZeRO-3, which holds no classes, for `tiny_gpt2` and its Mars on one rank, after one step."""
+    """Write a checkpoint of `tiny_gpt2` and its Mars, as one rank of DeepSpeed ZeRO-3 does: it holds no classes."""
     model = tiny_gpt2()
     mars = mars_hf.create(model, lr=6e-3)
     for param in model.parameters():
