@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import pickle
 import runpy
 import sys
 from importlib.machinery import ModuleSpec
@@ -66,8 +65,6 @@ def main(argv: list[str] | None = None) -> None:
             convert.error(str(error) or repr(error))
         except OSError as error:
             convert.error(f"{error.filename or command.source}: {error.strerror or error}")
-        except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError) as error:
-            convert.error(f"{command.source} holds a file that is damaged, or not DeepSpeed's ({error!r})")
         return
     if command.module:
         _check_module(parser, command.script, imports=False)

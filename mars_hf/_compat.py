@@ -6,8 +6,9 @@ packages have. Versions are those in which a name was seen, oldest and newest.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
@@ -164,6 +165,37 @@ PRIVATE_NAMES = (
     ),
 )
 
+# What DeepSpeed's checkpoints hold besides tensors and plain values: data, whose making runs nothing of the file's.
+CHECKPOINT_CLASSES = {
+    f"{entry.owner}.{entry.name}": entry
+    for entry in (
+        PrivateName(
+            "deepspeed.runtime.fp16.loss_scaler",
+            "LossScaler",
+            "deepspeed 0.18.3 to 0.19.8",
+            "No ZeRO checkpoint can be converted; nor is a universal one read.",
+        ),
+        PrivateName(
+            "deepspeed.runtime.fp16.loss_scaler",
+            "DynamicLossScaler",
+            "deepspeed 0.18.3 to 0.19.8",
+            "As `LossScaler`, for training in float16.",
+        ),
+        PrivateName(
+            "deepspeed.runtime.zero.config",
+            "ZeroStageEnum",
+            "deepspeed 0.18.3 to 0.19.8",
+            "No ZeRO checkpoint can be converted.",
+        ),
+        PrivateName(
+            "deepspeed.utils.tensor_fragment",
+            "fragment_address",
+            "deepspeed 0.18.3 to 0.19.8",
+            "No checkpoint of ZeRO-1 or 2 can be converted.",
+        ),
+    )
+}
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -269,6 +301,16 @@ def zero12_group(param: Any) -> Any:
 def zero3_optimizer(param: Any) -> Any:
     """Return DeepSpeed's ZeRO-3 optimizer that has partitioned a parameter; None if none has."""
     return getattr(param, "_z3_optimizer", None)
+
+
+def checkpoint_classes(names: Iterable[str] = tuple(CHECKPOINT_CLASSES)) -> list[type]:
+    """Import classes of `CHECKPOINT_CLASSES` by name; imports DeepSpeed, which takes seconds, unless names are empty.
+
+    Raises:
+        ImportError, AttributeError: DeepSpeed is not installed, or has no such class.
+    """
+    entries = [CHECKPOINT_CLASSES[name] for name in names]
+    return [getattr(importlib.import_module(entry.owner), entry.name) for entry in entries]
 
 
 # --- transformers and accelerate ------------------------------------------------------------------------------------

@@ -102,3 +102,96 @@ def test_private_names_are_there(entry):
         return
     source = Path(sys.modules[found.__module__].__file__).read_text()  # set on instances
     assert f"self.{entry.name}" in source or f'"{entry.name}"' in source
+
+
+# --- files that others wrote run nothing ------------------------------------------------------------------------------
+
+SCRIPTS = [*FILES, *sorted((ROOT / "recipes").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+YAML_LOADERS = {"SafeLoader", "CSafeLoader", "BaseLoader"}
+
+
+def unsafe_reads(tree: ast.AST) -> list[str]:
+    """Say, with its line, what may run code out of a file: unpickling, unsafe YAML, remote code."""
+    found = []
+    modules: dict[str, str] = {}  # local names of imported modules and functions
+    safe_loaders = set(YAML_LOADERS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ClassDef) and {ast.unparse(base).rpartition(".")[2] for base in node.bases} & (
+            YAML_LOADERS
+        ):
+            safe_loaders.add(node.name)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [f"{node.lineno}: imports {name}" for name in names if name.partition(".")[0] in UNPICKLERS]
+        if not isinstance(node, ast.Call):
+            continue
+        head, _, tail = ast.unparse(node.func).partition(".")
+        name = ".".join(filter(None, [modules.get(head, head), tail]))
+        given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        loader = given.get("Loader", ast.unparse(node.args[1]) if len(node.args) > 1 else "").rpartition(".")[2]
+        wrong = (
+            (name in ("torch.load", "torch.serialization.load") and given.get("weights_only") != "True")
+            or (name == "numpy.load" and (given.get("allow_pickle", "False") != "False" or len(node.args) > 2))
+            or (name in ("yaml.load", "yaml.load_all") and loader not in safe_loaders)
+            or (name.startswith("yaml.") and ("unsafe" in name or "full_load" in name))
+            or name in ("pandas.read_pickle", "torch.hub.load")
+            or given.get("trust_remote_code", "False") != "False"
+            or (name.startswith("transformers.Auto") and "trust_remote_code" not in given)  # it would ask the user
+        )
+        if wrong:
+            found.append(f"{node.lineno}: {ast.unparse(node)[:80]}")
+    return found
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_runs_out_of_a_file_that_is_read(path):
+    assert unsafe_reads(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.load(file)",
+        "import torch\ntorch.load(file, weights_only=False)",
+        "import torch\ntorch.load(file, weights_only=not True)",
+        "import torch as t\nt.load(file, mmap=True)",
+        "from torch import load\nload(file)",
+        "from torch import load as read\nread(file)",
+        "import torch.serialization\ntorch.serialization.load(file)",
+        "import pickle",
+        "from pickle import load",
+        "def f():\n    import dill",
+        "import numpy as np\nnp.load(file, allow_pickle=True)",
+        "from numpy import load\nload(file, None, True)",
+        "import yaml\nyaml.load(file, Loader=yaml.Loader)",
+        "import yaml\nyaml.load(file, yaml.UnsafeLoader)",
+        "import yaml\nyaml.load(file)",
+        "import yaml\nyaml.unsafe_load(file)",
+        "import yaml\nclass Own(yaml.FullLoader): pass\nyaml.load(file, Loader=Own)",
+        "import pandas as pd\npd.read_pickle(file)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(folder)",
+    ],
+)
+def test_unsafe_reads_are_noticed(code):
+    assert len(unsafe_reads(ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.load(file, weights_only=True)",
+        "import numpy as np\nnp.load(file)\nnp.load(file, allow_pickle=False)",
+        "import yaml\nclass Own(yaml.SafeLoader): pass\nyaml.load(file, Loader=Own)\nyaml.safe_load(file)",
+        "import json\njson.load(file)",
+        "from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(folder, trust_remote_code=False)",
+    ],
+)
+def test_safe_reads_are_let_through(code):
+    assert unsafe_reads(ast.parse(code)) == []

@@ -129,9 +129,7 @@ def test_what_a_module_imports_is_its_own_matter(tmp_path, monkeypatch):
     ("error", "part"),
     [
         (PermissionError(13, "Permission denied", "/x/file.pt"), "/x/file.pt: Permission denied"),
-        (RuntimeError("PytorchStreamReader failed\nreading zip archive"), "holds a file that is damaged"),
-        (EOFError(), "holds a file that is damaged"),
-        (KeyError("optimizer_state_dict"), "not DeepSpeed's (KeyError('optimizer_state_dict'))"),
+        (ValueError("x.pt is damaged, or not a file\nthat torch.save writes"), "is damaged, or not a file that"),
         (ImportError("install deepspeed"), "install deepspeed"),
     ],
 )

@@ -6,78 +6,24 @@ import os
 import re
 import subprocess
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from zero_checkpoint import SIZES, Net, save_zero, stand_in_for_deepspeed, train, trained
 
 import mars_hf
 from mars_hf import universal
 from mars_hf.__main__ import main
-
-WORLD = 2
-SIZES = {"weight": (3, 5), "bias": (3,)}
+from mars_hf.universal import engines
 
 
-class Net(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(5, 3)
-
-
-def trained(**settings) -> tuple[Net, mars_hf.Mars]:
-    """Return a model and its optimizer after two steps."""
-    torch.manual_seed(1)
-    model = Net()
-    mars = mars_hf.create(model, **settings)
-    train(model, mars, 2)
-    return model, mars
-
-
-def train(model: nn.Module, mars: mars_hf.Mars, steps: int) -> None:
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator)
-        mars.step()
-
-
-def half(x: Tensor, rank: int) -> Tensor:
-    """Return this rank's share, padded with nines that must never be read."""
-    share = -(-x.numel() // WORLD)
-    piece = x.detach().flatten()[rank * share : (rank + 1) * share]
-    return torch.cat([piece, torch.full((share - piece.numel(),), 9.0)])
-
-
-def save_zero(folder: Path, model: Net, mars: mars_hf.Mars, stage: int = 2) -> Path:
-    """Write ZeRO's checkpoint of a model with one matrix and one vector, each in its own group."""
-    folder.mkdir(parents=True)
-    params = dict(model.named_parameters())
-    groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
-    shapes = [OrderedDict({name: params[name].shape}) for name in SIZES]
-    for rank in range(WORLD):
-        weights = [half(params[name], rank) for name in SIZES]
-        states = {
-            index: {key: x if key == "step" else half(x, rank) for key, x in mars.state[params[name]].items()}
-            for index, name in enumerate(SIZES)
-        }
-        base = {"state": states, "param_groups": groups}
-        state = {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
-        if stage == 3:
-            state |= {"optimizer_state_dict": base, "fp32_flat_groups": weights}
-        else:
-            numels = [min(len(w), params[name].numel() - rank * len(w)) for w, name in zip(weights, SIZES, strict=True)]
-            places = [{name: SimpleNamespace(start=0, numel=n)} for name, n in zip(SIZES, numels, strict=True)]
-            state |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": weights}
-            state |= {"param_slice_mappings": places}
-        file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, file)
-    prefix = "zero_pp_rank_0_" if stage == 3 else ""
-    module = {"dp_world_size": WORLD, "ds_config": {"zero_optimization": {"stage": stage}}, "param_shapes": shapes}
-    torch.save({**module, "module": model.state_dict()}, folder / f"{prefix}mp_rank_00_model_states.pt")
-    return folder
+@pytest.fixture(autouse=True)
+def deepspeed(request, monkeypatch):
+    """Stand in for the classes of DeepSpeed, whose import takes seconds."""
+    stand_in_for_deepspeed(monkeypatch)
 
 
 @pytest.fixture
@@ -199,7 +145,7 @@ def test_states_of_another_shape_are_refused_and_change_nothing(tmp_path, zero2,
         groups=[[getattr(model, name)] for name in SIZES],
     )
     with pytest.raises(ValueError, match=message):
-        universal._load_zero12(pytest.fail, engine, "groups", str(target))
+        engines.load_zero12(pytest.fail, engine, "groups", str(target))
 
 
 @pytest.mark.parametrize("lacking", ["last_grad", "fp32"])
@@ -347,18 +293,18 @@ def test_an_engine_is_refused_what_lacks_its_last_gradient_and_nothing_else(tmp_
     names = {param: name for name, param in model.named_parameters()}
     engine = SimpleNamespace(optimizer=mars, param_names=names, groups=groups)
     loaded = []
-    universal._load_zero12(lambda *args: loaded.append(args), engine, "groups", str(target))
+    engines.load_zero12(lambda *args: loaded.append(args), engine, "groups", str(target))
     assert loaded == [("groups", str(target))]
     last = target / "zero" / "weight" / "last_grad.pt"
     assert last.is_file() == ("last_grad" in mars.state[model.weight])
     if last.is_file():
         last.unlink()
         with pytest.raises(ValueError, match=r"weight holds no last gradient.*python -m mars_hf to_universal"):
-            universal._load_zero12(pytest.fail, engine, "groups", str(target))
+            engines.load_zero12(pytest.fail, engine, "groups", str(target))
 
 
 def test_engines_that_cannot_load_say_so():
     with pytest.raises(ValueError, match="round_robin_gradients"):
-        universal._load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
+        engines.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
     with pytest.raises(ValueError, match="NVMe"):
-        universal._load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")
+        engines.load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")

@@ -38,7 +38,7 @@ def load(directory: Path, *, verify: bool = False) -> Data:
     token_checks.check(directory, meta, whole=verify)
     folder = Path(directory) / "tokenizer"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself
         raise token_checks.unreadable_tokenizer(folder, error) from error
     token_checks.check_tokenizer_fits(tokenizer, folder, meta)

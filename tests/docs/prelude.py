@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,33 +75,25 @@ def names(folder: Path) -> dict[str, Any]:
 
 
 def save_zero_checkpoint(folder: Path) -> None:
-    """Write the checkpoint of DeepSpeed ZeRO-2 for `tiny_gpt2` and its Mars on one rank, after one step."""
+    """Write a checkpoint of `tiny_gpt2` and its Mars, as one rank of DeepSpeed ZeRO-3 does: it holds no classes."""
     model = tiny_gpt2()
     mars = mars_hf.create(model, lr=6e-3)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     mars.step()
     named = {param: name for name, param in model.named_parameters()}
-    states, weights, places, shapes = {}, [], [], []
+    states, weights, shapes = {}, [], []
     for index, group in enumerate(mars.param_groups):
         params = group["params"]
         keys = [key for key in mars.state[params[0]] if key != "step"]
         flat = {key: torch.cat([mars.state[param][key].flatten() for param in params]) for key in keys}
         states[index] = {"step": mars.state[params[0]]["step"], **flat}
         weights.append(torch.cat([param.detach().flatten() for param in params]))
-        starts = torch.tensor([0, *(param.numel() for param in params)]).cumsum(0).tolist()
-        places.append(
-            {
-                named[param]: SimpleNamespace(start=start, numel=param.numel())
-                for param, start in zip(params, starts, strict=False)
-            }
-        )
         shapes.append(OrderedDict((named[param], param.shape) for param in params))
     groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
     state = {
-        "base_optimizer_state": {"state": states, "param_groups": groups},
-        "single_partition_of_fp32_groups": weights,
-        "param_slice_mappings": places,
+        "optimizer_state_dict": {"state": states, "param_groups": groups},
+        "fp32_flat_groups": weights,
         "loss_scaler": None,
         "dynamic_loss_scale": False,
         "overflow": False,
@@ -112,5 +103,5 @@ def save_zero_checkpoint(folder: Path) -> None:
         {"optimizer_state_dict": state, "ds_version": "0.19.8"},
         folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
     )
-    module = {"dp_world_size": 1, "ds_config": {"zero_optimization": {"stage": 2}}, "param_shapes": shapes}
-    torch.save({**module, "module": model.state_dict()}, folder / "mp_rank_00_model_states.pt")
+    module = {"dp_world_size": 1, "ds_config": {"zero_optimization": {"stage": 3}}, "param_shapes": shapes}
+    torch.save({**module, "module": model.state_dict()}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")

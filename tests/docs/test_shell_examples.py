@@ -181,6 +181,7 @@ TRAINED = "TRAINED WITH Mars "
 RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
     "accelerate launch recipes/pretrain_gpt2.py --optimizer adamw": pretrains,
+    "accelerate launch recipes/pretrain_gpt2.py --save_strategy steps --save_steps 100": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --is_approx false": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --optimizer mars_m": pretrains,
     "python -m mars_hf run train.py --optim mars_adamw --learning_rate 6e-3": runs_as_written(
@@ -241,6 +242,10 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     ),
     "accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py --config gpt2-small": (
         "needs 8 GPUs and 18 GB of tokens",
+        recipe_parses,
+    ),
+    "accelerate launch recipes/pretrain_gpt2.py --save_strategy steps --save_steps 100 --resume_from_checkpoint true": (
+        "needs the run before it; tests/recipes/test_resuming.py resumes runs",
         recipe_parses,
     ),
     "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml recipes/pretrain_gpt2.py": (

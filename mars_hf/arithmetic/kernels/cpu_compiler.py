@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -25,30 +26,51 @@ FLAGS = (
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 
+# The variable with the seconds that a compiler may take, and what it is if unset; ours takes two.
+PATIENCE = "MARS_HF_COMPILE_TIMEOUT"
+DEFAULT_SECONDS = 120.0
+
 
 def load(source: Path) -> ctypes.CDLL:
     """Compile a C++ file with OpenMP, unless the library is cached, and load it.
 
-    `folder()` caches libraries by source, compile command (all arguments in CXX included) and C library: different
-    machines and containers may share a home.
+    `library_cache` keeps libraries by source, compile command (all arguments in CXX included) and C library: different
+    machines and containers may share a home. Several processes may compile at once.
 
     Args:
         source: path of the file; it needs only the compiler's own headers.
 
     Raises:
-        RuntimeError: no compiler, or it failed; the message has its output.
+        RuntimeError: no compiler, it failed, it took too long, or no folder can hold what it makes; the message says
+            which, and has its output.
     """
+    try:
+        from mars_hf.arithmetic.kernels import library_cache as cache
+    except ImportError as error:  # no fcntl
+        raise RuntimeError(f"libraries are kept on Linux and macOS only ({error})") from None
     command = [*find(), *FLAGS, *_instructions(), str(source), *_openmp()]
     place = (platform.machine(), platform.libc_ver())
-    key = hashlib.sha256(repr([command, place, source.read_text()]).encode()).hexdigest()[:16]
-    library = folder() / f"{source.stem}_{key}.so"
-    if not library.exists():
-        # Several processes may compile at once: each makes its own library, and the last one stays.
-        with tempfile.TemporaryDirectory(dir=library.parent) as own:
-            made = Path(own) / library.name
-            _run([*command, "-o", str(made)])
-            made.replace(library)
-    return ctypes.CDLL(str(library))
+    key = hashlib.sha256(repr([command, place, source.read_bytes()]).encode()).hexdigest()[:16]
+    name = f"{source.stem}_{key}"
+    reasons = []
+    try:
+        for folder in cache.existing_folders():
+            library = folder.load(name)
+            if library is not None:
+                return library
+        for folder in cache.new_folders():
+            try:
+                with cache.workplace(folder.path) as own:
+                    made = own / "library.so"
+                    _run([*command, "-o", str(made)], own)
+                    return folder.keep(name, made)
+            except OSError as error:  # full, read-only, or mounted without the right to run what is in it
+                reasons.append(f"{folder.path}: {error}")
+    except OSError as error:
+        reasons.append(str(error))
+    raise RuntimeError(
+        f"no folder can keep and run a compiled library ({'; '.join(reasons)}); set XDG_CACHE_HOME to one that can"
+    )
 
 
 def find() -> list[str]:
@@ -83,29 +105,56 @@ def _split(command: str) -> list[str]:
         ) from None
 
 
-def folder() -> Path:
-    """Return the library cache: mars_hf in $XDG_CACHE_HOME or ~/.cache, or a folder of this process alone."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(home) / "mars_hf"
+def _run(command: list[str], workplace: Path) -> None:
+    """Run a compiler to its end; its temporary files and its output go to `workplace`.
+
+    Raises:
+        RuntimeError: it cannot be run, failed, or took longer than `_patience()`; none of its processes is left then.
+    """
+    seconds = _patience()
+    # A file and no pipe, which a server that the compiler starts (sccache) would hold open.
+    output = workplace / "output"
+    with output.open("wb") as said:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(workplace)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"{command[0]} cannot be run: {error}") from None
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
-            return path
-    except OSError:
-        pass
-    own = Path(tempfile.mkdtemp(prefix="mars_hf_"))  # nobody else can write into it
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return own
+        status = process.wait(seconds)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise RuntimeError(
+            f"{shlex.join(command)} did not end within {seconds:g} seconds and was stopped; try that command, set CXX "
+            f"to another compiler, or give it more seconds with {PATIENCE}=600"
+        ) from None
+    if status or not Path(command[-1]).exists():
+        # Compilers write in the encoding of the user's locale, or in that of the source.
+        text = " ".join(output.read_bytes().decode("utf-8", "replace").split())[:400]
+        wrong = f"failed with status {status}" if status else "ended well but wrote no library"
+        raise RuntimeError(f"{shlex.join(command)} {wrong}: {text}")
 
 
-def _run(command: list[str]) -> None:
+def _patience() -> float:
+    """Return the seconds that a compiler may take; RuntimeError if the environment has no such number."""
+    given = os.environ.get(PATIENCE, "").strip()
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True)
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr or error.stdout).strip()[:400]
-        raise RuntimeError(f"{' '.join(command)} failed with status {error.returncode}: {said}") from None
-    except OSError as error:
-        raise RuntimeError(f"{command[0]} cannot be run: {error}") from None
+        seconds = float(given or DEFAULT_SECONDS)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RuntimeError(f"{PATIENCE}={given!r} is no time; accepted: seconds above 0, such as 600; or unset it")
+    return seconds
 
 
 def _instructions() -> tuple[str, ...]:

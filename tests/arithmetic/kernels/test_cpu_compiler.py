@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from helpers import needs_compiler
@@ -35,11 +38,18 @@ def source(tmp_path, monkeypatch):
     return path
 
 
+def kept(source: Path) -> list[Path]:
+    """Return what the cache holds; all of it is libraries."""
+    found = sorted(source.with_name("cache").glob("mars_hf/*"))
+    assert all(re.fullmatch(r"answer_[0-9a-f]{16}_[0-9a-f]{64}\.so", path.name) for path in found), found
+    return found
+
+
 @pytest.fixture
 def runs(monkeypatch):
     """Record the compiler's runs."""
     seen, original = [], compiler._run
-    monkeypatch.setattr(compiler, "_run", lambda command: (seen.append(command), original(command)))
+    monkeypatch.setattr(compiler, "_run", lambda *args: (seen.append(args[0]), original(*args)))
     return seen
 
 
@@ -47,7 +57,7 @@ def test_a_library_is_made_once(source, runs):
     assert compiler.load(source).answer() == 42
     assert compiler.load(source).answer() == 42
     assert len(runs) == 1
-    assert [path.name for path in compiler.folder().iterdir()] == [path.name for path in compiler.folder().glob("*.so")]
+    assert len(kept(source)) == 1
 
 
 def test_a_changed_source_makes_another(source, runs):
@@ -65,6 +75,7 @@ def test_other_instructions_make_another(source, runs, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 def test_processes_at_once(source):
     """Every process finds a complete library."""
     code = (
@@ -75,14 +86,14 @@ def test_processes_at_once(source):
         subprocess.Popen([sys.executable, "-c", code, str(source)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
     assert [process.communicate()[0].strip() for process in made] == ["42"] * 3
-    assert len(list(compiler.folder().iterdir())) == 1
+    assert len(kept(source)) == 1
 
 
 def test_what_the_compiler_says_is_passed_on(source):
     source.write_text("int answer() { return no_such_thing; }")
     with pytest.raises(RuntimeError, match=r"(?s)status 1: .*no_such_thing"):
         compiler.load(source)
-    assert not list(compiler.folder().iterdir())
+    assert kept(source) == []
 
 
 def test_no_compiler(source, monkeypatch):
@@ -185,7 +196,7 @@ def test_arguments_in_cxx_make_another_library(source, runs, monkeypatch):
     compiler.load(source)
     compiler.load(source)
     assert len(runs) == 2
-    assert len(list(compiler.folder().glob("*.so"))) == 2
+    assert len(kept(source)) == 2
     assert "-DTHREADS=2" in runs[1] and "-DTHREADS=2" not in runs[0]
 
 
@@ -195,13 +206,134 @@ def test_sanitizers_are_built_by_arguments_in_cxx(source, runs, monkeypatch):
     monkeypatch.setenv("CXX", "g++ -fsanitize=undefined -fno-sanitize-recover=undefined -g")
     source.write_text(SOURCE.replace("return 40", "volatile int shift = threads - 2; return (40 << shift)"))
     assert compiler.load(source).answer() == 42
-    libraries = list(compiler.folder().glob("*.so"))
+    libraries = kept(source)
     assert len(libraries) == 1 and b"__ubsan_handle" in libraries[0].read_bytes()
 
 
-def test_a_cache_that_cannot_be_written(source, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    folder = compiler.folder()
-    assert folder.is_dir() and os.access(folder, os.W_OK) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+# --- compilers that misbehave ----------------------------------------------------------------------------------------
+
+
+def alive(pid: int) -> bool:
+    """Tell whether a process runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def fake(tmp_path: Path, monkeypatch, body: str) -> Path:
+    """Make CXX a script."""
+    path = tmp_path / "fake"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_children(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("MARS_HF_COMPILE_TIMEOUT", "1")
+    fake(tmp_path, monkeypatch, f"sleep 300 &\necho $! $$ > {tmp_path}/pids\nwait")
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        compiler.load(source)
+    assert time.monotonic() - start < 20
+    line = str(error.value)
+    assert "\n" not in line and f"{tmp_path}/fake -std=c++17" in line and str(source) in line
+    assert "did not end within 1 seconds" in line and "set CXX" in line and "MARS_HF_COMPILE_TIMEOUT=600" in line
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    for _ in range(100):
+        if not any(map(alive, pids)):
+            break
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(map(alive, pids))
+    assert kept(source) == []
+
+
+def test_a_compiler_has_two_minutes(monkeypatch):
+    monkeypatch.delenv("MARS_HF_COMPILE_TIMEOUT", raising=False)
+    assert compiler._patience() == 120
+    monkeypatch.setenv("MARS_HF_COMPILE_TIMEOUT", " 7.5 ")
+    assert compiler._patience() == 7.5
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "2m"])
+def test_a_time_that_is_none_is_named(source, monkeypatch, value):
+    monkeypatch.setenv("MARS_HF_COMPILE_TIMEOUT", value)
+    with pytest.raises(RuntimeError, match=f"MARS_HF_COMPILE_TIMEOUT='{value}' is no time; accepted: seconds above 0"):
+        compiler.load(source)
+
+
+def test_a_keyboard_interrupt_ends_the_compiler(source, tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pids\nsleep 300")
+
+    def wait(process, timeout=None):
+        while timeout is not None and not (tmp_path / "pids").exists():
+            time.sleep(0.01)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.load(source)
+    assert not alive(int((tmp_path / "pids").read_text()))
+    assert kept(source) == []
+
+
+def test_a_server_that_the_compiler_starts_is_not_waited_for(source, tmp_path, monkeypatch):
+    """As sccache does: it holds what it was given as standard output."""
+    fake(tmp_path, monkeypatch, f'sleep 60 &\necho $! > {tmp_path}/pids\nexec {compiler_path()} "$@"')
+    start = time.monotonic()
+    try:
+        assert compiler.load(source).answer() == 42
+        assert time.monotonic() - start < 30
+        assert alive(int((tmp_path / "pids").read_text()))
+    finally:
+        os.kill(int((tmp_path / "pids").read_text()), 9)
+
+
+def test_a_compiler_that_reads_gets_nothing(source, tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch, f'cat\nexec {compiler_path()} "$@"')
     assert compiler.load(source).answer() == 42
+
+
+def test_what_is_said_in_another_encoding_is_one_line(source, tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch, r"printf 'Datei \344\366\374\377 fehlt\nzweite Zeile\n' >&2; exit 3")
+    with pytest.raises(RuntimeError, match=r"failed with status 3: Datei \ufffd+ fehlt zweite Zeile$"):
+        compiler.load(source)
+
+
+@pytest.mark.slow
+def test_the_c_locale(source, tmp_path):
+    """Nothing depends on what Python takes for the encoding."""
+    source.write_text(f"// \N{SNOWMAN}\n{SOURCE}", encoding="utf-8")
+    code = (
+        "import sys, pathlib, mars_hf.arithmetic.kernels.cpu_compiler as c; "
+        "print(sys.flags.utf8_mode, c.load(pathlib.Path(sys.argv[1])).answer())"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    made = subprocess.run([sys.executable, "-c", code, str(source)], env=environment, capture_output=True, text=True)
+    assert made.stdout.strip() == "0 42", made.stderr
+
+
+def test_a_library_that_is_not_written(source, monkeypatch):
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(RuntimeError, match="ended well but wrote no library"):
+        compiler.load(source)
+
+
+def test_a_library_that_cannot_be_loaded_is_not_kept(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fake(tmp_path, monkeypatch, 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
+    with pytest.raises(RuntimeError, match=r"no folder can keep and run a compiled library.*set XDG_CACHE_HOME"):
+        compiler.load(source)
+    assert kept(source) == []
+
+
+def test_temporary_files_of_a_killed_compiler_go_too(source, tmp_path, monkeypatch):
+    """Compilers write them where TMPDIR says, and one that is killed leaves them."""
+    monkeypatch.setenv("MARS_HF_COMPILE_TIMEOUT", "1")
+    fake(tmp_path, monkeypatch, f'echo "$TMPDIR" > {tmp_path}/place\necho x > "$TMPDIR/cc1.s"\nsleep 300')
+    with pytest.raises(RuntimeError, match="did not end"):
+        compiler.load(source)
+    place = Path((tmp_path / "place").read_text().strip())
+    assert place.parent == tmp_path / "cache" / "mars_hf" and not place.exists()
