@@ -7,6 +7,7 @@ packages have. Versions are those in which a name was seen, oldest and newest.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -378,3 +379,19 @@ def add_enum_member(enum: Any, value: str) -> None:
     type.__setattr__(enum, name, member)
     if enum(value) is not member or member not in list(enum):
         raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
+
+
+_DEEPSPEED_FLOOR = (0, 18, 3)
+
+
+def refuse_old_deepspeed() -> None:
+    """Raise RuntimeError if the DeepSpeed that trains is one whose ZeRO-2 gives wrong gradients to any optimizer."""
+    module = sys.modules.get("deepspeed")
+    version = str(getattr(module, "__version__", ""))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if numbers and numbers < _DEEPSPEED_FLOOR:
+        floor = ".".join(map(str, _DEEPSPEED_FLOOR))
+        raise RuntimeError(
+            f"DeepSpeed {version} trains wrong weights under ZeRO-2, whatever the optimizer; pip install "
+            f"'deepspeed>={floor}'"
+        )

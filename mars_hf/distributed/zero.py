@@ -23,6 +23,7 @@ def place_in_zero12(tensor: Tensor, origins: Sequence[tuple[int, Tensor]]) -> Pl
     linked: list[tuple[int, Any]] = [(slot, origin) for slot, origin in origins if _compat.is_of_zero12(origin)]
     if not linked:
         return None
+    _compat.refuse_old_deepspeed()
     groups = {id(group): group for group in (_compat.zero12_group(origin) for _, origin in linked)}
     if len(groups) > 1:
         raise RuntimeError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -68,6 +70,23 @@ def test_flat_partitions_get_the_update_of_their_parameters(alone):
         torch.testing.assert_close(flat[:12].view(4, 3), twins[0], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(flat[12:22].view(2, 5), twins[1], rtol=1e-6, atol=1e-7)
         assert optimizer.pop_metrics() == pytest.approx(plain.pop_metrics(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.17.4", True), ("0.18.2+cpu", True), ("0.18.3", False)])
+def test_an_old_deepspeed_is_refused(alone, monkeypatch, version, is_refused):
+    """Its ZeRO-2 gives any optimizer wrong gradients."""
+    param = nn.Parameter(torch.randn(4, 3))
+    optimizer = mars_hf.Mars([param])
+    flat = zero12([param])
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    if not is_refused:
+        return optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=rf"DeepSpeed {re.escape(version)} trains wrong weights.*deepspeed>=0\.18\.3"
+    ):
+        optimizer.step()
 
 
 def test_pieces_that_do_not_make_up_their_parameters_are_refused(alone):
