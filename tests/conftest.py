@@ -25,13 +25,9 @@ def seeded() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Give a run of all tests every core; named files and `--pdb` stay in one process, and `-n` decides if given."""
-    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if (
-        not config.pluginmanager.hasplugin("xdist")
-        or named
-        or config.option.usepdb
-        or config.option.numprocesses is not None
-    ):
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.hasplugin("xdist"):  # a worker starts none
         return
-    config.option.numprocesses = min(os.cpu_count() or 1, 8)
-    config.option.dist = "loadfile"  # files share what their fixtures make
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    if not named and not config.option.usepdb and config.option.numprocesses is None:
+        config.option.numprocesses = min(os.cpu_count() or 1, 8)
+        config.option.dist = "loadfile"  # files share what their fixtures make
