@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 
 SOURCES = pytest.Config.ArgsSource
+CONFTEST = Path(__file__).parent / "conftest.py"
+# By its path: there are others of this name.
+spec = importlib.util.spec_from_file_location("conftest_of_all_tests", CONFTEST)
+conftest = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(conftest)
 
 
 def processes(monkeypatch, *, source=SOURCES.TESTPATHS, worker=False, plugin=True, **options) -> int | None:
@@ -45,7 +51,7 @@ def test_workers_start_no_workers(tmp_path):
     """A worker reads this conftest too, with its number of processes reset."""
     tests = tmp_path / "tests"
     tests.mkdir()
-    (tests / "conftest.py").write_text(open(conftest.__file__).read())
+    (tests / "conftest.py").write_text(CONFTEST.read_text())
     (tests / "test_one.py").write_text("import os\ndef test(): assert os.environ['PYTEST_XDIST_WORKER']\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
