@@ -31,3 +31,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not named and not config.option.usepdb and config.option.numprocesses is None:
         config.option.numprocesses = min(os.cpu_count() or 1, 8)
         config.option.dist = "loadfile"  # files share what their fixtures make
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark soaks slow: `-m "not slow"` replaces the -m of pyproject.toml that leaves them out."""
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.slow)

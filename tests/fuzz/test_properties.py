@@ -207,7 +207,6 @@ def test_a_clip_never_increases_a_norm(backend, values, rule, limit, scale):
     clipping(backend, values, rule, limit, scale)
 
 
-@pytest.mark.slow  # -m "not slow" replaces the -m that leaves soak out
 @pytest.mark.soak
 @every_backend
 @MANY
