@@ -217,7 +217,7 @@ def trials(count: int, folder: Path, *, jobs: int, first: int = 0) -> list[dict[
 def table(rows: list[dict[str, Any]]) -> str:
     """Return kills and verdicts by aim as a Markdown table; a run with two kills counts for its first."""
     lines = [
-        "| first kill | runs | kills | checkpoints passed over | to the bit | not |",
+        "| first kill | runs | kills | checkpoints passed over | bit-for-bit | not |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for aim in (*AIMS, "all"):
