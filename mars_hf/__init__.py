@@ -45,7 +45,8 @@ def __getattr__(name: str) -> Any:
 
 def _guard_trainers() -> None:
     """Give every Trainer the callback that guards a Mars."""
-    importlib.import_module("mars_hf.training.callbacks").install()
+    # Importing it installs; it may be the very module that is importing transformers.trainer now.
+    importlib.import_module("mars_hf.training.callbacks")
 
 
 def _extend_deepspeed() -> None:

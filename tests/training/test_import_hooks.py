@@ -126,3 +126,37 @@ def test_a_child_that_cannot_import_mars_hf_says_so_and_goes_on(tmp_path):
     finished = child("import transformers.training_args; print('went on')", PYTHONPATH=str(tmp_path))
     assert finished.stdout.strip() == "went on"
     assert "--optim mars_* is unknown in this process: no torch here" in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import mars_hf; mars_hf.register()",
+        "from mars_hf import LastGradientCallback",
+        "import mars_hf.training.callbacks",
+        "import mars_hf, transformers.trainer",
+        "import transformers.trainer, mars_hf",
+        "from mars_hf import MarsTrainer",
+    ],
+)
+def test_the_trainer_module_runs_once_whatever_is_imported_first(first):
+    """The hook's action imported a half-initialized module, failed, and Python ran transformers.trainer again."""
+    code = f"""
+        import sys
+
+        runs = []
+
+        def count(event, arguments):
+            if event == "exec" and getattr(arguments[0], "co_filename", "").endswith("transformers/trainer.py"):
+                runs.append(event)
+
+        sys.addaudithook(count)
+        {first}
+        from transformers.trainer import DEFAULT_CALLBACKS
+        print(len(runs), [callback.__name__ for callback in DEFAULT_CALLBACKS].count("DefaultMarsCallback"))
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert finished.stdout.split() == ["1", "1"], finished.stderr

@@ -29,8 +29,8 @@ def _load(name: str, file: str, **settings: Any) -> Any:
     return module
 
 
-def _call(module: str, function: str) -> None:
-    """Call a function of mars_hf, or report that this process does not know MARS."""
+def _call(module: str, function: str | None = None) -> None:
+    """Import a module of mars_hf and call its function, or report that this process does not know MARS."""
     try:
         if "mars_hf" not in sys.modules:  # load the parent process's copy, wherever it is
             file = os.path.join(_PACKAGE, "__init__.py")
@@ -39,7 +39,8 @@ def _call(module: str, function: str) -> None:
     except ImportError as error:  # another Python, without torch
         print(f"mars_hf: --optim mars_* is unknown in this process: {error}", file=sys.stderr)
     else:
-        getattr(found, function)()
+        if function is not None:
+            getattr(found, function)()
 
 
 def _run_hidden() -> None:
@@ -57,5 +58,5 @@ _after_import = _load("_mars_hf_import_hooks", os.path.join(_PACKAGE, "training"
 # Three steps, because transformers.trainer imports the other two modules during its own import.
 _after_import("transformers.training_args", lambda: _call("mars_hf.training.registry", "add_names"))
 _after_import("transformers.trainer_optimizer", lambda: _call("mars_hf.training.registry", "add_handlers"))
-_after_import("transformers.trainer", lambda: _call("mars_hf.training.callbacks", "install"))
+_after_import("transformers.trainer", lambda: _call("mars_hf.training.callbacks"))  # importing it installs
 _run_hidden()
