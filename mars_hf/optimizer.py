@@ -345,6 +345,10 @@ class Mars(torch.optim.Optimizer):
                     f"param group {index} was saved with layout={saved.get('layout')!r} and is {own['layout']!r} here; "
                     "build the optimizer with the split_fused it was saved with"
                 )
+            try:
+                check(saved)
+            except ValueError as error:
+                raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
         for id_, param, _ in self._pairs(state_dict):
             states.check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
 
@@ -460,7 +464,7 @@ class Mars(torch.optim.Optimizer):
         self._stale_gradients_given = False
 
     def leave_step_out(self) -> None:
-        """Take back what a step that is not taken has prepared: states of no step, stale gradients, its metrics."""
+        """Undo what was prepared for a step that is left out: new states, stale gradients, metrics."""
         made = [param for param, state in self.state.items() if "step" in state and not state["step"].item()]
         for param in made:
             del self.state[param]

@@ -25,7 +25,7 @@ from pretraining import arguments, data, figures, folder_lock, identity, model, 
 from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
-from pretraining.trainer import PretrainingTrainer
+from pretraining.trainer import PretrainingTrainer, optimizer_steps
 from transformers import default_data_collator, set_seed
 
 import mars_hf
@@ -56,13 +56,15 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
         source = data.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
+    block = run.model.block_size
+    train_set = TokenDataset(directory, "train", block)
+    if training.max_steps <= 0:
+        training.max_steps = optimizer_steps(training, len(train_set))
     settings = identity.settings_of(run, source.identity, training.world_size)
     start = resuming.choose(training, output, settings)
     if start.is_complete:
         return
 
-    block = run.model.block_size
-    train_set = TokenDataset(directory, "train", block)
     eval_set = TokenDataset(directory, "val", block, run.data.max_eval_blocks)
     gpt2 = model.build(run.model, len(source.tokenizer), source.tokenizer.eos_token_id)
     if start.checkpoint:  # what step 0 gave is in the log

@@ -686,3 +686,18 @@ def test_training_converges():
             (param - target).square().sum().backward()
             optimizer.step()
         assert (param - target).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("betas", (0.95, 1.5)), ("lr", float("nan")), ("gamma", "much"), ("eps", -1e-8), ("rounding", "up"), ("lr", None)],
+)
+def test_settings_in_a_state_are_checked(name, value):
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    optimizer = Mars(params)
+    before = dict(optimizer.param_groups[0])
+    state = optimizer.state_dict()
+    state["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=f"^param group 0 of this state cannot be used: .*{name}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0] == before

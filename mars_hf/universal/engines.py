@@ -19,7 +19,7 @@ def extend_deepspeed() -> None:
     """Let DeepSpeed load universal checkpoints of a `Mars` whole, or not at all; `import mars_hf` arranges it.
 
     Its ZeRO-3 reads two states of Adam's and gives every group the settings of the first, and the same step counter.
-    Other optimizers are loaded as ever.
+    Other optimizers load as before.
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3

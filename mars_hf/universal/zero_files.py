@@ -102,7 +102,7 @@ def _refuse_escape(name: Any, file: Path) -> None:
 
 
 def _zero3_places(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """Each parameter is cut into equal shares, of which the last ones may be padded or empty."""
+    """Each parameter is cut into equal shares; the last ones may be padded or empty."""
     places = {}
     start = 0
     for name, shape in shapes.items():

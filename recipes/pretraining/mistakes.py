@@ -8,6 +8,7 @@ import errno
 import functools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -50,7 +51,7 @@ def told(program: str) -> Callable[[Callable[..., Result]], Callable[..., Result
     """Return a decorator for a program's `main`, which prints a mistake in one line and ends with exit code 2.
 
     Of several processes only the first of each machine prints. What ends with a text of several lines, such as the log
-    of a failed run, is no mistake and passes.
+    of a failed run, is no mistake and passes. Ctrl-C ends it with a line too, and a shell's exit code for it, 130.
 
     Args:
         program: name before the message.
@@ -67,6 +68,9 @@ def told(program: str) -> Callable[[Callable[..., Result]], Callable[..., Result
                 if not isinstance(end.code, str) or "\n" in end.code:
                     raise
                 message = end.code
+            except KeyboardInterrupt:
+                _print(program, "interrupted")
+                raise SystemExit(128 + signal.SIGINT) from None
             except Exception as error:
                 known = _of_the_world(error)
                 if known is None:
@@ -93,9 +97,13 @@ def _of_the_world(error: Exception) -> str | None:
 
 def _tell(program: str, message: str) -> NoReturn:
     message = " ".join(message.split())
+    _print(program, message)
+    raise Told(message) from None
+
+
+def _print(program: str, message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1"):
         print(f"{program}: {message.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)
-    raise Told(message) from None
 
 
 def one_line(value: object, length: int = 300) -> str:

@@ -245,7 +245,7 @@ def _read(files: tuple[tuple[str, bool], ...], text_column: str, skipped: str) -
             raise SourceError(f"cannot read {path}: {one_line(error)}") from error
     if count == 0:
         why = f"; {reasons}" if reasons else ""
-        raise SourceError(f"--files: no document in {len(files)} file(s), of which the first is {files[0][0]}{why}")
+        raise SourceError(f"--files: no document in {len(files)} file(s) (first: {files[0][0]}){why}")
 
 
 def _text_or_reason(path: Path) -> tuple[str, str]:

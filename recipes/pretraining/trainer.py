@@ -7,18 +7,32 @@ It reads and sets what Trainer keeps to itself: the sums of losses not yet logge
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 import mars_hf
 from mars_hf.training import hub
 from pretraining import checkpoints
 from pretraining.run_folder import Run
+
+
+def optimizer_steps(training: TrainingArguments, samples: int) -> int:
+    """Return the optimizer steps of `num_train_epochs` epochs, as Trainer counts them.
+
+    Args:
+        training: batch sizes, processes and epochs.
+        samples: samples of one epoch, of all processes.
+    """
+    rounded = math.floor if training.dataloader_drop_last else math.ceil
+    batches = rounded(rounded(samples / training.train_batch_size) / training.world_size)
+    steps = max(1, math.ceil(batches / training.gradient_accumulation_steps))
+    return math.ceil(training.num_train_epochs * steps)
 
 
 class PretrainingTrainer(mars_hf.MarsTrainer):

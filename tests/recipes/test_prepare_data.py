@@ -249,9 +249,11 @@ def test_overwrite_only_on_request_and_only_when_complete(tmp_path, capsys, monk
         assert (output / "meta.json").read_bytes() == before
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(token_files.TokenFile, "write", fail)
         run(*options, "--overwrite", "--seed", 1)
+    assert end.value.code == 130  # what a shell says of Ctrl-C
+    assert capsys.readouterr().err.endswith("prepare_data.py: interrupted\n")
     assert (output / "meta.json").read_bytes() == before
     assert_prepared(output, TEXTS)
 

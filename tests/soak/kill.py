@@ -3,8 +3,8 @@
 
     python tests/soak/kill.py --runs 40 --output_file kills.json
 
-A trial starts a small run, kills it once or twice, starts it again with --resume_from_checkpoint true (or anew, where
-that says that there is nothing to resume), and lets it finish. The kills are aimed:
+A trial starts a small run, kills it once or twice, resumes it with --resume_from_checkpoint true (or starts over if
+there is no checkpoint yet), and lets it finish. Each kill has an aim:
 
     anytime     SIGKILL to all of its processes, at a random time
     checkpoint  the same, up to 60 ms after a checkpoint's folder appears: while it is written

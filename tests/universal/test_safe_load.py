@@ -245,7 +245,7 @@ def test_other_optimizers_are_loaded_as_ever(converted, marker, kind, stage):
 # --- names that become paths -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../../escaped", "..", "", "a\0b", 7])
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a/../../../escaped", "..", "", "a\0b", 7])
 def test_a_parameter_cannot_be_written_elsewhere(tmp_path, zero2, name):
     model = torch.load(zero2 / MODEL, weights_only=False)
     model["param_shapes"][0] = {name: torch.Size((3, 5))}

@@ -26,7 +26,7 @@ FLAGS = (
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 
-# The variable with the seconds that a compiler may take, and what it is if unset; ours takes two.
+# How many seconds a compile may take: the variable that sets it, and its default. Our kernels need two.
 PATIENCE = "MARS_HF_COMPILE_TIMEOUT"
 DEFAULT_SECONDS = 120.0
 
