@@ -600,6 +600,7 @@ def create(
     split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
     orthogonalize_embeddings: bool = False,
     adamw: Iterable[str] = (),
+    lr_embeddings: float | None = None,
     process_group: Any = None,
     **hyperparameters_: Any,
 ) -> Mars:
@@ -618,6 +619,8 @@ def create(
             model.
         orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
+        lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d` where
+            they take AdamW. Needs a model.
         process_group: as `Mars`.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
@@ -632,7 +635,9 @@ def create(
         "split_fused": split_fused,
         "orthogonalize_embeddings": orthogonalize_embeddings,
         "adamw": patterns(adamw),
+        "lr_embeddings": lr_embeddings,
     }
+    check({"lr_embeddings": lr_embeddings})
     if not isinstance(model_or_params, nn.Module):
         given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
         if given:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from pretraining import arguments, data, figures, folder_lock, identity, model, optimizers, report, resuming
+from pretraining.gamma_schedule import GammaSchedule
 from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
@@ -71,7 +72,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
         training.eval_on_start = False
 
     optimizer = optimizers.for_trainer(run.optimizer, training)
-    mars = run.optimizer.optimizer != "adamw"
+    mars = run.optimizer.optimizer.startswith("mars_")
     approx = vars(run.optimizer)["is_approx"] is not False if mars else None
     trainer = PretrainingTrainer(
         model=gpt2,
@@ -83,7 +84,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
         optimizer_cls_and_kwargs=optimizer,
         callbacks=[
             mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
-            *([mars_hf.LastGradientCallback()] if mars else []),
+            *([mars_hf.LastGradientCallback(), GammaSchedule(run.optimizer.gamma_schedule)] if mars else []),
         ],
         run=start.run,
         resumed=start.manifest,
@@ -172,8 +173,8 @@ def _introduce(
     print(f"model       {gpt2.num_parameters():,} parameters, {dataclasses.asdict(run.model)}")
     print(f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens")
     make, settings = optimizer
-    if run.optimizer.optimizer == "adamw":
-        print(f"optimizer   AdamW, {settings}")
+    if not run.optimizer.optimizer.startswith("mars_"):
+        print(f"optimizer   {make()(gpt2, **settings)}")
     else:
         groups = make()(gpt2, **settings).param_groups
         approx = groups[0]["is_approx"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars_hf import _compat
-from mars_hf.groups import matrix_layouts
+from mars_hf.groups import heads, matrix_layouts
 from mars_hf.groups.roles import role_of
 from mars_hf.groups.settings import ORTHOGONAL_TYPES
 
@@ -43,6 +43,7 @@ def from_model(
     split_fused: Any = "auto",
     orthogonalize_embeddings: bool = False,
     adamw: Sequence[str] = (),
+    lr_embeddings: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, embeddings, vectors.
 
@@ -67,10 +68,13 @@ def from_model(
             admits parameters of unknown modules.
         orthogonalize_embeddings: True orthogonalizes embeddings and heads like other matrices.
         adamw: shell patterns of further parameter names that use AdamW; each must match one.
+        lr_embeddings: learning rate of embeddings and heads, tied ones included, with any rule; None: that of their
+            role.
 
     Raises:
-        ValueError: no trainable parameter, a pattern that matches nothing, a `split_fused` that does not fit, or one of
-            the last three arguments with a rule that does not orthogonalize.
+        ValueError: no trainable parameter, a pattern that matches nothing, a `split_fused` that does not fit,
+            `lr_embeddings` for a model without embeddings or heads, or `split_fused`, `orthogonalize_embeddings` or
+            `adamw` with a rule that does not orthogonalize.
     """
     norms = {
         id(param)
@@ -80,6 +84,7 @@ def from_model(
     }
     rest = {"orthogonalize_embeddings": orthogonalize_embeddings, "adamw": adamw}
     left_out, stated = _orthogonal(model, mars_type, split_fused, **rest)
+    outside = heads.embeddings_and_heads(model) if lr_embeddings is not None else {}
     groups: dict[tuple[int, str], dict[str, Any]] = {}
     unused = list(no_decay)
     for name, param in model.named_parameters():
@@ -92,6 +97,8 @@ def from_model(
             unused = [pattern for pattern in unused if pattern not in matched]
             if matched or _NO_DECAY_NAME.search(name):
                 own["weight_decay"] = 0.0
+            if id(param) in outside:
+                own["lr" if own["role"] == "matrix" else "lr_1d"] = lr_embeddings
         place = _ORDER.index((own["role"], "weight_decay" not in own))
         group = groups.setdefault((place, repr(own)), {"params": [], **own})
         group["params"].append((name, param))
@@ -104,6 +111,10 @@ def from_model(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained"
         )
     found = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable
+    if lr_embeddings is not None and not any("lr" in group or "lr_1d" in group for group in found):
+        raise ValueError(
+            f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; leave it out"
+        )
     if unused:
         names = [name for group in found if group["role"] != "vector" for name, _ in group["params"]]
         raise ValueError(

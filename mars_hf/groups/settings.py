@@ -153,6 +153,13 @@ _TABLE = (
         is_orthogonal=True,
     ),
     Setting(
+        "lr_embeddings",
+        None,
+        optional(_NON_NEGATIVE),
+        "Learning rate of embeddings and heads. Left out: that of matrices, and with mars-shampoo and mars-m lr_1d.",
+        scope="model",
+    ),
+    Setting(
         "adamw",
         [],
         values.PATTERNS,

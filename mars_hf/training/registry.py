@@ -254,7 +254,7 @@ def register() -> None:
     made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
 
     Raises:
-        ImportError: transformers is too old to have a registry of optimizers of optimizers.
+        ImportError: transformers is too old to have a registry of optimizers.
     """
     try:
         import transformers.trainer_optimizer

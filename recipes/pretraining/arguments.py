@@ -20,7 +20,7 @@ from pretraining.mistakes import Mistake, OneLine, one_line
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
-OPTIMIZERS = ("mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw")
+OPTIMIZERS = ("mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon")
 
 
 @dataclass
@@ -66,10 +66,17 @@ class DataArguments:
 class _Optimizer:
     """Optimizer and its settings; learning rate and decay are --learning_rate and --weight_decay.
 
-    A setting left out has the optimizer's own default: that of `mars_hf.Mars` or `torch.optim.AdamW`.
+    A setting left out has the optimizer's own default: that of `mars_hf.Mars`, or of AdamW, NAdam and Muon in torch.
     """
 
     optimizer: str = field(default="mars_adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
+    momentum_decay: float | None = field(
+        default=None,
+        metadata={"help": "momentum_decay of torch.optim.NAdam; left out: beta1 counts whole from the first step."},
+    )
+    gamma_schedule: Literal["constant", "linear", "cosine"] | None = field(
+        default=None, metadata={"help": "How gamma falls to 0 over the run: linear or cosine; left out: constant."}
+    )
 
 
 # Settings that transformers.TrainingArguments, --optimizer or the recipe itself decides.
@@ -184,7 +191,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
     first.add_argument("--is_approx", "--is-approx", nargs="?", const="true")
     known, _ = first.parse_known_args(argv)
 
-    parser = _Parser(_KINDS, description="Pretrain GPT-2 with MARS or AdamW.", allow_abbrev=False)  # type: ignore[arg-type]
+    parser = _Parser(_KINDS, description="Pretrain GPT-2 with MARS, AdamW, NAdamW or Muon.", allow_abbrev=False)  # type: ignore[arg-type]
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="YAML file of settings; see recipes/configs.")
     actions = {action.dest: action for action in reversed(parser._actions)}  # the first of a name, not its --no_ form
     options = {option: action.dest for action in parser._actions for option in action.option_strings}

@@ -8,45 +8,93 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.groups.from_model import from_model
 from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
 from pretraining.mistakes import Mistake, one_line
+from pretraining.muon import MuonWithAdamW
 
 if TYPE_CHECKING:
     from pretraining.agreement import Origins
     from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
-# Settings that AdamW has too.
-_SHARED = ("beta1", "beta2", "eps", "no_decay")
+# Settings that a torch optimizer of the recipe has.
+_ADAM = ("beta1", "beta2", "eps", "no_decay", "lr_embeddings")
+_OF_TORCH = {
+    "adamw": _ADAM,
+    "nadamw": (*_ADAM, "momentum_decay"),
+    "muon": (
+        *("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps"),
+        *("ns_steps", "no_decay", "adamw", "lr_embeddings"),
+    ),
+}
 _ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in ORTHOGONAL_TYPES)
+# NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. This one takes all of it from step 1.
+_WHOLE_MOMENTUM = 1e6
 
 
-class AdamWFactory:
-    """Make torch's AdamW with the same decay groups as MARS."""
+class TorchFactory:
+    """Make torch's AdamW, NAdam or Muon with the parameter groups that MARS would have."""
 
-    def __call__(self, model: nn.Module, *, no_decay: list[str], **settings: Any) -> torch.optim.AdamW:
-        """Make AdamW; vectors and the matrices of `no_decay` do not decay."""
-        decay = {"matrix": settings["weight_decay"], "vector": 0.0}
+    def __call__(
+        self, model: nn.Module, *, optimizer: str, lr: float, momentum_decay: float | None = None, **settings: Any
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            model: whose matrices decay, and whose vectors do not, unless muon has a `weight_decay_1d`.
+            optimizer: `adamw`, `nadamw` or `muon`.
+            lr: learning rate, in Trainer's place in case a wrapper reads it.
+            momentum_decay: of torch.optim.NAdam; None takes beta1 whole from the first step, as optax does.
+            **settings: of `mars_hf.create`, for the groups and their betas.
+        """
+        rule = "mars-m" if optimizer == "muon" else "mars-adamw"
+        if optimizer == "muon":
+            settings["split_fused"] = "none"  # torch's Muon takes parameters whole
+        else:
+            settings |= {"lr_1d": lr, "betas_1d": settings["betas"], "weight_decay_1d": 0.0}
+        eps = settings["eps"]
         groups = [
-            {"params": group["params"], "weight_decay": group.get("weight_decay", decay[group["role"]])}
-            for group in from_model(model, no_decay=no_decay)
+            {
+                "params": list(zip(group["param_names"], group["params"], strict=True)),
+                "role": group["role"],
+                "rule": optimizer if group["role"] == "matrix" or optimizer != "muon" else "adamw",
+                "lr": group["lr"],
+                "weight_decay": group["weight_decay"],
+                **({"betas": group["betas"]} if optimizer != "muon" or group["role"] != "matrix" else {}),
+            }
+            for group in mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
         ]
-        return torch.optim.AdamW(groups, **settings)
+        if optimizer == "muon":
+            return MuonWithAdamW(groups, momentum=settings["betas"][0], ns_steps=settings.get("ns_steps", 5), eps=eps)
+        if optimizer == "nadamw":
+            decay = _WHOLE_MOMENTUM if momentum_decay is None else momentum_decay
+            return torch.optim.NAdam(groups, lr=lr, eps=eps, momentum_decay=decay, decoupled_weight_decay=True)
+        return torch.optim.AdamW(groups, lr=lr, eps=eps)
 
 
 def check(arguments: OptimizerArguments, origins: Origins) -> None:
     """Raise Mistake for settings that the chosen optimizer does not have."""
     chosen = arguments.optimizer
     given = [name for name, value in vars(arguments).items() if name != "optimizer" and value is not None]
-    if chosen == "adamw":
-        foreign = [name for name in given if name not in _SHARED]
-        has = f"it takes {', '.join(_SHARED)}"
+    if chosen in _OF_TORCH:
+        foreign = [name for name in given if name not in _OF_TORCH[chosen]]
+        has = f"; it takes {', '.join(_OF_TORCH[chosen])}"
+    elif "momentum_decay" in given:
+        foreign, has = ["momentum_decay"], ", which nadamw has"
     else:
         foreign = [] if chosen in _ORTHOGONAL_OPTIMIZERS else [name for name in given if name in ORTHOGONAL_KEYS]
-        has = f"which {' and '.join(_ORTHOGONAL_OPTIMIZERS)} have"
+        has = f", which {' and '.join(_ORTHOGONAL_OPTIMIZERS)} have"
+    falls = arguments.gamma_schedule in ("linear", "cosine")
+    if falls and vars(arguments)["clip_threshold"] == 0 and not _keeps_last_gradient(arguments):
+        raise Mistake(
+            f"{origins('gamma_schedule')}: without clipping {chosen} keeps no last gradient, so gamma cannot change; "
+            "leave out --clip_threshold 0"
+        )
     if foreign:
-        punctuation = ";" if chosen == "adamw" else ","
-        raise Mistake(f"{origins(foreign[0])}: optimizer {chosen} has no {', '.join(foreign)}{punctuation} {has}")
+        raise Mistake(f"{origins(foreign[0])}: optimizer {chosen} has no {', '.join(foreign)}{has}")
+
+
+def _keeps_last_gradient(arguments: OptimizerArguments) -> bool:
+    return arguments.optimizer == "mars_adamw" and vars(arguments)["second_moment"] != "gradient"
 
 
 def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -> tuple[Any, dict[str, Any]]:
@@ -55,15 +103,12 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     Raises:
         Mistake: MARS cannot use a setting's value, or two of them together.
     """
-    settings = {name: value for name, value in vars(arguments).items() if name != "optimizer" and value is not None}
+    ours = ("optimizer", "gamma_schedule")
+    settings = {name: value for name, value in vars(arguments).items() if name not in ours and value is not None}
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
-    if arguments.optimizer == "adamw":
-        return AdamWFactory, {
-            **shared,
-            "betas": (settings.get("beta1", training.adam_beta1), settings.get("beta2", training.adam_beta2)),
-            "eps": settings.get("eps", training.adam_epsilon),
-            "no_decay": settings.get("no_decay", []),
-        }
+    if arguments.optimizer in _OF_TORCH:
+        own = _torch_settings(arguments.optimizer, settings, training)
+        return TorchFactory, {"optimizer": arguments.optimizer, **shared, **own}
     settings = {name: read(name, value) if isinstance(value, str) else value for name, value in settings.items()}
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
@@ -71,3 +116,15 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
         return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)
     except ValueError as error:
         raise Mistake(one_line(error)) from error
+
+
+def _torch_settings(optimizer: str, settings: dict[str, Any], training: PretrainingArguments) -> dict[str, Any]:
+    """Return what TorchFactory takes: betas in pairs, and torch's defaults for what was left out."""
+    rest = {name: value for name, value in settings.items() if not name.startswith("beta")}
+    beta1 = settings.get("beta1", 0.95 if optimizer == "muon" else training.adam_beta1)
+    return {
+        "eps": training.adam_epsilon,
+        **rest,
+        "betas": (beta1, settings.get("beta2", training.adam_beta2)),
+        "betas_1d": (settings.get("beta1_1d", 0.9), settings.get("beta2_1d", 0.95)),
+    }

@@ -75,7 +75,9 @@ NUMBERS = {
     "max_eval_blocks": SIZE,
     # the optimizer
     **dict.fromkeys(("beta1", "beta2", "beta1_1d", "beta2_1d"), BELOW_ONE),
-    **dict.fromkeys(("eps", "gamma", "lr_1d", "weight_decay_1d", "clip_threshold"), NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("eps", "gamma", "lr_1d", "lr_embeddings", "weight_decay_1d", "clip_threshold", "momentum_decay"), NOT_NEGATIVE
+    ),
     "ns_steps": SIZE,
     # the run
     **dict.fromkeys(("cpu_threads", "nonfinite_patience"), SIZE),

@@ -55,10 +55,10 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that trained each parameter group, with the peak of its learning rate."""
     return [
         {
-            "role": group.get("role", "matrix" if group["weight_decay"] else "vector"),
-            "rule": rule_of(group) if "mars_type" in group else "adamw",
+            "role": group["role"],
+            "rule": rule_of(group) if "mars_type" in group else group.get("rule", "adamw"),
             "learning_rate": float(group.get("initial_lr", group["lr"])),
-            **{key: group[key] for key in ("betas", "eps", "weight_decay")},
+            **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
             **({"gamma": group["gamma"]} if "mars_type" in group and takes_mars(group) else {}),
         }
         for group in param_groups

@@ -376,3 +376,27 @@ def test_summary_and_repr_show_the_split():
     assert lines[0] == "Mars"
     assert lines[2].split() == ["matrix", "mars-adamw", "10", "1,920", "0.006", "(0.95,", "0.99)", "0.1"]
     assert lines[3].split()[:2] == ["vector", "adamw"]
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
+def test_embeddings_and_heads_may_have_a_rate_of_their_own(mars_type):
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "fc": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
+    optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-3, lr_1d=2e-3, lr_embeddings=0.5)
+    names = {id(param): name for name, param in model.named_parameters()}
+    rates = {names[id(param)]: group["lr"] for group in optimizer.param_groups for param in group["params"]}
+    assert rates == {
+        "wte.weight": 0.5,
+        "lm_head.weight": 0.5,
+        "fc.weight": 1e-3,
+        "fc.bias": 2e-3,
+        "lm_head.bias": 2e-3,
+    }
+
+
+def test_a_rate_for_embeddings_needs_embeddings():
+    with pytest.raises(ValueError, match=r"lr_embeddings=0\.5: Linear trains no embedding or head"):
+        mars_hf.create(nn.Linear(3, 3), lr_embeddings=0.5)
+    with pytest.raises(ValueError, match=r"lr_embeddings=0\.5: plain parameters"):
+        mars_hf.create(list(nn.Linear(3, 3).parameters()), lr_embeddings=0.5)
+    with pytest.raises(ValueError, match="lr_embeddings"):
+        mars_hf.create(nn.Embedding(3, 3), lr_embeddings=-1.0)

@@ -31,7 +31,7 @@ OTHERS = {
     **{"ns_coefficients": "polar-express", "ns_dtype": "float32", "layout": None, "max_grad_norm": "0.5"},
     **{"take_grad": "true", "last_grad_dtype": "bfloat16", "state_dtype": "bfloat16", "rounding": "kahan"},
     **{"maximize": "true", "foreach": "true", "fused": "false", "capturable": "true", "no_decay": "a|b"},
-    **{"split_fused": "none", "orthogonalize_embeddings": "true", "adamw": "a|b"},
+    **{"split_fused": "none", "orthogonalize_embeddings": "true", "adamw": "a|b", "lr_embeddings": "0.5"},
 }
 
 
