@@ -160,7 +160,9 @@ def _check_processes(training: arguments.PretrainingArguments) -> None:
 
 
 def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
-    return data.prepare_embedded(output.absolute().parent / "data", settings.embedded_vocab_size)
+    return data.prepare_embedded(
+        output.absolute().parent / "data", settings.embedded_vocab_size, settings.embedded_corpus
+    )
 
 
 def _introduce(

@@ -59,6 +59,7 @@ def check(values: Namespace, origins: Origins) -> None:
     """Raise Mistake at the first setting that is ignored, or that contradicts another."""
     _check_conditions(values, origins)
     _check_sizes(values, origins)
+    _check_data(values, origins)
     _check_steps(values, origins)
     _check_schedule(values, origins)
     _check_reports(values, origins)
@@ -98,6 +99,11 @@ def _check_sizes(values: Namespace, origins: Origins) -> None:
         near = [n for n in range(1, values.n_embd + 1) if values.n_embd % n == 0]
         fitting = ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - values.n_head))[:4])))
         raise Mistake(f"{origins('n_embd')} is not a multiple of {origins('n_head')}; fitting n_head: {fitting}")
+
+
+def _check_data(values: Namespace, origins: Origins) -> None:
+    if values.data_dir is not None and origins.is_given("embedded_corpus"):
+        raise Mistake(f"{origins('embedded_corpus')} would be ignored, because of {origins('data_dir')}; give one")
 
 
 def _check_steps(values: Namespace, origins: Origins) -> None:

@@ -56,6 +56,10 @@ class DataArguments:
     verify_data: bool = field(
         default=False, metadata={"help": "Read the token files whole before training: hashes and every id."}
     )
+    embedded_corpus: Literal["stdlib", "torch-headers"] = field(
+        default="stdlib",
+        metadata={"help": "stdlib (Python's standard library) or torch-headers (C++), which nothing was tuned on."},
+    )
     embedded_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary trained on the embedded corpus."})
     max_eval_blocks: int | None = field(
         default=None, metadata={"help": "Evaluate on the first blocks of the held-out tokens; left out: on all."}

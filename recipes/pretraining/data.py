@@ -48,9 +48,9 @@ def load(directory: Path, *, verify: bool = False) -> Data:
     return Data(Path(directory), tokenizer, meta["dataset"], val["bytes"] / val["tokens"], identity)
 
 
-def prepare_embedded(parent: Path, vocab_size: int) -> Path:
-    """Tokenize the embedded corpus into a folder below `parent`, unless it exists; return the folder."""
-    corpus = embedded.read_corpus()
+def prepare_embedded(parent: Path, vocab_size: int, name: str = "stdlib") -> Path:
+    """Tokenize an embedded corpus into a folder below `parent`, unless it exists; return the folder."""
+    corpus = embedded.read_corpus(name)
     identity = hashlib.sha256(f"{corpus.fingerprint} {vocab_size}".encode()).hexdigest()[:12]
     directory = Path(parent) / f"embedded-{identity}"
     if _is_whole(directory):
@@ -58,7 +58,7 @@ def prepare_embedded(parent: Path, vocab_size: int) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock.held(directory, "prepares the embedded corpus", wait=True):
         if not _is_whole(directory):  # nobody made it while we waited
-            _make_embedded(directory, corpus, vocab_size)
+            _make_embedded(directory, corpus, vocab_size, embedded.SOURCES[name].dataset)
     return directory
 
 
@@ -74,11 +74,12 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _make_embedded(directory: Path, corpus: embedded.Corpus, vocab_size: int) -> None:
+def _make_embedded(directory: Path, corpus: embedded.Corpus, vocab_size: int, dataset: str) -> None:
     tokenizer = embedded.train_tokenizer(corpus.train, vocab_size)
     end = tokenizer.eos_token_id
     meta: dict[str, object] = {
-        "dataset": "python-standard-library",
+        "dataset": dataset,
+        "source": {"fingerprint": corpus.fingerprint},
         "tokenizer": "byte-level BPE trained on the train split",
         "vocab_size": len(tokenizer),
         "end_of_text": end,

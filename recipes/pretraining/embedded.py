@@ -1,6 +1,7 @@
-"""Read the embedded corpus: the Python sources of the interpreter's standard library.
+"""Read an embedded corpus: text that every installation has, so that the recipe trains without a network.
 
-Every machine has this text, so the recipe trains without a network and ships no data.
+`stdlib` is the Python sources of the interpreter's standard library, on which settings are tuned; `torch-headers` is
+the C++ headers of the torch wheel, on which nothing is.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,18 +22,6 @@ from pretraining.skipped import Skipped
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Tables, not library code, or missing on some systems (Linux distributions package the tests separately).
-_LEFT_OUT = {
-    "encodings",
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib2to3",
-    "pydoc_data",
-}
 # One file in this many is held out, by the hash of its path: the same files on every machine.
 _HELD_OUT_OF = 20
 
@@ -45,34 +35,93 @@ class Corpus(NamedTuple):
     skipped: Skipped
 
 
-def read_corpus() -> Corpus:
-    """Read the standard library's sources, split by file.
+class _Source(NamedTuple):
+    """Where a corpus comes from.
+
+    Attributes:
+        dataset: name in results.
+        root: folder of the files.
+        pattern: names of the files.
+        left_out: names of folders that are no part of it.
+        largest: bytes of the largest file that is; None for any.
+        version: what the text depends on, beside the files.
+        missing: why an installation may lack it.
+    """
+
+    dataset: str
+    root: Callable[[], Path]
+    pattern: str
+    left_out: frozenset[str]
+    largest: int | None
+    version: Callable[[], object]
+    missing: str
+
+
+SOURCES = {
+    "stdlib": _Source(
+        dataset="python-standard-library",
+        root=lambda: Path(sysconfig.get_paths()["stdlib"]),
+        pattern="*.py",
+        # Tables, not library code, or missing on some systems (Linux distributions package the tests separately).
+        left_out=frozenset(
+            {
+                *("encodings", "test", "tests", "idle_test", "site-packages", "dist-packages"),
+                *("__pycache__", "lib2to3", "pydoc_data"),
+            }
+        ),
+        largest=None,
+        version=lambda: sys.version_info[:3],
+        missing="this interpreter has no standard library to train on",
+    ),
+    "torch-headers": _Source(
+        dataset="torch-headers",
+        root=lambda: Path(torch.__file__).parent / "include",
+        pattern="*.h",
+        left_out=frozenset({"ops", "google"}),  # generated, one like the other
+        largest=200_000,  # larger ones are generated too
+        version=lambda: torch.__version__.partition("+")[0],
+        missing="this torch comes without headers",
+    ),
+}
+
+
+def read_corpus(name: str = "stdlib") -> Corpus:
+    """Read an embedded corpus, split by file.
+
+    Args:
+        name: key of SOURCES.
 
     Raises:
-        Mistake: this interpreter ships without sources.
+        Mistake: this installation lacks the sources.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
+    source = SOURCES[name]
+    root = source.root()
+    files = sorted(
+        path
+        for path in root.rglob(source.pattern)
+        if not source.left_out.intersection(path.relative_to(root).parts[:-1])
+        and (source.largest is None or path.stat().st_size <= source.largest)
+    )
     if len(files) < _HELD_OUT_OF:
         raise Mistake(
-            f"only {len(files)} Python sources under {root}: this interpreter has no standard library to train on; "
-            "prepare a data set with recipes/prepare_data.py and pass --data_dir"
+            f"only {len(files)} files {source.pattern} under {root}: {source.missing}; prepare a data set with "
+            "recipes/prepare_data.py and pass --data_dir"
         )
     train: list[str] = []
     val: list[str] = []
     skipped = Skipped()
-    fingerprint = hashlib.sha256(f"{sys.version_info[:3]} {_HELD_OUT_OF}".encode())
+    fingerprint = hashlib.sha256(f"{source.version()} {_HELD_OUT_OF}".encode())
     for path in files:
-        name = path.relative_to(root).as_posix()
+        relative = path.relative_to(root).as_posix()
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            skipped.add(name, "unreadable")
+            skipped.add(relative, "unreadable")
             continue
         if not text.strip():
-            skipped.add(name, "empty")
+            skipped.add(relative, "empty")
             continue
-        digest = hashlib.sha256(name.encode()).digest()
+        digest = hashlib.sha256(relative.encode()).digest()
         (val if digest[0] % _HELD_OUT_OF == 0 else train).append(text)
         fingerprint.update(digest + hashlib.sha256(text.encode()).digest())
     return Corpus(train, val, fingerprint.hexdigest(), skipped)

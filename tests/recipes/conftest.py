@@ -16,7 +16,7 @@ def tokens(shared_folder: Path) -> Path:
     part = corpus._replace(train=corpus.train[::20], val=corpus.val[::4])
     # The processes of pytest-xdist share the folder.
     with FileLock(shared_folder / "tokens.lock"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedded, "read_corpus", lambda: part)
+        patch.setattr(embedded, "read_corpus", lambda name: part)
         return data.prepare_embedded(shared_folder / "tokens", vocab_size=512)
 
 

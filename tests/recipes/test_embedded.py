@@ -14,6 +14,21 @@ def corpus():
     return embedded.read_corpus()
 
 
+@pytest.mark.parametrize("name", embedded.SOURCES)
+def test_an_embedded_corpus_is_large_and_its_halves_share_no_file(name):
+    corpus = embedded.read_corpus(name)
+    total = sum(map(len, corpus.train)) + sum(map(len, corpus.val))
+    assert 5_000_000 < total < 40_000_000
+    assert 0.02 < sum(map(len, corpus.val)) / total < 0.15
+    assert len(corpus.train) > 500
+
+
+def test_the_second_corpus_is_another_language():
+    headers = embedded.read_corpus("torch-headers")
+    assert headers.fingerprint != embedded.read_corpus().fingerprint
+    assert sum("#include" in text for text in headers.train) > 0.8 * len(headers.train)
+
+
 def test_corpus_is_the_same_at_every_reading_and_split_by_file(corpus):
     assert corpus == embedded.read_corpus()
     assert not set(corpus.train) & set(corpus.val)

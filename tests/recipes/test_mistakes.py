@@ -126,6 +126,8 @@ FLAGS = of(
     ("--rounding up", "'up' is unknown; accepted: 'nearest'"),
     ("--state_dtype int8", "'int8' is unknown", "'bfloat16'"),
     ("--ns_coefficients cubic", "'cubic' is unknown", "'quintic'"),
+    ("--embedded_corpus stdlib --data_dir data", "--embedded_corpus stdlib would be ignored, because of --data_dir"),
+    ("--embedded_corpus c++", "'stdlib', 'torch-headers'"),
     ("--optimizer mars_m --split_fused yes", "'yes' is unknown; accepted: 'auto', 'none'"),
     # settings that contradict each other
     ("--n_head 3", "n_embd 128 is not a multiple of --n_head 3", "2, 4"),

@@ -221,7 +221,7 @@ def test_a_damaged_embedded_corpus_is_made_again(tmp_path, capsys, monkeypatch):
     skipped = Skipped()
     skipped.add("empty.py", "empty")
     corpus = embedded.Corpus([f"x = {n}" for n in range(50)], ["y = 1"], "fingerprint", skipped)
-    monkeypatch.setattr(embedded, "read_corpus", lambda: corpus)
+    monkeypatch.setattr(embedded, "read_corpus", lambda name: corpus)
     made = data.prepare_embedded(tmp_path, vocab_size=300)
     whole = (made / "train.bin").read_bytes()
     (made / "train.bin").write_bytes(whole[:-2])
