@@ -3,12 +3,14 @@
 
     python recipes/compare_optimizers.py                                    # the default job
     python recipes/compare_optimizers.py --optimizers mars_adamw adamw --seeds 1 2 3 --max_steps 1000
+    python recipes/compare_optimizers.py --preset controls --seeds 1 2 3 4 5 --jobs 2 --cpu_threads 1
     python recipes/compare_optimizers.py --launcher "accelerate launch --config_file accelerate_configs/ddp.yaml" \
         --config gpt2-small --output_dir runs/compare-small
 
 All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
-`optimizers` of a config. Table, verdicts and picture go to comparison.json, .md and .png in the output folder. The
-script skips runs that are finished there, so start an interrupted comparison again to resume it.
+`optimizers` of a config; recipes/presets holds whole comparisons. Table, verdicts and picture go to comparison.json,
+.md and .png in the output folder. The script skips runs that are finished there, so start an interrupted comparison
+again to resume it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,34 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import agreement, checkpoints, comparison, figures, folder_lock, ranges, report, run_folder
+from pretraining import (
+    agreement,
+    checkpoints,
+    comparison,
+    equal_time,
+    figures,
+    folder_lock,
+    presets,
+    ranges,
+    report,
+    run_folder,
+)
 from pretraining.arguments import OPTIMIZERS, read
 from pretraining.launch import RunFailed, pretrain, words_of
 from pretraining.mistakes import Mistake, OneLine, told
+from pretraining.presets import Preset
 from tqdm.auto import tqdm
 
-# Contender to its arguments.
-CONTENDERS = {name: ["--optimizer", name] for name in OPTIMIZERS}
+# Contender to its settings, for comparisons without a preset.
+CONTENDERS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS}
 CONTENDERS |= {
-    f"{name}_exact": ["--optimizer", name, "--is_approx", "false"] for name in OPTIMIZERS if name.startswith("mars_")
+    f"{name}_exact": {"optimizer": name, "is_approx": False} for name in OPTIMIZERS if name.startswith("mars_")
 }
+_DEFAULT = ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
@@ -48,16 +64,22 @@ class _Wanted(NamedTuple):
     argv: list[str]
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Return what tells it from the other runs."""
+        return self.contender, self.seed
+
+    @property
     def _settings(self) -> dict[str, Any]:
         return {"launcher": self.launcher, "argv": self.argv}
 
     @property
-    def _is_finished(self) -> bool:
+    def is_finished(self) -> bool:
+        """Return whether its result is there."""
         return (self.folder / "metrics.json").exists()
 
     def refuse_other_settings(self) -> None:
         """Stop if the folder holds a run with other settings."""
-        if not self._is_finished and not checkpoints.checkpoints(self.folder):
+        if not self.is_finished and not checkpoints.checkpoints(self.folder):
             return
         try:
             there = _load(self.folder / "arguments.json")
@@ -75,7 +97,7 @@ class _Wanted(NamedTuple):
         """Start or resume the run, and return its result; a finished run is only read."""
         with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed saves and ends
             self.folder.mkdir(exist_ok=True)
-        if not self._is_finished:
+        if not self.is_finished:
             resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
             report.write(self.folder / "arguments.json", self._settings)
             pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
@@ -102,62 +124,104 @@ def _command(settings: dict[str, Any]) -> str:
 @told("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
-    arguments, rest = _parse(argv)
+    arguments, preset, rest = _parse(argv)
     output = Path(arguments.output_dir)
     launcher = words_of(arguments.launcher)
-    wanted = [
-        _Wanted(
-            name, seed, output / f"{name}-{seed}", launcher, [*_QUIET, *rest, *CONTENDERS[name], "--seed", str(seed)]
-        )
-        for seed in arguments.seeds
-        for name in arguments.optimizers
-    ]
     output.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock.held(output, "compares"):
+            steps = {}
+            if preset.equal == "seconds":
+                steps = equal_time.steps_of(preset, [*_QUIET, *rest], output, launcher or [sys.executable])
+            wanted = [
+                _Wanted(name, seed, output / f"{_folder(name)}-{seed}", launcher, argv)
+                for seed in arguments.seeds
+                for name in preset.arms
+                for argv in [[*_QUIET, *rest, *preset.argv(name), *steps.get(name, []), "--seed", str(seed)]]
+            ]
             for one in wanted:
                 one.refuse_other_settings()
-            _conclude(_run(wanted), output, rest)
+            runs = _run(wanted, arguments.jobs, preset)
+            _conclude(runs, output, preset, rest)
     except RunFailed as failure:
         raise SystemExit(str(failure)) from None
 
 
-def _run(wanted: Sequence[_Wanted]) -> list[comparison.Run]:
-    runs = []
-    with tqdm(wanted, unit="run") as progress:
-        for one in progress:
-            progress.set_description(f"{one.contender}, seed {one.seed}")
-            runs.append(one.run())
-    return runs
+def _folder(name: str) -> str:
+    return name.replace(" ", "_").replace("/", "_")
 
 
-def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's arguments, and those of the runs."""
+def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[comparison.Run]:
+    """Return the results in the order asked for; the table so far stands above the progress bar."""
+    done: dict[tuple[str, int], comparison.Run] = {}
+    waits = [one.key for one in wanted if not one.is_finished]
+    with tqdm(total=len(wanted), unit="run") as progress, ThreadPoolExecutor(jobs) as pool:
+        try:
+            futures = {pool.submit(one.run): one for one in wanted}
+            for future in as_completed(futures):
+                one = futures[future]
+                done[one.key] = future.result()
+                progress.update()
+                if one.key in waits:
+                    progress.set_description(f"{one.contender}, seed {one.seed}: {done[one.key].eval_loss:.4f}")
+                    progress.write(_so_far([done[known.key] for known in wanted if known.key in done], preset))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [done[one.key] for one in wanted]
+
+
+def _so_far(runs: Sequence[comparison.Run], preset: Preset) -> str:
+    """Return the table of what is finished, or a line while the baseline is not."""
+    base = preset.baseline or comparison.baseline_of(list(preset.arms))
+    seeds = {run.seed for run in runs if run.contender == base}
+    shown = [run for run in runs if run.seed in seeds]
+    if not shown:
+        last = runs[-1]
+        return f"{last.contender}, seed {last.seed}: {last.eval_loss:.4f}"
+    return comparison.table(comparison.summarize(shown, base), base) + "\n"
+
+
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
+    """Return this script's arguments, what is compared, and the arguments of all runs."""
     parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
         "--optimizers",
         nargs="+",
         metavar="NAME",
-        default=["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"],
-        help=f"among {', '.join(CONTENDERS)}; default: %(default)s",
+        help=f"among {', '.join(CONTENDERS)}; default: {' '.join(_DEFAULT)}",
     )
-    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, default=[1, 2], help="default: %(default)s")
-    parser.add_argument("--output_dir", default="runs/compare", help="default: %(default)s")
+    parser.add_argument("--preset", help=f"{', '.join(presets.names())}, or a YAML file; in place of --optimizers")
+    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, help="default: 1 2, or the preset's")
+    parser.add_argument("--jobs", type=ranges.SIZE.read, default=1, help="runs at a time; default: %(default)s")
+    parser.add_argument("--output_dir", help="default: runs/compare, or runs/PRESET")
     parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
-    unknown = [name for name in arguments.optimizers if name not in CONTENDERS]
-    if unknown:
-        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+    if arguments.preset is not None and arguments.optimizers is not None:
+        raise Mistake("--preset and --optimizers both say what is compared; give one")
     for argument in rest:
         name = argument.partition("=")[0]
         if name in _OURS:
             raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+    preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
+    arguments.output_dir = arguments.output_dir or (
+        "runs/compare" if arguments.preset is None else f"runs/{Path(arguments.preset).stem}"
+    )
     agreement.check_folder(Path(arguments.output_dir))
-    arguments.optimizers = list(dict.fromkeys(arguments.optimizers))
-    arguments.seeds = list(dict.fromkeys(arguments.seeds))
-    for name in arguments.optimizers:
-        read([*rest, *CONTENDERS[name]])  # a mistake ends the comparison before its first run
-    return arguments, rest
+    arguments.seeds = list(dict.fromkeys(arguments.seeds or preset.seeds))
+    if preset.equal == "seconds" and arguments.jobs > 1:
+        raise Mistake(f"--jobs {arguments.jobs}: runs at the same time slow each other; this preset counts seconds")
+    for name in preset.arms:
+        read([*rest, *preset.argv(name)])  # a mistake ends the comparison before its first run
+    return arguments, preset, rest
+
+
+def _chosen(names: Sequence[str] | None) -> Preset:
+    names = names or _DEFAULT
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown:
+        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+    return Preset({name: CONTENDERS[name] for name in names})
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -165,25 +229,59 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _conclude(runs: Sequence[comparison.Run], output: Path, rest: Sequence[str]) -> None:
+def _conclude(runs: Sequence[comparison.Run], output: Path, preset: Preset, rest: Sequence[str]) -> None:
     """Print the result, and write comparison.json, .md and .png."""
-    rows = comparison.summarize(runs)
-    table, verdicts = comparison.table(rows), comparison.verdicts(rows)
+    rows = comparison.summarize(runs, preset.baseline)
+    table = comparison.table(rows, preset.baseline)
+    verdicts = comparison.verdicts(runs, preset.baseline, preset.pairs)
+    figures.comparison(runs, output / "comparison.png", preset.baseline)
+    pictures = ["![Losses](comparison.png)"]
+    lines = _lines(runs, preset)
+    if lines:
+        figures.along_axis(lines, output / "axis.png", str(preset.axis))
+        pictures.append("![Losses along the axis](axis.png)")
+    sensitivities = _sensitivities(runs, preset) if preset.axis == "learning_rate" else {}
+    notes = [f"{name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in sensitivities.items()]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
-    figures.comparison(runs, output / "comparison.png")
     about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
-    lines = [table, "", *(f"- {verdict}" for verdict in verdicts), "", about, "", "![Losses](comparison.png)", ""]
-    report.write_text(output / "comparison.md", "\n".join(lines))
+    if preset.equal == "seconds":
+        about += f" Arms train for as long as {preset.baseline or comparison.baseline_of(list(preset.arms))} does."
+    sections = [preset.about, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]
+    report.write_text(output / "comparison.md", "\n\n".join(filter(None, sections)) + "\n")
     report.write(
         output / "comparison.json",
         {
             "arguments": list(rest),
-            "rows": [row._asdict() for row in rows],
+            "arms": {name: dict(settings) for name, settings in preset.arms.items()},
+            "rows": [row._asdict() | {"against_baseline": row.against_baseline.as_json()} for row in rows],
             "verdicts": verdicts,
+            "sensitivity": sensitivities,
             "runs": [dataclasses.asdict(run) for run in runs],
         },
     )
-    print("\n".join(["", table, "", *verdicts, "", f"comparison.json, .md and .png are in {output}"]))
+    printed = ["", table, "", *verdicts, *notes, "", f"comparison.json, .md and .png are in {output}"]
+    print("\n".join(printed))
+
+
+def _lines(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
+    """Return the lines of a picture over the preset's axis: places and the losses of all seeds."""
+    lines: dict[str, list[tuple[float, list[float]]]] = {}
+    for name, own in comparison.by_contender(runs).items():
+        place = preset.place(name)
+        if place is not None:
+            lines.setdefault(place[0], []).append((place[1], [run.eval_loss for run in own]))
+    return lines
+
+
+def _sensitivities(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, float]:
+    """Return `comparison.sensitivity` of each line, where the loss before training is known."""
+    found: dict[str, float] = {}
+    start = max((run.curve[0][1] for run in runs if run.curve[0][0] == 0), default=None)
+    if start is not None:
+        for name, line in _lines(runs, preset).items():
+            losses = {place: sum(own) / len(own) for place, own in line}
+            found[name] = comparison.sensitivity(losses, start)
+    return found
 
 
 if __name__ == "__main__":

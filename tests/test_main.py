@@ -86,6 +86,7 @@ def test_without_the_launcher_the_name_is_unknown(script, tmp_path):
     assert "mars_adamw" in finished.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_in_one_line():
     finished = run("-m", "mars_hf", "run", "no_such_script.py")
     assert finished.returncode == 2

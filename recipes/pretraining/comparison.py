@@ -1,12 +1,18 @@
-"""Compare optimizers on one job: rows, table and verdicts from their runs."""
+"""Compare optimizers on one job: paired differences, table and verdicts from their runs.
+
+Runs of one seed start from the same weights and read the same data in the same order, so their losses are compared seed
+by seed. A difference is claimed only where its 95% interval, Student's t over the seeds, excludes 0.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from scipy.stats import t as student
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,41 @@ class Run:
     curve: tuple[tuple[int, float], ...]
 
 
+class Difference(NamedTuple):
+    """Mean of the paired differences of two contenders' losses, and its 95% interval.
+
+    `detectable` is the difference that this many seeds with this spread would show four times out of five. With one
+    seed the interval is all numbers, and so is what stays open.
+    """
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    detectable: float
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+    def as_json(self) -> dict[str, float | None]:
+        """Return the fields by name; None where a number is not finite."""
+        return {name: value if math.isfinite(value) else None for name, value in self._asdict().items()}
+
+    def __str__(self) -> str:
+        """Return the interval in words."""
+        if self.seeds < 2:
+            return "one seed, no interval"
+        return f"95% interval {self.low:+.3f} to {self.high:+.3f}, {self.seeds} seeds"
+
+
 class Row(NamedTuple):
     """Result of one contender over its runs.
 
-    `against_baseline` is the difference of the mean losses, `steps_to_baseline` the first evaluated step whose mean
-    loss is not above the baseline's final one (None: never), `speed` the ratio of tokens per second to the baseline's.
+    `against_baseline` is the paired difference to the baseline's losses, `steps_to_baseline` the first evaluated step
+    whose mean loss is not above the baseline's final one (None: never), `speed` the ratio of tokens per second to the
+    baseline's.
     """
 
     contender: str
@@ -43,10 +79,29 @@ class Row(NamedTuple):
     loss: float
     lowest: float
     highest: float
-    against_baseline: float
+    against_baseline: Difference
     steps: int
     steps_to_baseline: int | None
     speed: float
+
+
+def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
+    """Return the difference of final held-out losses over the seeds that both contenders have.
+
+    Raises:
+        ValueError: they have none in common.
+    """
+    theirs = {run.seed: run.eval_loss for run in against}
+    gaps = [run.eval_loss - theirs[run.seed] for run in runs if run.seed in theirs]
+    if not gaps:
+        raise ValueError(f"{runs[0].contender} and {against[0].contender} have no seed in common")
+    mean = statistics.fmean(gaps)
+    if len(gaps) < 2 or not math.isfinite(mean):
+        return Difference(mean, -math.inf, math.inf, len(gaps), math.inf)
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    half = float(student.ppf(0.975, len(gaps) - 1))
+    power = float(student.ppf(0.8, len(gaps) - 1))
+    return Difference(mean, mean - half * error, mean + half * error, len(gaps), (half + power) * error)
 
 
 def baseline_of(contenders: Sequence[str]) -> str:
@@ -61,10 +116,10 @@ def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
     return [(step, statistics.fmean(curve[step] for curve in curves)) for step in steps]
 
 
-def summarize(runs: Sequence[Run]) -> list[Row]:
-    """Return one row per contender, in the order of their first runs."""
+def summarize(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
+    """Return one row per contender, in the order of their first runs; None takes `baseline_of`."""
     by_name = by_contender(runs)
-    base = by_name[baseline_of(list(by_name))]
+    base = by_name[baseline or baseline_of(list(by_name))]
     goal = statistics.fmean(run.eval_loss for run in base)
     base_speed = statistics.median(run.tokens_per_second for run in base)
     rows = []
@@ -79,7 +134,7 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
                 loss=statistics.fmean(losses),
                 lowest=min(losses),
                 highest=max(losses),
-                against_baseline=statistics.fmean(losses) - goal,
+                against_baseline=difference(own, base),
                 steps=curve[-1][0],
                 steps_to_baseline=next((step for step, loss in curve if loss <= goal), None),
                 speed=statistics.median(run.tokens_per_second for run in own) / base_speed,
@@ -88,15 +143,15 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], baseline: str | None = None) -> str:
     """Return the rows as a Markdown table that also reads well in a terminal."""
-    baseline = baseline_of([row.contender for row in rows])
+    baseline = baseline or baseline_of([row.contender for row in rows])
     cells = [
         (
             "optimizer",
             "learning rate",
             "held-out loss (lowest-highest)",
-            f"against {baseline}",
+            f"against {baseline} (95% interval)",
             f"steps to {baseline}'s loss",
             f"tokens per second against {baseline}",
         )
@@ -105,12 +160,14 @@ def table(rows: Sequence[Row]) -> str:
         is_baseline = row.contender == baseline
         reached = row.steps_to_baseline
         seeds = f" ({row.lowest:.3f}-{row.highest:.3f})" if row.seeds > 1 else ""
+        gap = row.against_baseline
+        interval = f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else ""
         cells.append(
             (
                 row.contender,
                 f"{row.learning_rate:g}",
                 f"{row.loss:.3f}{seeds}",
-                "-" if is_baseline else f"{row.against_baseline:+.3f}",
+                "-" if is_baseline else f"{gap.mean:+.3f}{interval}",
                 "not reached" if reached is None else f"{reached} of {row.steps} ({reached / row.steps:.0%})",
                 "-" if is_baseline else f"{row.speed:.2f}x",
             )
@@ -121,26 +178,47 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return one sentence per contender but the baseline; a lead counts if it exceeds the seed spread of both."""
-    names = [row.contender for row in rows]
-    base = rows[names.index(baseline_of(names))]
-    return [_verdict(row, base) for row in rows if row is not base]
+def verdicts(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Return one sentence for each contender against the baseline, and for each further pair.
+
+    Args:
+        runs: all runs.
+        baseline: None takes `baseline_of`.
+        pairs: contenders, and what each is measured against.
+    """
+    by_name = by_contender(runs)
+    base = baseline or baseline_of(list(by_name))
+    asked = [*((name, base) for name in by_name if name != base), *pairs]
+    return [verdict(by_name[one], by_name[other]) for one, other in dict.fromkeys(asked)]
 
 
-def _verdict(row: Row, base: Row) -> str:
-    for one in (base, row):
-        if not math.isfinite(one.loss):
-            return f"{row.contender}: nothing to compare, {one.contender} diverged (held-out loss {one.loss})"
-    gap = abs(row.against_baseline)
-    side = "ahead of" if row.against_baseline < 0 else "behind"
-    if min(row.seeds, base.seeds) == 1:
-        return f"{row.contender}: {gap:.3f} nats per token {side} {base.contender}, with one seed: no spread known"
-    spread = max(row.highest - row.lowest, base.highest - base.lowest)
-    seeds = f"(seeds differ by up to {spread:.3f})"
-    if gap > spread:
-        return f"{row.contender}: {side} {base.contender} by {gap:.3f} nats per token {seeds}"
-    return f"{row.contender}: no difference from {base.contender} shown; the means are {gap:.3f} apart {seeds}"
+def verdict(runs: Sequence[Run], against: Sequence[Run]) -> str:
+    """Return what the runs of two contenders show."""
+    one, other = runs[0].contender, against[0].contender
+    for name, own in ((other, against), (one, runs)):
+        worst = next((run.eval_loss for run in own if not math.isfinite(run.eval_loss)), None)
+        if worst is not None:
+            return f"{one}: nothing to compare, {name} diverged (held-out loss {worst})"
+    gap = difference(runs, against)
+    side = "ahead of" if gap.mean < 0 else "behind"
+    if gap.is_shown:
+        return f"{one}: {side} {other} by {abs(gap.mean):.3f} nats per token ({gap})"
+    open_below = f"; differences below {gap.detectable:.3f} stay open" if gap.seeds > 1 else ""
+    return f"{one}: no difference from {other} shown; {gap.mean:+.3f} ({gap}){open_below}"
+
+
+def sensitivity(losses: Mapping[float, float], start: float) -> float:
+    """Return how much loss a wrong learning rate costs, on average over the rates tried.
+
+    The mean of min(loss, loss before training) less the best loss, in nats per token (arXiv 2309.14322, section 2.3);
+    a rate that diverges counts as no training.
+
+    Args:
+        losses: final loss of each learning rate.
+        start: loss before training.
+    """
+    found = [min(loss, start) if math.isfinite(loss) else start for loss in losses.values()]
+    return statistics.fmean(found) - min(found)
 
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from pretraining.comparison import Run, baseline_of, by_contender, mean_curve
+from pretraining.comparison import Run, baseline_of, by_contender, difference, mean_curve
 
 _BASELINE_COLOR = "0.25"
+# With more contenders than this, thin lines for each seed would hide the means.
+_FEW = 6
 
 
 def loss_curve(history: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -44,38 +46,80 @@ def loss_curve(history: Sequence[dict[str, Any]], path: Path, title: str) -> Non
     _save(figure, path)
 
 
-def comparison(runs: Sequence[Run], path: Path) -> None:
-    """Draw held-out loss over steps, and the final losses against the baseline's, as a PNG file.
+def comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> None:
+    """Draw held-out loss over steps, and the paired differences to the baseline, as a PNG file.
 
-    Bars show differences and start at zero. Bars of whole losses would start at zero too and hide differences of a
-    hundredth.
+    Bars show mean differences and start at zero, whiskers are 95% intervals, dots are seeds. Bars of whole losses would
+    start at zero too and hide differences of a hundredth. The names stand beside the bars, in the curves' colors.
+
+    Args:
+        runs: all runs.
+        path: PNG file to write.
+        baseline: None takes `baseline_of`.
     """
     by_name = by_contender(runs)
-    baseline = baseline_of(list(by_name))
+    baseline = baseline or baseline_of(list(by_name))
     colors = _colors(list(by_name), baseline)
     goal = statistics.fmean(run.eval_loss for run in by_name[baseline])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", width_ratios=[1.2, 1])
+    height = max(3.8, 1.2 + 0.32 * len(by_name))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, height), layout="constrained", width_ratios=[1.1, 1])
     for name, own in by_name.items():
-        if len(own) > 1:
+        if len(own) > 1 and len(by_name) <= _FEW:
             for run in own:
                 left.plot(*zip(*run.curve, strict=True), linewidth=0.6, alpha=0.45, color=colors[name])
-        left.plot(*zip(*mean_curve(own), strict=True), linewidth=1.8, marker=".", color=colors[name], label=name)
-    title = "mean of seeds; thin: each seed" if len(runs) > len(by_name) else "over steps"
+        left.plot(*zip(*mean_curve(own), strict=True), linewidth=1.6, marker=".", markersize=4, color=colors[name])
+    several = len(runs) > len(by_name)
+    title = "over steps" if not several else "mean of seeds" + ("; thin: each seed" if len(by_name) <= _FEW else "")
     left.set(xlabel="step", ylabel="held-out loss (nats per token)", title=title)
     left.set_ylim(*_window([mean_curve(own) for own in by_name.values()]))
     left.grid(alpha=0.3)
-    left.legend()
 
+    theirs = {run.seed: run.eval_loss for run in by_name[baseline]}
     for place, (name, own) in enumerate(by_name.items()):
-        gaps = [run.eval_loss - goal for run in own]
-        right.barh(place, statistics.fmean(gaps), height=0.55, color=colors[name], alpha=0.6)
-        right.scatter(gaps, [place] * len(gaps), s=14, color="black", zorder=3)
+        gaps = [run.eval_loss - theirs[run.seed] for run in own if run.seed in theirs]
+        gap = difference(own, by_name[baseline])
+        right.barh(place, gap.mean, height=0.6, color=colors[name], alpha=0.6)
+        if math.isfinite(gap.low) and name != baseline:
+            right.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
+        right.scatter(gaps, [place] * len(gaps), s=9, color="black", zorder=3)
     right.axvline(0, color=_BASELINE_COLOR, linewidth=1)
     right.set_yticks(range(len(by_name)), list(by_name))
+    for label in right.get_yticklabels():
+        label.set_color(colors[label.get_text()])
+        label.set_fontweight("bold")
     right.invert_yaxis()
-    right.set(xlabel="nats per token; dots are seeds", title=f"final loss against {baseline}'s {goal:.3f}")
+    right.set(
+        xlabel="nats per token; line: 95% interval, dots: seeds", title=f"final loss against {baseline}'s {goal:.3f}"
+    )
     right.grid(alpha=0.3, axis="x")
     right.set_axisbelow(True)
+    _save(figure, path)
+
+
+def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], path: Path, axis: str) -> None:
+    """Draw final held-out loss over a setting, one line each, with every seed as a dot, as a PNG file.
+
+    Args:
+        lines: name to the places on the axis, each with its losses.
+        path: PNG file to write.
+        axis: name of the setting; a positive one that spans a factor of four has a logarithmic axis.
+    """
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    places = sorted({place for line in lines.values() for place, _ in line})
+    for index, (name, line) in enumerate(lines.items()):
+        ordered = sorted(line)
+        means = [statistics.fmean(losses) for _, losses in ordered]
+        axes.plot([place for place, _ in ordered], means, marker="o", markersize=4, color=f"C{index}", label=name)
+        for place, losses in ordered:
+            axes.scatter([place] * len(losses), losses, s=8, color=f"C{index}", alpha=0.6)
+    if places[0] > 0 and places[-1] >= 4 * places[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.set(xlabel=axis, ylabel="final held-out loss (nats per token)", title="mean of seeds; dots: seeds")
+    axes.grid(alpha=0.3)
+    if any(lines):
+        figure.legend(loc="outside right upper")
     _save(figure, path)
 
 
@@ -89,7 +133,11 @@ def _window(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float
 
 def _colors(names: Sequence[str], baseline: str) -> dict[str, str]:
     others = [name for name in names if name != baseline]
-    return {name: f"C{index}" for index, name in enumerate(others)} | {baseline: _BASELINE_COLOR}
+    palette = [
+        matplotlib.colors.to_hex(color)
+        for color in (*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Dark2"])
+    ]
+    return {name: palette[index % len(palette)] for index, name in enumerate(others)} | {baseline: _BASELINE_COLOR}
 
 
 def _save(figure: Figure, path: Path) -> None:

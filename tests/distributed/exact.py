@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default
 
 import mars_hf
 
-STEPS = 20
+STEPS = 8
 ROWS = 48
 MICRO_BATCH = 4  # rows of a micro-batch, over all ranks
 SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
@@ -98,10 +98,10 @@ def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
     engine, _, option = name.partition("_")
     settings = {"ddp_static_graph": True} if option == "static" else {}
     if "resumed" in flags:
-        make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=11).train()
+        make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=5).train()
         dist.barrier()
         trainer = make_trainer(engine, int(accumulation), folder)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-11"))
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     else:
         rule = next((RULES[flag] for flag in flags if flag in RULES), None)
         trainer = make_trainer(engine, int(accumulation), folder, rule, **settings)

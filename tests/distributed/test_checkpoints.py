@@ -15,6 +15,7 @@ from launching import needs_deepspeed as need_deepspeed
 from safetensors.torch import load_file
 from test_parity import BAR, apart, bar_of, share_that_agrees, worst
 from torch import Tensor
+from workload import STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -148,7 +149,7 @@ def test_other_processes_go_on_as_one_would_have(trained, world, run):
             differences = apart(*pair)
             assert max(differences.values()) <= bar_of(case), worst(differences)
     counters = found.at("resumed", "step.").values()
-    assert {value.item() for value in counters} <= {20}
+    assert {value.item() for value in counters} <= {STEPS}
 
 
 @pytest.mark.parametrize("run", LOST)

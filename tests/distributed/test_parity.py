@@ -89,6 +89,28 @@ RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     },
     ("ways_fsdp2", 2): {"accelerate_fsdp2": ("adamw", "adamw_1d", "m")},
 }
+# What every change must pass; `pytest -m soak` runs the others.
+REGULAR: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
+    ("torch", 2): {
+        "ddp": ("adamw", "lion_1d", "adamw_skipping", "m", "m_folded", "adamw_1d_kernels"),
+        "ddp_bucket_view": ("adamw_1d_skipping",),
+        "ddp_static_graph": ("lion_1d",),
+        "fsdp2": (
+            *("adamw", "adamw_1d", "lion", "adamw_1d_skipping", "lion_1d_folded", "m", "m_skipping"),
+            *("shampoo_bf16", "m_kernels"),
+        ),
+    },
+    ("torch", 4): {"ddp": ("m",), "fsdp2": ("adamw", "m_skipping"), "hsdp": ("lion_1d_frozen", "adamw_folded", "m")},
+    ("deepspeed", 2): {
+        "zero1": ("adamw", "lion_1d", "m_skipping", "adamw_1d_kernels"),
+        "zero2": ("adamw", "lion", "adamw_1d_skipping", "adamw_unclipped", "m"),
+        "zero3": ("adamw", "adamw_1d", "lion_1d_frozen", "shampoo", "m"),
+        "zero2_offload": ("adamw",),
+        "zero3_offload": ("adamw_1d",),
+        "zero2_round_robin": ("adamw_1d", "m"),
+    },
+    ("deepspeed", 4): {"zero1": ("m",), "zero2": ("lion_1d_frozen",), "zero3": ("adamw_1d",)},
+}
 BF16 = ("zero1_bf16", "zero1_bf16_fp32accum", "zero2_bf16", "zero3_bf16")
 METRICS = {("torch", 2): ("ddp", "fsdp2"), ("deepspeed", 2): ("zero1", "zero2", "zero3")}
 # Wrong on purpose, see train.py.
@@ -118,8 +140,13 @@ def plain(case: str) -> str:
     return case.removesuffix("_kernels").removesuffix("_folded")
 
 
-def specs(kind: str, world: int) -> list[str]:
-    """Return all runs of one launch."""
+def is_soak(kind: str, world: int, engine: str, case: str) -> bool:
+    """Return whether a case is left to `pytest -m soak`."""
+    return (kind, world) in REGULAR and case not in REGULAR[kind, world].get(engine, ())
+
+
+def specs(kind: str, world: int, soak: bool) -> list[str]:
+    """Return all runs of one launch: the regular ones, or those of the soak."""
     if world == 1:
         if kind == "deepspeed":
             return [f"{engine}/{case}" for engine in BF16 for case in BF16_STATE_BAR]
@@ -129,7 +156,14 @@ def specs(kind: str, world: int) -> list[str]:
             + [f"single_zeros/{case}" for case in sorted(cases) if case.endswith("skipping")]
             + ["single/adamw_1d/metrics"]
         )
-    wanted = [f"{engine}/{case}" for engine, cases in RUNS[kind, world].items() for case in cases]
+    wanted = [
+        f"{engine}/{case}"
+        for engine, cases in RUNS[kind, world].items()
+        for case in cases
+        if is_soak(kind, world, engine, case) == soak
+    ]
+    if soak:
+        return wanted
     if (kind, world) == ("deepspeed", 2):
         wanted += [f"{engine}/{case}" for engine in BF16 for case in BF16_STATE_BAR]
     wanted += [f"{engine}/adamw_1d/metrics" for engine in METRICS.get((kind, world), ())]
@@ -139,17 +173,20 @@ def specs(kind: str, world: int) -> list[str]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str], Run]:
     """Return the results of a run; the first request trains its whole group."""
-    folders: dict[tuple[str, int], Path] = {}
+    folders: dict[tuple[str, int, bool], Path] = {}
 
     def get(kind: str, world: int, run: str) -> Run:
         if kind in ("deepspeed", "ways_zero2"):
             needs_deepspeed()
-        if (kind, world) not in folders:
-            folder = folders[kind, world] = tmp_path_factory.mktemp(f"{kind}{world}")
-            launch("train.py", folder, specs(kind, world), world)
-        error = error_of(folders[kind, world], run)
+        engine, case, *flags = run.split("/")
+        soak = not flags and engine in RUNS.get((kind, world), {}) and is_soak(kind, world, engine, case)
+        launched = kind, world, soak
+        if launched not in folders:
+            folder = folders[launched] = tmp_path_factory.mktemp(f"{kind}{world}")
+            launch("train.py", folder, specs(*launched), world)
+        error = error_of(folders[launched], run)
         assert error is None, error
-        file = folders[kind, world] / f"{run.replace('/', '-')}.safetensors"
+        file = folders[launched] / f"{run.replace('/', '-')}.safetensors"
         return Run(load_file(file), json.loads(file.with_suffix(".json").read_text()))
 
     return get
@@ -193,7 +230,11 @@ def worst(differences: dict[str, float]) -> str:
 
 
 CASES = [
-    pytest.param(kind, world, engine, case, id=f"{engine}-{world}-{case}")
+    pytest.param(
+        *(kind, world, engine, case),
+        id=f"{engine}-{world}-{case}",
+        marks=[pytest.mark.soak] if is_soak(kind, world, engine, case) else [],
+    )
     for (kind, world), engines in RUNS.items()
     for engine, cases in engines.items()
     for case in cases
@@ -337,7 +378,7 @@ def test_metrics_are_those_of_one_process(trained, kind, engine):
     assert len({metrics["mars/clip_fraction"] for metrics in expected}) > 2  # not all the same number
 
 
-# bf16 gradients are rounded to 8 bits (0.4% each) before ranks add them up. Over 20 steps that makes up to
+# bf16 gradients are rounded to 8 bits (0.4% each) before ranks add them up. Over 20 steps that made up to
 # 2.7% of the norm of a first moment (5.3% under lion, where steps do not shrink with the gradient) and 0.4% of that of
 # the weights. Norms of local pieces, for comparison, make 30 to 40% of a first moment.
 BF16_STATE_BAR = {"adamw": 0.06, "lion": 0.1, "m_bf16": 0.06}

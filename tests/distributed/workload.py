@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-STEPS = 20
+STEPS = 8
 ACCUMULATION = 2
 MICRO_BATCH = 4  # sequences of one micro-batch, over all ranks
 BLOCK = 12

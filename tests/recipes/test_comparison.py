@@ -27,17 +27,17 @@ def test_rows_are_measured_against_adamw():
     mars, adamw = comparison.summarize(RUNS)
     assert (mars.contender, mars.learning_rate, mars.seeds) == ("mars_adamw", 2e-3, 2)
     assert (mars.loss, mars.lowest, mars.highest) == (pytest.approx(4.1), 4.0, 4.2)
-    assert mars.against_baseline == pytest.approx(4.1 - 4.45)
+    assert mars.against_baseline.mean == pytest.approx(4.1 - 4.45)
     # Means: 8, 5.1, 4.3, 4.1; adamw ends at 4.45.
     assert (mars.steps, mars.steps_to_baseline) == (30, 20)
     assert mars.speed == pytest.approx(70 / 120)
-    assert (adamw.against_baseline, adamw.steps_to_baseline, adamw.speed) == (0, 30, 1)
+    assert (adamw.against_baseline.mean, adamw.steps_to_baseline, adamw.speed) == (0, 30, 1)
 
 
 def test_the_first_is_the_baseline_without_adamw():
     runs = [run("mars_lion", 1, [8.0, 5.0]), run("mars_adamw", 1, [8.0, 4.0])]
     lion, mars = comparison.summarize(runs)
-    assert (lion.against_baseline, mars.against_baseline) == (0, -1)
+    assert (lion.against_baseline.mean, mars.against_baseline.mean) == (0, -1)
     assert "against mars_lion" in comparison.table([lion, mars])
 
 
@@ -49,7 +49,14 @@ def test_steps_are_those_that_all_seeds_have_evaluated():
 def test_table():
     header, rule, mars, adamw = comparison.table(comparison.summarize(RUNS)).splitlines()
     cells = [cell.strip() for cell in mars.strip("|").split("|")]
-    assert cells == ["mars_adamw", "0.002", "4.100 (4.000-4.200)", "-0.350", "20 of 30 (67%)", "0.58x"]
+    assert cells == [
+        "mars_adamw",
+        "0.002",
+        "4.100 (4.000-4.200)",
+        "-0.350 (-2.256 to +1.556)",
+        "20 of 30 (67%)",
+        "0.58x",
+    ]
     cells = [cell.strip() for cell in adamw.strip("|").split("|")]
     assert cells == ["adamw", "0.001", "4.450 (4.400-4.500)", "-", "30 of 30 (100%)", "-"]
     assert len({len(line) for line in (header, rule, mars, adamw)}) == 1
@@ -61,24 +68,64 @@ def test_a_loss_that_is_never_reached():
     assert "not reached" in comparison.table(rows).splitlines()[-1]
 
 
+def of(name: str, losses: list[float]) -> list[Run]:
+    return [run(name, seed, [8.0, loss]) for seed, loss in enumerate(losses)]
+
+
+def test_a_difference_is_paired_by_seed():
+    """Gaps of -0.1, -0.2, -0.3: a mean of -0.2, a standard error of 0.1 / sqrt(3), and t(0.975, 2) = 4.302653."""
+    base, own = of("adamw", [4.0, 5.0, 6.0]), of("mars_adamw", [3.9, 4.8, 5.7])
+    found = comparison.difference(list(reversed(own)), base)
+    error = 0.1 / math.sqrt(3)
+    assert found.mean == pytest.approx(-0.2)
+    assert (found.low, found.high) == (pytest.approx(-0.2 - 4.302653 * error), pytest.approx(-0.2 + 4.302653 * error))
+    assert found.detectable == pytest.approx((4.302653 + 1.060660) * error)
+    assert found.seeds == 3 and not found.is_shown
+    assert comparison.difference(own[:2], base).seeds == 2
+    with pytest.raises(ValueError, match="no seed in common"):
+        comparison.difference(own[:1], base[1:])
+
+
+def test_one_seed_shows_nothing():
+    found = comparison.difference(of("mars_adamw", [1.0]), of("adamw", [9.0]))
+    assert found.mean == -8 and not found.is_shown
+    assert found.as_json() == {"mean": -8.0, "low": None, "high": None, "seeds": 1, "detectable": None}
+
+
 @pytest.mark.parametrize(
     ("mars", "adamw", "expected"),
     [
-        ([4.0, 4.1], [4.4, 4.5], "mars_adamw: ahead of adamw by 0.400 nats per token (seeds differ by up to 0.100)"),
-        ([4.6, 4.7], [4.4, 4.5], "mars_adamw: behind adamw by 0.200 nats per token (seeds differ by up to 0.100)"),
-        # A lead of 0.2 against a spread of 0.3 of either contender.
-        ([4.2, 4.3], [4.3, 4.6], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
-        ([4.3, 4.6], [4.2, 4.3], "mars_adamw: no difference from adamw shown; the means are 0.200 apart"),
-        ([4.0], [4.4], "mars_adamw: 0.400 nats per token ahead of adamw, with one seed: no spread known"),
+        (
+            [4.0, 4.1, 4.21],
+            [4.4, 4.5, 4.6],
+            "mars_adamw: ahead of adamw by 0.397 nats per token (95% interval -0.411 to",
+        ),
+        ([4.6, 4.7, 4.81], [4.4, 4.5, 4.6], "mars_adamw: behind adamw by 0.203 nats per token (95% interval +0.189 to"),
+        # The spread of the seeds is large and cancels in pairs; here it does not.
+        ([4.2, 4.3], [4.3, 4.6], "mars_adamw: no difference from adamw shown; -0.200 (95% interval -1.471 to +1.071"),
+        ([4.0], [4.4], "mars_adamw: no difference from adamw shown; -0.400 (one seed, no interval)"),
         ([math.nan, 4.0], [4.4, 4.5], "mars_adamw: nothing to compare, mars_adamw diverged"),
         ([4.0, 4.1], [math.inf, 4.5], "mars_adamw: nothing to compare, adamw diverged"),
     ],
 )
 def test_verdicts(mars, adamw, expected):
-    runs = [run("mars_adamw", seed, [8.0, loss]) for seed, loss in enumerate(mars)]
-    runs += [run("adamw", seed, [8.0, loss]) for seed, loss in enumerate(adamw)]
-    (verdict,) = comparison.verdicts(comparison.summarize(runs))
+    (verdict,) = comparison.verdicts([*of("mars_adamw", mars), *of("adamw", adamw)])
     assert verdict.startswith(expected)
+
+
+def test_pairs_have_verdicts_of_their_own():
+    runs = [*of("adamw", [4.4, 4.5]), *of("muon", [4.0, 4.1]), *of("mars_m", [4.0, 4.1])]
+    assert [line.split(" (")[0] for line in comparison.verdicts(runs, "adamw", [("mars_m", "muon")])] == [
+        "muon: ahead of adamw by 0.400 nats per token",
+        "mars_m: ahead of adamw by 0.400 nats per token",
+        "mars_m: no difference from muon shown; +0.000",
+    ]
+
+
+def test_sensitivity_is_what_wrong_rates_cost():
+    """Losses 5, 4, and one that diverged and counts as no training, 8: 17 / 3 - 4."""
+    assert comparison.sensitivity({1e-3: 5.0, 2e-3: 4.0, 4e-3: math.nan}, 8.0) == pytest.approx(17 / 3 - 4)
+    assert comparison.sensitivity({1e-3: 5.0, 2e-3: 4.0, 4e-3: 11.0}, 8.0) == pytest.approx(17 / 3 - 4)
 
 
 @pytest.mark.parametrize("end", [4.0, math.nan])
@@ -88,6 +135,13 @@ def test_picture(tmp_path, end):
         colors = {color for _, color in picture.convert("RGB").getcolors(maxcolors=1 << 20)}
         assert picture.size[0] > 800
     assert {(31, 119, 180), (64, 64, 64)} <= colors  # the lines of mars_adamw and adamw
+
+
+def test_picture_of_a_setting(tmp_path):
+    lines = {"adamw": [(1e-3, [5.0, 5.1]), (4e-3, [4.6, 4.7])], "mars_adamw": [(1e-3, [5.0]), (4e-3, [math.nan])]}
+    figures.along_axis(lines, tmp_path / "axis.png", "learning_rate")
+    with Image.open(tmp_path / "axis.png") as picture:
+        assert picture.size[0] > 800
 
 
 def test_the_picture_shows_the_end_of_the_curves():

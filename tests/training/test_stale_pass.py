@@ -113,7 +113,7 @@ def dropout(p: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_the_algorithm_in_straight_lines(tmp_path, accumulation, mars_type):
     """The run crosses epoch boundaries and incomplete accumulations, with dropout."""
     model = gpt2(**dropout(0.1))

@@ -1,0 +1,143 @@
+"""Read the presets of a comparison: named arms, each with settings of pretrain_gpt2.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretraining.marked import Marked, read_yaml
+from pretraining.mistakes import Mistake, did_you_mean
+
+FOLDER = Path(__file__).resolve().parent.parent / "presets"
+_KEYS = ("about", "arms", "grid", "shared", "baseline", "pairs", "axis", "lines", "equal", "seeds")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What is compared with what.
+
+    Attributes:
+        arms: name to the settings of its runs, by flag without dashes.
+        baseline: the arm that all others are compared with; None: adamw, or the first.
+        pairs: further pairs to compare, each an arm and the one that it is measured against.
+        axis: the setting that the picture's lines run over; None: the picture has a bar for each arm.
+        lines: the setting that names a line.
+        equal: "tokens", or "seconds": arms train as many steps as take the time of the baseline's.
+        seeds: seeds if none are given.
+        about: one line for the page.
+    """
+
+    arms: Mapping[str, Mapping[str, Any]]
+    baseline: str | None = None
+    pairs: tuple[tuple[str, str], ...] = ()
+    axis: str | None = None
+    lines: str | None = None
+    equal: str = "tokens"
+    seeds: tuple[int, ...] = (1, 2)
+    about: str = ""
+
+    def argv(self, arm: str) -> list[str]:
+        """Return the recipe's arguments of an arm."""
+        return words(self.arms[arm])
+
+    def place(self, arm: str) -> tuple[str, float] | None:
+        """Return the line that an arm belongs to and its place on the axis; None if it has none."""
+        settings = self.arms[arm]
+        if self.axis is None or self.axis not in settings:
+            return None
+        return _text(settings.get(self.lines, "")) if self.lines else "", float(settings[self.axis])
+
+
+def load(name: str) -> Preset:
+    """Load a preset by name, or from a YAML file of one's own.
+
+    Raises:
+        Mistake: there is no such preset, or it is not one; the message names the key and the line.
+    """
+    path = Path(name) if Path(name).suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = names()
+        raise Mistake(
+            f"--preset {name!r}: no such preset{did_you_mean(name, known)}; accepted: {', '.join(known)}, or the path "
+            "of a YAML file"
+        )
+    found = read_yaml(path)
+    for key in found:
+        if key not in _KEYS:
+            raise Mistake(
+                f"{path.name}, line {found.lines.get(key)}: unknown key {key!r}{did_you_mean(key, _KEYS)}; accepted: "
+                f"{', '.join(_KEYS)}"
+            )
+    for key in ("arms", "grid", "shared"):
+        if not isinstance(found.get(key, {}), dict):
+            raise Mistake(f"{path.name}, line {found.lines[key]}: {key}: {found[key]!r} is not a section")
+    arms = {**_arms(found, path), **_grid(found, path)}
+    if not arms:
+        raise Mistake(f"{path.name}: no arms; give `arms`, a section each, or `grid`, a list for each setting")
+    pairs = found.get("pairs", [])
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise Mistake(f"{path.name}, line {found.lines['pairs']}: pairs: {pairs!r} is not a list of two arms each")
+    seeds = found.get("seeds", [1, 2])
+    if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise Mistake(f"{path.name}, line {found.lines['seeds']}: seeds: {seeds!r} is not a list of whole numbers")
+    baseline = found.get("baseline")
+    for arm in (*itertools.chain(*pairs), *([baseline] if baseline is not None else [])):
+        if arm not in arms:
+            raise Mistake(f"{path.name}: unknown arm {arm!r}{did_you_mean(arm, arms)}; accepted: {', '.join(arms)}")
+    equal = found.get("equal", "tokens")
+    if equal not in ("tokens", "seconds"):
+        raise Mistake(f"{path.name}, line {found.lines.get('equal')}: equal: {equal!r} is neither tokens nor seconds")
+    return Preset(
+        arms=arms,
+        baseline=baseline,
+        pairs=tuple((one, other) for one, other in pairs),
+        axis=found.get("axis"),
+        lines=found.get("lines"),
+        equal=equal,
+        seeds=tuple(seeds),
+        about=" ".join(str(found.get("about", "")).split()),
+    )
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as arguments of the recipe."""
+    return [word for name, value in settings.items() for word in (f"--{name}", _text(value))]
+
+
+def names() -> list[str]:
+    """Return the names of the shipped presets."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def _arms(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
+    shared = dict(found.get("shared") or {})
+    arms = {}
+    for name, settings in (found.get("arms") or {}).items():
+        if not isinstance(settings, dict):
+            raise Mistake(f"{path.name}: arms: {name} is not a section; write its settings below its name")
+        arms[str(name)] = {**shared, **settings}
+    return arms
+
+
+def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
+    """Return an arm for every combination, named by its values."""
+    grid = found.get("grid") or {}
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise Mistake(f"{path.name}: grid: {name}: {values!r} is not a list of values")
+    if not grid:
+        return {}
+    shared = dict(found.get("shared") or {})
+    return {
+        " ".join(map(_text, values)): {**shared, **dict(zip(grid, values, strict=True))}
+        for values in itertools.product(*grid.values())
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,33 @@
+"""The search for the rates of the controls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tune_controls
+
+
+@pytest.mark.parametrize("center", [(2.4, 4.2), (5.2, 3.1), (0.2, 7.3), (3.0, 4.0)])
+def test_the_search_ends_with_the_best_pair_inside_what_was_tried(center):
+    def loss(pair):
+        return (pair[0] - center[0]) ** 2 + (pair[1] - center[1]) ** 2
+
+    found = {}
+    while pairs := tune_controls.wanted(found):
+        assert not set(pairs) & set(found)
+        found |= {pair: loss(pair) for pair in pairs}
+    assert tune_controls.best(found) == (round(center[0]), round(center[1]))
+    assert set(tune_controls.neighbours(tune_controls.best(found))) <= set(found)
+    assert len(found) < 25
+
+
+def test_a_run_that_diverged_is_never_best():
+    assert tune_controls.best({(1, 4): math.nan, (2, 4): 5.0}) == (2, 4)
+
+
+def test_rates_are_those_of_the_files():
+    assert [tune_controls.rate(number) for number in (0, 1, 4, 7)] == [1e-3, 2e-3, 1.6e-2, 0.128]
+    rows = [{"arm": "adamw", "learning_rate": 4e-3, "lr_embeddings": 1.6e-2, "eval_loss": None}]
+    ((pair, loss),) = tune_controls.losses_of(rows)["adamw"].items()
+    assert pair == (2, 4) and math.isnan(loss)

@@ -1,0 +1,72 @@
+"""Presets of a comparison: shipped ones, ones of a user's own, and mistakes in them."""
+
+from __future__ import annotations
+
+import pytest
+from pretraining import presets
+from pretraining.arguments import read
+from pretraining.mistakes import Mistake
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_shipped_presets_are_runs_of_the_recipe(name):
+    preset = presets.load(name)
+    assert preset.about and len(preset.arms) > 2
+    for arm in preset.arms:
+        values, _, _ = read(preset.argv(arm))
+        for key, value in preset.arms[arm].items():
+            assert getattr(values, key) == (value if key != "lr_scheduler_kwargs" else dict(value))
+        assert values.learning_rate > 5e-5  # not the default of TrainingArguments
+    assert len({tuple(preset.argv(arm)) for arm in preset.arms}) == len(preset.arms)
+
+
+def preset(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return presets.load(str(path))
+
+
+def test_arms_share_settings_and_state_their_own(tmp_path):
+    found = preset(
+        tmp_path,
+        "shared: {beta1: 0.8}\narms:\n  a: {optimizer: adamw}\n"
+        "  b: {optimizer: mars_adamw, beta1: 0.95, is_approx: false}\n"
+        "pairs: [[b, a]]\nbaseline: b\nseeds: [3, 4]\n",
+    )
+    assert found.argv("a") == ["--beta1", "0.8", "--optimizer", "adamw"]
+    assert found.argv("b") == ["--beta1", "0.95", "--optimizer", "mars_adamw", "--is_approx", "false"]
+    assert (found.baseline, found.pairs, found.seeds, found.place("a")) == ("b", (("b", "a"),), (3, 4), None)
+
+
+def test_a_grid_has_an_arm_for_every_combination(tmp_path):
+    found = preset(
+        tmp_path,
+        "grid: {optimizer: [adamw, muon], learning_rate: [1e-3, 2e-3]}\naxis: learning_rate\nlines: optimizer\n",
+    )
+    assert list(found.arms) == ["adamw 0.001", "adamw 0.002", "muon 0.001", "muon 0.002"]
+    assert found.place("muon 0.002") == ("muon", 0.002)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("arm: {a: {}}", r"mine.yaml, line 1: unknown key 'arm' \(did you mean arms\?\); accepted: about"),
+        ("about: nothing", "no arms; give `arms`"),
+        ("arms: {a: adamw}", "arms: a is not a section"),
+        ("arms: {a: {optimizer: adamw}}\nbaseline: b", "unknown arm 'b'; accepted: a"),
+        ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),
+        ("arms: {a: {optimizer: adamw}}\npairs: [a]", "line 2: pairs: .* is not a list of two arms each"),
+        ("grid: {learning_rate: 0.1}", "grid: learning_rate: 0.1 is not a list of values"),
+        ("arms: {a: {optimizer: adamw}}\nequal: flops", "line 2: equal: 'flops' is neither tokens nor seconds"),
+        ("arms: {a: {optimizer: adamw}}\nseeds: 3", "line 2: seeds: 3 is not a list of whole numbers"),
+        ("arms: [adamw]", "line 1: arms: .* is not a section"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, words):
+    with pytest.raises(Mistake, match=words):
+        preset(tmp_path, text)
+
+
+def test_an_unknown_preset_is_named_with_those_there_are():
+    with pytest.raises(Mistake, match=r"--preset 'control': no such preset \(did you mean controls\?\); accepted: "):
+        presets.load("control")
