@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mars_hf.training.callbacks import LastGradientCallback
     from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
     from mars_hf.training.registry import factory, register
+    from mars_hf.training.tracking import TrackingProbe
     from mars_hf.training.trainer import MarsTrainer
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "MarsTrainer",
     "NonFiniteCallback",
     "NonFiniteError",
+    "TrackingProbe",
     "create",
     "factory",
     "register",
@@ -32,6 +34,7 @@ _LAZY = {
     "MarsTrainer": "training.trainer",
     "NonFiniteCallback": "training.nonfinite",
     "NonFiniteError": "training.nonfinite",
+    "TrackingProbe": "training.tracking",
     "factory": "training.registry",
     "register": "training.registry",
 }

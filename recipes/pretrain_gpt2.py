@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
 from pretraining.trainer import PretrainingTrainer, optimizer_steps
-from transformers import default_data_collator, set_seed
+from transformers import TrainerCallback, default_data_collator, set_seed
 
 import mars_hf
 from mars_hf.groups.summary import summary
@@ -36,6 +37,11 @@ from mars_hf.groups.summary import summary
 @told("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
+    train(argv)
+
+
+def train(argv: list[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> arguments.RunArguments:
+    """Train with further callbacks, and return the run's arguments; see `main`."""
     run = arguments.parse(argv)
     training = run.training
     output = Path(str(training.output_dir))
@@ -44,10 +50,11 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         output.parent.mkdir(parents=True, exist_ok=True)
         resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
-        _train(run, output, is_main)
+        _train(run, output, is_main, callbacks)
+    return run
 
 
-def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
+def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: Sequence[TrainerCallback]) -> None:
     training = run.training
     set_seed(training.seed)
     if training.device.type == "cpu":  # accelerate launch sets one thread
@@ -85,6 +92,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool) -> None:
         callbacks=[
             mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
             *([mars_hf.LastGradientCallback(), GammaSchedule(run.optimizer.gamma_schedule)] if mars else []),
+            *callbacks,
         ],
         run=start.run,
         resumed=start.manifest,

@@ -79,6 +79,7 @@ class MarsTrainer(Trainer):
             given["callbacks"] = _guarded(given.get("callbacks"), self._kept_optimizer)
             origins.remember(self._kept_optimizer)
         self._is_training = False
+        self._step_batches: list[Any] = []
         self._adopted: _Adopted | None = None
         self._stale_pass = StalePass(self, self._clips_at)
         super().__init__(*bound.args, **bound.kwargs)
@@ -90,6 +91,11 @@ class MarsTrainer(Trainer):
     def in_stale_pass(self) -> bool:
         """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
         return self._stale_pass.running
+
+    @property
+    def step_batches(self) -> list[Any]:
+        """Return the micro-batches of the current step, as the data loader gave them."""
+        return self._step_batches
 
     @property
     def stale_grad_norm(self) -> torch.Tensor | None:
@@ -106,6 +112,7 @@ class MarsTrainer(Trainer):
             for callback in self._nonfinite_callbacks():
                 callback.detach()
             self._stale_pass.forget()
+            self._step_batches = []
             self._give_back()
 
     def _nonfinite_callbacks(self) -> list[Any]:
@@ -198,6 +205,7 @@ class MarsTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._step_batches = batches
         self._stale_pass.hold(batches, num_items)
         return batches, num_items
 

@@ -123,6 +123,45 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], pat
     _save(figure, path)
 
 
+def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the tracking error over gamma, split in lag and noise, for each beta1 and form, and the cosine, as a PNG.
+
+    Args:
+        rows: of TrackingProbe; those of the whole model without clipping are drawn, as medians over the steps.
+        path: PNG file to write.
+    """
+    drawn = [row for row in rows if row["scope"] == "all" and row["clip"] is None]
+    betas = sorted({row["beta1"] for row in drawn})
+    figure, panels = plt.subplots(
+        2, len(betas), figsize=(max(5.5, 3.4 * len(betas)), 6), layout="constrained", sharex=True, squeeze=False
+    )
+    for column, beta1 in enumerate(betas):
+        for index, form in enumerate(("approx", "exact")):
+            own = [row for row in drawn if row["beta1"] == beta1 and (row["form"] == form or not row["gamma"])]
+            gammas = sorted({row["gamma"] for row in own})
+            for name, style in (("error", "-"), ("lag", "--"), ("noise", ":")):
+                panels[0, column].plot(
+                    gammas, _medians(own, gammas, name), style, marker=".", color=f"C{index}", label=f"{form}: {name}"
+                )
+            panels[1, column].plot(gammas, _medians(own, gammas, "cosine"), marker=".", color=f"C{index}")
+        panels[0, column].set(title=f"beta1 {beta1:g}", yscale="log")
+        panels[1, column].set(xlabel="gamma")
+        for axes in panels[:, column]:
+            axes.axvline(1 - beta1, color=_BASELINE_COLOR, linewidth=0.8, linestyle=(0, (1, 3)))
+            axes.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("relative squared error")
+    panels[1, 0].set_ylabel("cosine with gradient")
+    lines, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(
+        lines, labels, loc="outside lower center", ncols=3, title="upright dots: gamma = 1 - beta1 (Nesterov)"
+    )
+    _save(figure, path)
+
+
+def _medians(rows: Sequence[Mapping[str, Any]], gammas: Sequence[float], name: str) -> list[float]:
+    return [statistics.median(row[name] for row in rows if row["gamma"] == gamma) for gamma in gammas]
+
+
 def _window(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:
     """Return axis limits that show the ends of the curves; the much higher start runs off the top."""
     late = [loss for curve in curves for step, loss in curve if step >= 0.2 * curve[-1][0] and math.isfinite(loss)]

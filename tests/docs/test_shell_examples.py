@@ -168,6 +168,13 @@ def script_parses(command: str) -> None:
         importlib.import_module(name).main(argv)
 
 
+def passes_on(command: str) -> None:
+    """Parse the arguments with the script's own parser, and what it passes on with the recipe's."""
+    name, argv = script_of(shlex.split(command))
+    *_, rest = importlib.import_module(name)._parse(argv)
+    arguments.parse(rest)
+
+
 def launch_parses(command: str) -> None:
     read, (script, *_) = launched(shlex.split(command))
     assert Path(script).is_file() and read.num_processes == 4
@@ -227,6 +234,14 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "python recipes/compare_optimizers.py": (
         "twelve runs; tests/recipes/test_compare_optimizers.py runs it with two small ones",
         script_parses,
+    ),
+    "python recipes/compare_optimizers.py --preset controls --jobs 2 --cpu_threads 1": (
+        "fifty runs; tests/recipes/test_presets.py parses every arm",
+        passes_on,
+    ),
+    "python recipes/measure_tracking.py --output_dir runs/tracking": (
+        "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
+        passes_on,
     ),
     "python recipes/prepare_data.py --dataset openwebtext --output_dir data/openwebtext": (
         "downloads 54 GB",
