@@ -35,7 +35,14 @@ class TorchFactory:
     """Make torch's AdamW, NAdam or Muon with the parameter groups that MARS would have."""
 
     def __call__(
-        self, model: nn.Module, *, optimizer: str, lr: float, momentum_decay: float | None = None, **settings: Any
+        self,
+        model: nn.Module,
+        *,
+        optimizer: str,
+        lr: float,
+        momentum_decay: float | None = None,
+        fused: bool | None = None,
+        **settings: Any,
     ) -> torch.optim.Optimizer:
         """Make the optimizer.
 
@@ -44,6 +51,7 @@ class TorchFactory:
             optimizer: `adamw`, `nadamw` or `muon`.
             lr: learning rate, in Trainer's place in case a wrapper reads it.
             momentum_decay: of torch.optim.NAdam; None takes beta1 whole from the first step, as optax does.
+            fused: of torch.optim.AdamW.
             **settings: of `mars_hf.create`, for the groups and their betas.
         """
         rule = "mars-m" if optimizer == "muon" else "mars-adamw"
@@ -68,7 +76,7 @@ class TorchFactory:
         if optimizer == "nadamw":
             decay = _WHOLE_MOMENTUM if momentum_decay is None else momentum_decay
             return torch.optim.NAdam(groups, lr=lr, eps=eps, momentum_decay=decay, decoupled_weight_decay=True)
-        return torch.optim.AdamW(groups, lr=lr, eps=eps)
+        return torch.optim.AdamW(groups, lr=lr, eps=eps, fused=fused)
 
 
 def check(arguments: OptimizerArguments, origins: Origins) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 STEPS = 8
+LONGEST = 20  # steps that there is data for
 ACCUMULATION = 2
 MICRO_BATCH = 4  # sequences of one micro-batch, over all ranks
 BLOCK = 12
@@ -132,7 +133,7 @@ class Tokens(Dataset):
     def __init__(self) -> None:
         """Draw random tokens, half of them repeated, so that there is something to learn."""
         generator = torch.Generator().manual_seed(7)
-        half = torch.randint(0, VOCAB, (STEPS * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
+        half = torch.randint(0, VOCAB, (LONGEST * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
         self.ids = torch.cat([half, half], dim=1)
 
     def __len__(self) -> int:

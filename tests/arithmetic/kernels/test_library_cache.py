@@ -466,7 +466,6 @@ def test_kills_at_any_time_leave_nothing(place, source):
         time.sleep(took * attempt / 15)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert len(list(place.iterdir())) <= 2  # the next compile sweeps up after the last kill
     time.sleep(2 * took)  # the compilers of the dead end by themselves
     for library in place.glob("*.so"):
         library.unlink()
