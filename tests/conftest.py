@@ -33,9 +33,22 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "loadfile"  # files share what their fixtures make
 
 
+# Tests that train, a second or two each: the quick set takes one case of each.
+ONE_CASE_EACH = (
+    *("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py"),
+    *("tests/fuzz/test_edit_fuzz.py", "tests/arithmetic/test_backends.py::test_all_paths"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark soaks slow: `-m "not slow"` replaces the -m of pyproject.toml that leaves them out."""
+    """Mark soaks slow, since `-m "not slow"` replaces the -m of pyproject.toml; so, too, most cases that train."""
+    seen = set()
     for item in items:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
+        name, bracket, _ = item.nodeid.partition("[")
+        if bracket and name.startswith(ONE_CASE_EACH) and not item.get_closest_marker("slow"):
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)

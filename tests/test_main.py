@@ -174,6 +174,7 @@ def test_a_script_that_starts_another_one(script, tmp_path, folder):
     assert "MARS trains with mars-adamw" in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_launch_configs_are_found():
     finished = run("-m", "mars_hf", "configs")
     assert (Path(finished.stdout.strip()) / "ddp.yaml").is_file()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -138,7 +139,8 @@ class TrackingProbe(TrainerCallback):
 
     def _halves(self) -> list[list[dict[str, Any]]]:
         """Return two halves of the step's samples, as lists of micro-batches."""
-        batches = [self._trainer._prepare_inputs(copied(inputs)) for inputs in self._trainer.step_batches]
+        trainer = self._trainer
+        batches = [send_to_device(copied(inputs), trainer.args.device) for inputs in trainer.step_batches]
         sizes = [_samples(inputs) for inputs in batches]
         self._samples = sum(sizes)
         if all(size % 2 == 0 for size in sizes):
@@ -193,7 +195,7 @@ class TrackingProbe(TrainerCallback):
         )
         for _ in itertools.count():
             for inputs in loader:
-                yield trainer._prepare_inputs(inputs)
+                yield send_to_device(inputs, args.device)
 
     def _measure(self, step: int) -> None:
         half = self._batches // 2

@@ -47,6 +47,7 @@ def test_bytes(measured, tmp_path):
     assert kept[EXACT]["previous_param"] == params and "previous_param" not in kept[APPROX]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [(ADAMW, 6), (APPROX, 6), (EXACT, 11)])
 def test_the_contenders_go_on_where_their_block_ended(tmp_path, monkeypatch, name, passes):
     """All of exact MARS's six steps but the first take two passes, and the meter sees them begin."""

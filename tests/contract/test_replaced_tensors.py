@@ -328,6 +328,7 @@ LARGE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("case", "take_grad"),

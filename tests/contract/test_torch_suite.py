@@ -327,6 +327,7 @@ def mixed_steps(configuration: str, implementation: str) -> tuple[list[Tensor], 
     return params, optimizer
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 @every_configuration
@@ -401,6 +402,7 @@ def test_the_peak_counts_what_is_held_at_once():
     assert 8000 <= peak_of(function) <= 8100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", [pytest.param("fused", marks=needs_compiler), "foreach", "for-loop"])
 @pytest.mark.parametrize("configuration", ["default", "take_grad, max_grad_norm", "mars-m"])
 def test_peak_memory_foreach(configuration, implementation):

@@ -213,6 +213,7 @@ def test_small(backend, rule):
         run_case(backend, rule, "small", seed)
 
 
+@pytest.mark.slow
 @not_interpreted
 @backends
 @rules

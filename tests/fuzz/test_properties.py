@@ -181,6 +181,7 @@ def test_order_and_grouping_of_parameters_change_no_bit(backend, values, rule, o
     order_and_grouping(backend, values, rule, [place for place in order if place < len(values)], cut)
 
 
+@pytest.mark.slow
 @every_backend
 @QUICK
 @given(values=problems(), rule=rules(), at=st.integers(0, 6))

@@ -1019,6 +1019,7 @@ def test_the_table_is_long_enough():
     assert len({row.config for row in TABLE.values()}) >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE.values(), ids=list(TABLE))
 def test_weights_are_orthogonalized_and_nothing_else(row):
     cells = ("orthogonalized", "embedding", "head", "grouped", "single", "other")

@@ -51,6 +51,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, argv, line, capsys):
     assert capsys.readouterr().err.startswith(f"measure_tracking.py: {line}")
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_the_first_measurement(tokens, tmp_path):
     with pytest.raises(SystemExit, match="--every 100: the run ended before step 100"):
         measure_tracking.main(

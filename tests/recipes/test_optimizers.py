@@ -169,6 +169,7 @@ def test_nadamw_is_nesterov_adam_with_decoupled_decay(momentum_decay):
         )  # updates are 0.01; NAdam keeps its product in float32
 
 
+@pytest.mark.slow
 def test_mars_without_clipping_at_gamma_one_minus_beta1_is_nadamw_once_started():
     """Bias corrections differ in the first steps; after 150 nothing does, with the second moment of the gradients."""
     model, twin = gpt2().double(), gpt2().double()

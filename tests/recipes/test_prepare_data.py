@@ -336,6 +336,7 @@ def group_runs(group):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [

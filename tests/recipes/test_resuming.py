@@ -317,6 +317,7 @@ def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, mon
     assert {path.name for path in output.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_by_epochs_goes_on(tokens, tmp_path):
     """Trainer counts its steps only once it trains; the folder must know them before."""
     argv = ("--max_steps", "-1", "--num_train_epochs", "0.05", "--save_steps", "4")
@@ -371,6 +372,7 @@ def test_a_folder_in_use_is_refused(tmp_path, tokens):
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_saves_and_ends_the_run(whole, tmp_path, tokens, monkeypatch, capsys, number):
     """The signal comes in step 5, between log lines; the run ends after it, and goes on as if nothing had been."""

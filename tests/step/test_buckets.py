@@ -175,6 +175,7 @@ def test_exact_steps_are_sorted_once(gathered):
     assert len(gathered) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"take_grad": True}, {"max_grad_norm": 0.1}, pytest.param({"fused": True}, marks=needs_compiler)],

@@ -537,6 +537,7 @@ def test_clipping_scaling_and_moving_of_gradients(mars_type):
         close(a.detach(), b.detach(), 1e-7)
 
 
+@pytest.mark.slow
 @every_type
 @pytest.mark.parametrize("fused", [pytest.param(True, marks=needs_compiler), False])
 def test_small_steps_add_up_in_bfloat16(mars_type, fused):

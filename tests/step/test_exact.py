@@ -90,6 +90,7 @@ def straight_line(steps: int, problem: Problem, mars_type: str, maximize: bool =
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])

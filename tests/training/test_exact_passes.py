@@ -156,6 +156,7 @@ def with_nested_extras(rows):
     return default_data_collator(rows) | {"extra": {"shift": [torch.tensor(3)]}}
 
 
+@pytest.mark.slow
 def test_inputs_changed_in_place_are_as_collated_in_the_second_pass(tmp_path):
     runs = [exact_run(tmp_path, kind, data_collator=with_nested_extras) for kind in (Spoiling, Careful)]
     for run in runs:
@@ -284,6 +285,7 @@ def test_passes_that_cannot_be_compared_are_stopped(tmp_path, kind, message):
     assert run.state.global_step == 1  # the first step has one pass
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_leaves_nothing_to_the_next(tmp_path):
     class Break(TrainerCallback):
         def on_substep_end(self, args, state, control, **_):

@@ -199,6 +199,7 @@ class Unfreeze(TrainerCallback):
                 lr_scheduler.lr_lambdas.append(lr_scheduler.lr_lambdas[0])
 
 
+@pytest.mark.slow
 def test_layers_unfrozen_in_mid_training_are_clipped_with_the_others(tmp_path):
     weights, logs = [], []
     for make in (trainer, mars_trainer):

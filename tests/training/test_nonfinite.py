@@ -251,11 +251,13 @@ def test_skip_whatever_is_not_finite(tmp_path, form, what):
     compare(tmp_path, {2: what, 4: what}, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["averaging", "exact"])
 def test_skip_at_the_first_step_and_twice_in_a_row(tmp_path, case):
     compare(tmp_path, {0: BOTH, 3: GRADIENT, 4: LOSS}, optimizer=CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adamw", "exact"])
 def test_skip_at_the_last_step(tmp_path, case):
     compare(tmp_path, {5: BOTH}, optimizer=CASES[case])
@@ -272,6 +274,7 @@ def test_skipped_steps_alone_make_no_states(tmp_path, case):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adamw", "exact"])
 def test_one_bad_micro_batch_leaves_out_the_step(tmp_path, case):
     compare(tmp_path, {5: BOTH, 8: GRADIENT}, of=2, optimizer=CASES[case])
@@ -285,11 +288,13 @@ def test_skip_in_plain_trainer(tmp_path, optimizer, max_grad_norm):
     compare(tmp_path, {1: GRADIENT, 3: BOTH}, kind=Trainer, optimizer=optimizer, max_grad_norm=max_grad_norm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["adamw", "exact"])
 def test_skip_without_clipping(tmp_path, case):
     compare(tmp_path, {1: GRADIENT, 3: BOTH}, optimizer=CASES[case], max_grad_norm=0.0)
 
 
+@pytest.mark.slow
 def test_a_stale_gradient_counts_too(tmp_path, reports):
     """A weight that overflowed in between gives a stale gradient that is not finite, and an ordinary one that is."""
     run = make(tmp_path, Batches(2), NonFiniteCallback("skip"), optimizer=CASES["exact"], max_steps=4)
@@ -308,6 +313,7 @@ def test_a_stale_gradient_counts_too(tmp_path, reports):
     assert [row.get("nonfinite_steps") for row in rows(run)] == [None, None, 1, None]
 
 
+@pytest.mark.slow
 def test_the_logged_loss_leaves_skipped_steps_out(tmp_path):
     run = make(tmp_path, Batches(2, {1: BOTH}), NonFiniteCallback("skip"), optimizer={}, logging_steps=3)
     run.train()
@@ -356,6 +362,7 @@ def test_stop_without_a_checkpoint_says_how_to_get_one(tmp_path, first, remedy):
         run.train()
 
 
+@pytest.mark.slow
 def test_good_steps_in_between_start_the_count_again(tmp_path, reports):
     poison = {1: LOSS, 2: GRADIENT, 4: BOTH, 5: LOSS}
     run = make(tmp_path, Batches(2, poison), NonFiniteCallback("stop"), optimizer={}, max_steps=8)
@@ -370,12 +377,14 @@ def test_good_steps_in_between_start_the_count_again(tmp_path, reports):
     assert all(torch.isfinite(tensor).all() for tensor in run.model.state_dict().values())
 
 
+@pytest.mark.slow
 def test_skip_stops_too(tmp_path):
     run = make(tmp_path, Batches(2, dict.fromkeys(range(2, 9), GRADIENT)), NonFiniteCallback("skip", 2), optimizer={})
     with pytest.raises(NonFiniteError, match=r"^2 steps in a row .*on_nonfinite='skip'.*step 4: non-finite"):
         run.train()
 
 
+@pytest.mark.slow
 def test_another_run_counts_from_zero(tmp_path):
     run = make(tmp_path, Batches(2, {1: BOTH, 2: BOTH}), optimizer={}, max_steps=3)
     run.train()
@@ -421,6 +430,7 @@ def test_the_log_shows_what_was_not_finite(tmp_path, mode, nan_filter):
     assert rows(plain)[0]["loss"] == 0  # what this is for
 
 
+@pytest.mark.slow
 def test_ignore_trains_as_trainer_does(tmp_path, reports):
     """Weights that are not finite are the same ones; only reports and logged losses differ."""
     ends = []
@@ -471,6 +481,7 @@ def test_a_norm_that_overflows_is_not_a_gradient_that_does(tmp_path, reports, op
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_due_at_a_bad_step_is_made_up_for(tmp_path, reports):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "optimizer": {}}
     make(tmp_path, Batches(2, {3: BOTH}), NonFiniteCallback("skip"), **settings).train()
@@ -560,6 +571,7 @@ def test_the_newest_good_checkpoint_is_whole_and_finite(tmp_path):
 # --- fp16 ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_search_for_the_scale_does_not_count(tmp_path, reports, monkeypatch):
     """The scaler skips the first steps by itself; more of them than the patience."""
     run = make(tmp_path, Batches(2), NonFiniteCallback(patience=2), optimizer={}, max_steps=8)
@@ -573,6 +585,7 @@ def test_the_search_for_the_scale_does_not_count(tmp_path, reports, monkeypatch)
     assert steps == {5.0}
 
 
+@pytest.mark.slow
 def test_a_bad_batch_is_told_from_the_search_for_the_scale(tmp_path, reports, monkeypatch):
     """A loss that is not finite counts, and skipping it leaves the scale as it is."""
     scales = []
@@ -586,6 +599,7 @@ def test_a_bad_batch_is_told_from_the_search_for_the_scale(tmp_path, reports, mo
     assert different(scales[0][1], scales[1][1]) == []
 
 
+@pytest.mark.slow
 def test_a_gradient_that_no_scale_helps_counts(tmp_path, reports, monkeypatch):
     run = make(tmp_path, Batches(2, dict.fromkeys(range(20), GRADIENT)), optimizer={}, max_steps=20)
     use_fp16_on_cpu(run, 8.0, monkeypatch)

@@ -65,6 +65,7 @@ def test_noise_and_variances_have_their_closed_forms(still, moment):
     assert abs(found.lag) < 0.05 * found.noise  # the truth stands still; six standard deviations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 def test_lag_has_its_closed_form(moving, moment):
     """Of an average, beta1 / (1 - beta1) steps; either correction takes the share gamma off."""

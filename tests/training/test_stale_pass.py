@@ -143,6 +143,7 @@ def test_the_approximation_is_something_else(tmp_path):
     assert apart(run.trajectory, expected) > 1e-3
 
 
+@pytest.mark.slow
 def test_bf16_autocast(tmp_path):
     model = gpt2()
     run = exact_run(tmp_path, model, gradient_accumulation_steps=2, bf16=True)
@@ -224,6 +225,7 @@ def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch)
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
 
+@pytest.mark.slow
 def test_fp16_with_a_gradient_scaler(tmp_path, monkeypatch):
     """A step that overflows in either gradient leaves no trace of its batch."""
     overflow = ((0, False), (4, True), (9, False))
@@ -282,6 +284,7 @@ def test_a_skipped_step_changes_nothing(tmp_path, stale, monkeypatch):
     assert not torch.equal(before["transformer.wte.weight"], after["transformer.wte.weight"])
 
 
+@pytest.mark.slow
 def test_resuming_within_an_epoch(tmp_path):
     """Resuming is bit-exact with dropout and an accumulation that does not divide the epoch."""
     settings = {"gradient_accumulation_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 5}

@@ -28,6 +28,7 @@ def test_it_trains_as_trainer_does(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 def test_it_makes_a_scheduler_where_none_is_given(tmp_path):
     model = gpt2()
     optimizer = mars_hf.create(model, lr=1e-2)
@@ -55,6 +56,7 @@ def test_it_adds_no_second_callback(tmp_path):
         assert kinds.count("LastGradientCallback") == 1
 
 
+@pytest.mark.slow
 def test_without_an_optimizer_it_is_a_trainer(tmp_path):
     run = mars_trainer(arguments(tmp_path, optim="adamw_torch"), gpt2())
     run.train()

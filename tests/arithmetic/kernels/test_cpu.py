@@ -337,6 +337,7 @@ def test_sums_of_many_elements_are_accurate():
     assert ((total - exact).abs() <= 1e-6 * exact).all()  # c = g
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_threshold", [None, 0.1])
 def test_the_number_of_threads_changes_no_bit(clip_threshold):
     """Some tensors span several waves, and some waves hold several tensors."""
