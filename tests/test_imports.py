@@ -27,6 +27,7 @@ def test_imports_point_down():
     assert "2 kept, 0 broken" in finished.stdout
 
 
+@pytest.mark.slow
 def test_import_mars_hf_imports_nothing_heavy():
     code = f"import sys, mars_hf; print([name for name in {HEAVY} if name in sys.modules])"
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

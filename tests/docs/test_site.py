@@ -32,6 +32,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @needs_mkdocs
 @pytest.mark.parametrize("name", mars_hf.__all__)
 def test_the_reference_has_every_public_name(site, name):

@@ -174,6 +174,7 @@ def clipping(backend: str, values: list[Tensor], rule: dict[str, Any], limit: fl
 permutations = st.permutations(range(6))
 
 
+@pytest.mark.slow
 @every_backend
 @QUICK
 @given(values=problems(), rule=rules(), order=permutations, cut=st.integers(0, 6))

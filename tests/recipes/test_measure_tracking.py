@@ -12,6 +12,7 @@ from test_resuming import TINY, load_file, run, torch
 PROBE = ["--every", "4", "--batches", "4", "--betas", "0.9", "0.95", "--gammas", "0", "0.05", "--clips", "0"]
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_not_changed(tokens, tmp_path, capsys):
     output = tmp_path / "measured"
     threads = torch.get_num_threads()

@@ -116,6 +116,7 @@ def test_a_run_is_reproducible(finished, tokens, tmp_path):
     assert_equal_weights(finished, tmp_path / "again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "mars_lion", "mars_shampoo", "mars_m"])
 def test_other_optimizers(finished, tokens, tmp_path, optimizer):
     metrics = run(tmp_path / "run", tokens, "--optimizer", optimizer)

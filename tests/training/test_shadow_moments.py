@@ -56,6 +56,7 @@ def moving():
     return follow(MOMENTS, SPEED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 def test_noise_and_variances_have_their_closed_forms(still, moment):
     found = still[moment]

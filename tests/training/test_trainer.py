@@ -14,6 +14,7 @@ def weights(run) -> list[torch.Tensor]:
     return [param.detach() for param in run.model.parameters()]
 
 
+@pytest.mark.slow
 def test_it_trains_as_trainer_does(tmp_path):
     results = []
     for make in (trainer, lambda args, model, **settings: mars_trainer(args, model, **settings)):
