@@ -66,6 +66,37 @@ def test_every_optimizer_is_compared_by_default(tmp_path, started):
     assert chosen == ["mars_adamw", "mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
 
 
+def test_a_preset_is_compared_two_runs_at_a_time(tmp_path, started, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "about: Which rate?\ngrid: {optimizer: [adamw, mars_m], learning_rate: [1e-3, 2e-3]}\n"
+        "baseline: adamw 0.002\npairs: [[mars_m 0.002, mars_m 0.001]]\naxis: learning_rate\nlines: optimizer\n"
+        "seeds: [7, 8]\n"
+    )
+    result = compare(tmp_path, "--preset", str(path), "--jobs", "2")
+    names = ["adamw 0.001", "adamw 0.002", "mars_m 0.001", "mars_m 0.002"]
+    assert [(run["contender"], run["seed"]) for run in result["runs"]] == [(n, seed) for seed in (7, 8) for n in names]
+    assert {tuple(argv[-6:-2]) for argv in started} == {
+        ("--optimizer", name, "--learning_rate", rate) for name in ("adamw", "mars_m") for rate in ("0.001", "0.002")
+    }
+    judged = [line.split(":")[0] for line in result["verdicts"]]
+    assert judged == ["adamw 0.001", "mars_m 0.001", "mars_m 0.002", "mars_m 0.002"]
+    assert result["arms"]["mars_m 0.001"] == {"optimizer": "mars_m", "learning_rate": 1e-3}
+    page = (tmp_path / "compare" / "comparison.md").read_text()
+    assert page.startswith("Which rate?\n\n| optimizer") and "![Losses along the axis](axis.png)" in page
+    with Image.open(tmp_path / "compare" / "axis.png") as picture:
+        picture.verify()
+    assert capsys.readouterr().out.count("| adamw 0.002 ") > 1  # while it runs, and at the end
+    again = len(started)
+    assert compare(tmp_path, "--preset", str(path)) == result
+    assert len(started) == again
+
+
+def test_a_preset_and_optimizers_exclude_each_other(tmp_path, started):
+    with pytest.raises(SystemExit, match="--preset and --optimizers both say what is compared"):
+        compare(tmp_path, "--preset", "gamma", "--optimizers", "adamw")
+
+
 def test_an_interrupted_comparison_goes_on(tmp_path, started):
     compare(tmp_path, "--optimizers", "adamw", "--seeds", "1")
     result = compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "2")
