@@ -93,7 +93,7 @@ class TrackingProbe(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the Trainer, and begin with no step followed."""
-        trainer = calling_trainer()
+        trainer: Any = calling_trainer()
         if not hasattr(trainer, "step_batches"):
             raise RuntimeError(
                 f"TrackingProbe needs the batches of a step, which {type(trainer).__name__} does not offer; use "
