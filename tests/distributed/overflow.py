@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from train import deepspeed_config, shard
 from worker import import_deepspeed, main
-from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, Case, TinyGPT2, Tokens, build_model
+from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
 from mars_hf.distributed import dtensors
@@ -149,7 +149,7 @@ def run(spec: str, file: Path) -> None:
     """Do one run: a training that overflows, and one that does not."""
     engine, case = spec.split("/")
     make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
-    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens()
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens(LONGEST)
 
     def batch(attempt: int) -> list[Tensor]:
         return [tokens.micro_batch(attempt, micro, rank, world) for micro in range(ACCUMULATION)]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 STEPS = 8
-LONGEST = 20  # steps that there is data for
+LONGEST = 20  # of runs that are longer
 ACCUMULATION = 2
 MICRO_BATCH = 4  # sequences of one micro-batch, over all ranks
 BLOCK = 12
@@ -130,10 +130,10 @@ def build_model(case: Case) -> TinyGPT2:
 class Tokens(Dataset):
     """All sequences of a run, in training order."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int = STEPS) -> None:
         """Draw random tokens, half of them repeated, so that there is something to learn."""
         generator = torch.Generator().manual_seed(7)
-        half = torch.randint(0, VOCAB, (LONGEST * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
+        half = torch.randint(0, VOCAB, (steps * ACCUMULATION * MICRO_BATCH, BLOCK // 2), generator=generator)
         self.ids = torch.cat([half, half], dim=1)
 
     def __len__(self) -> int:
