@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
             if preset.equal == "seconds":
                 steps = equal_time.steps_of(preset, [*_QUIET, *rest], output, launcher or [sys.executable])
             wanted = [
-                _Wanted(name, seed, output / f"{_folder(name)}-{seed}", launcher, argv)
+                _Wanted(name, seed, output / f"{presets.folder_name(name)}-{seed}", launcher, argv)
                 for seed in arguments.seeds
                 for name in preset.arms
                 for argv in [[*_QUIET, *rest, *preset.argv(name), *steps.get(name, []), "--seed", str(seed)]]
@@ -145,10 +146,6 @@ def main(argv: list[str] | None = None) -> None:
             _conclude(runs, output, preset, rest)
     except RunFailed as failure:
         raise SystemExit(str(failure)) from None
-
-
-def _folder(name: str) -> str:
-    return name.replace(" ", "_").replace("/", "_")
 
 
 def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[comparison.Run]:
@@ -279,7 +276,7 @@ def _sensitivities(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, 
     start = max((run.curve[0][1] for run in runs if run.curve[0][0] == 0), default=None)
     if start is not None:
         for name, line in _lines(runs, preset).items():
-            losses = {place: sum(own) / len(own) for place, own in line}
+            losses = {place: statistics.fmean(own) for place, own in line}
             found[name] = comparison.sensitivity(losses, start)
     return found
 

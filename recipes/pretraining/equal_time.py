@@ -13,7 +13,7 @@ from pretraining import report
 from pretraining.arguments import read
 from pretraining.comparison import baseline_of
 from pretraining.launch import pretrain
-from pretraining.presets import Preset
+from pretraining.presets import Preset, folder_name
 
 # Long enough that the first steps, which compile and warm up, weigh little.
 _STEPS, _REPEATS = 60, 3
@@ -48,7 +48,7 @@ def _measure(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequ
     found: dict[str, list[float]] = {name: [] for name in preset.arms}
     rounds = [(repeat, name) for repeat in range(_REPEATS) for name in preset.arms]
     for repeat, name in tqdm(rounds, desc="measuring speeds", unit="run"):
-        folder = output / "speeds" / f"{name.replace(' ', '_')}-{repeat}"
+        folder = output / "speeds" / f"{folder_name(name)}-{repeat}"
         argv = [*shared, *preset.argv(name), *_SHORT, "--overwrite_output_dir", "true"]
         found[name].append(pretrain(argv, folder, launcher)["tokens_per_second"])
     return {name: statistics.median(speeds) for name, speeds in found.items()}

@@ -107,6 +107,11 @@ def words(settings: Mapping[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", _text(value))]
 
 
+def folder_name(arm: str) -> str:
+    """Return the name of the folder for an arm's runs."""
+    return arm.replace(" ", "_").replace("/", "_")
+
+
 def names() -> list[str]:
     """Return the names of the shipped presets."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
