@@ -166,9 +166,10 @@ class Locator:
     def _find_origins(self) -> None:
         """Search all objects for the parameters: about 50 ms. Weak references do not disturb an engine's parameters."""
         found = {}
-        for candidate in all_objects():
-            slot = self._slots.get(id(candidate))
-            if slot is not None and issubclass(type(candidate), Tensor) and shape_of(candidate) == self.shapes[slot]:
+        slots = self._slots
+        for candidate in [one for one in all_objects() if id(one) in slots]:
+            slot = slots[id(candidate)]
+            if issubclass(type(candidate), Tensor) and shape_of(candidate) == self.shapes[slot]:
                 if _compat.is_of_zero12(candidate) or _compat.zero3_optimizer(candidate) is not None:
                     found[slot] = weakref.ref(candidate)
         self._origins = dict(sorted(found.items()))

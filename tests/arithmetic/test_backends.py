@@ -147,8 +147,7 @@ PATHS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("optimize_1d", [False, True])
+@pytest.mark.parametrize(("optimize_1d", "transposed"), [(False, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "settings",

@@ -76,6 +76,5 @@ def test_a_launch_that_hangs_where_no_wait_is_limited_fails_soon(tmp_path):
     """And this one, at 100 s."""
     run = "ddp/adamw/hang"
     launch("train.py", tmp_path, [run], 2, "--limit", "5")
-    error = error_of(tmp_path, run)
-    assert "not done after 5 seconds" in error
-    assert "train.py" in error  # where it hung
+    errors = [file.read_text() for file in tmp_path.glob("*.error*")]  # one rank's end may be the other's error
+    assert any("not done after 5 seconds" in error and "train.py" in error for error in errors)  # where it hung

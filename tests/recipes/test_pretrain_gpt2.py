@@ -256,8 +256,10 @@ def test_push_to_hub(tokens, tmp_path):
 
 @pytest.mark.slow
 def test_the_default_job_learns(tmp_path):
-    """The first command of the README, a fifth of its steps, on one core, since another test may have the other."""
-    finished = launch("--output_dir", str(tmp_path / "run"), "--max_steps", "100", "--cpu_threads", "1")
+    """The first command of the README, a fifth of its steps and less held-out text, on one core of two."""
+    finished = launch(
+        "--output_dir", str(tmp_path / "run"), "--max_steps", "100", "--cpu_threads", "1", "--max_eval_blocks", "64"
+    )
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["eval_loss"] <= 0.75 * metrics["eval_loss_at_step_0"]
     assert "--- sample ---" in finished.stdout

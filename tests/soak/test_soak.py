@@ -21,10 +21,17 @@ import long  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
-def test_killed_runs_end_to_the_bit(tmp_path):
-    rows = kill.trials(2, tmp_path, jobs=1, first=1)  # one while a checkpoint is written, one while the result is
-    assert [row["verdict"] for row in rows] == ["to the bit"] * 2, rows
-    assert kill.table(rows).splitlines()[-1].startswith("| all | 2 | ")
+@pytest.mark.parametrize(
+    "kills",
+    [
+        1,  # while a checkpoint is written
+        pytest.param(2, marks=pytest.mark.soak),  # and while the result is
+    ],
+)
+def test_killed_runs_end_to_the_bit(tmp_path, kills):
+    rows = kill.trials(kills, tmp_path, jobs=1, first=1)
+    assert [row["verdict"] for row in rows] == ["to the bit"] * kills, rows
+    assert kill.table(rows).splitlines()[-1].startswith(f"| all | {kills} | ")
 
 
 def test_a_difference_is_seen(tmp_path):
