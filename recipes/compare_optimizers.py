@@ -16,8 +16,8 @@ again to resume it.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -39,7 +39,7 @@ from pretraining import (
     run_folder,
 )
 from pretraining.arguments import OPTIMIZERS, read
-from pretraining.launch import RunFailed, pretrain, words_of
+from pretraining.launch import Diverged, RunFailed, pretrain, words_of
 from pretraining.mistakes import Mistake, OneLine, told
 from pretraining.presets import Preset
 from tqdm.auto import tqdm
@@ -76,7 +76,11 @@ class _Wanted(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Return whether its result is there."""
-        return (self.folder / "metrics.json").exists()
+        return self._has_diverged or (self.folder / "metrics.json").exists()
+
+    @property
+    def _has_diverged(self) -> bool:
+        return (self.folder / "diverged.json").exists()
 
     def refuse_other_settings(self) -> None:
         """Stop if the folder holds a run with other settings."""
@@ -101,7 +105,13 @@ class _Wanted(NamedTuple):
         if not self.is_finished:
             resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
             report.write(self.folder / "arguments.json", self._settings)
-            pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
+            try:
+                pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
+            except Diverged as failure:
+                report.write(self.folder / "diverged.json", {"message": str(failure)})
+        if self._has_diverged:
+            learning_rate = read(self.argv)[0].learning_rate
+            return comparison.Run(self.contender, self.seed, learning_rate, math.nan, math.nan, ())
         metrics = _load(self.folder / "metrics.json")
         history = _load(self.folder / "trainer_state.json")["log_history"]
         return comparison.Run(
@@ -160,7 +170,7 @@ def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[compariso
                 done[one.key] = future.result()
                 progress.update()
                 if one.key in waits:
-                    progress.set_description(f"{one.contender}, seed {one.seed}: {done[one.key].eval_loss:.4f}")
+                    progress.set_description(str(done[one.key]))
                     progress.write(_so_far([done[known.key] for known in wanted if known.key in done], preset))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -174,8 +184,7 @@ def _so_far(runs: Sequence[comparison.Run], preset: Preset) -> str:
     seeds = {run.seed for run in runs if run.contender == base}
     shown = [run for run in runs if run.seed in seeds]
     if not shown:
-        last = runs[-1]
-        return f"{last.contender}, seed {last.seed}: {last.eval_loss:.4f}"
+        return str(runs[-1])
     return comparison.table(comparison.summarize(shown, base), base) + "\n"
 
 
@@ -250,10 +259,10 @@ def _conclude(runs: Sequence[comparison.Run], output: Path, preset: Preset, rest
         {
             "arguments": list(rest),
             "arms": {name: dict(settings) for name, settings in preset.arms.items()},
-            "rows": [row._asdict() | {"against_baseline": row.against_baseline.as_json()} for row in rows],
+            "rows": [row.as_json() for row in rows],
             "verdicts": verdicts,
             "sensitivity": sensitivities,
-            "runs": [dataclasses.asdict(run) for run in runs],
+            "runs": [run.as_json() for run in runs],
         },
     )
     printed = ["", table, "", *verdicts, *notes, "", f"comparison.json, .md and .png are in {output}"]
@@ -273,7 +282,7 @@ def _lines(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, list[tup
 def _sensitivities(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, float]:
     """Return `comparison.sensitivity` of each line, where the loss before training is known."""
     found: dict[str, float] = {}
-    start = max((run.curve[0][1] for run in runs if run.curve[0][0] == 0), default=None)
+    start = max((run.curve[0][1] for run in runs if run.curve and run.curve[0][0] == 0), default=None)
     if start is not None:
         for name, line in _lines(runs, preset).items():
             losses = {place: statistics.fmean(own) for place, own in line}

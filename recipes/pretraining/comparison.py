@@ -6,11 +6,12 @@ by seed. A difference is claimed only where its 95% interval, Student's t over t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
@@ -23,9 +24,9 @@ class Run:
         contender: the optimizer and its form.
         seed: seed of the initial weights and of the data order.
         learning_rate: peak of its schedule.
-        eval_loss: held-out loss after the last step.
-        tokens_per_second: training throughput, without evaluations.
-        curve: step and held-out loss of every evaluation, in order.
+        eval_loss: held-out loss after the last step; NaN for a run that diverged.
+        tokens_per_second: training throughput, without evaluations; NaN for a run that diverged.
+        curve: step and held-out loss of every evaluation, in order; empty for a run that diverged.
     """
 
     contender: str
@@ -34,6 +35,15 @@ class Run:
     eval_loss: float
     tokens_per_second: float
     curve: tuple[tuple[int, float], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name; None where a number is not finite."""
+        return _finite(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        """Return one line."""
+        result = f"{self.eval_loss:.4f}" if math.isfinite(self.eval_loss) else "diverged"
+        return f"{self.contender}, seed {self.seed}: {result}"
 
 
 class Difference(NamedTuple):
@@ -54,9 +64,9 @@ class Difference(NamedTuple):
         """Return whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
-    def as_json(self) -> dict[str, float | None]:
+    def as_json(self) -> dict[str, Any]:
         """Return the fields by name; None where a number is not finite."""
-        return {name: value if math.isfinite(value) else None for name, value in self._asdict().items()}
+        return _finite(self._asdict())
 
     def __str__(self) -> str:
         """Return the interval in words."""
@@ -70,7 +80,7 @@ class Row(NamedTuple):
 
     `against_baseline` is the paired difference to the baseline's losses, `steps_to_baseline` the first evaluated step
     whose mean loss is not above the baseline's final one (None: never), `speed` the ratio of tokens per second to the
-    baseline's.
+    baseline's. Numbers are NaN if a run diverged, and `steps` is 0.
     """
 
     contender: str
@@ -83,6 +93,16 @@ class Row(NamedTuple):
     steps: int
     steps_to_baseline: int | None
     speed: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name; None where a number is not finite."""
+        return _finite({**self._asdict(), "against_baseline": self.against_baseline.as_json()})
+
+
+def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
 
 
 def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
@@ -121,7 +141,7 @@ def summarize(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
     by_name = by_contender(runs)
     base = by_name[baseline or baseline_of(list(by_name))]
     goal = statistics.fmean(run.eval_loss for run in base)
-    base_speed = statistics.median(run.tokens_per_second for run in base)
+    base_speed = _median_speed(base)
     rows = []
     for name, own in by_name.items():
         losses = [run.eval_loss for run in own]
@@ -132,15 +152,20 @@ def summarize(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
                 learning_rate=own[0].learning_rate,
                 seeds=len(own),
                 loss=statistics.fmean(losses),
-                lowest=min(losses),
-                highest=max(losses),
+                lowest=min(filter(math.isfinite, losses), default=math.nan),
+                highest=max(filter(math.isfinite, losses), default=math.nan),
                 against_baseline=difference(own, base),
-                steps=curve[-1][0],
+                steps=curve[-1][0] if curve else 0,
                 steps_to_baseline=next((step for step, loss in curve if loss <= goal), None),
-                speed=statistics.median(run.tokens_per_second for run in own) / base_speed,
+                speed=_median_speed(own) / base_speed,
             )
         )
     return rows
+
+
+def _median_speed(runs: Sequence[Run]) -> float:
+    speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
+    return statistics.median(speeds) if speeds else math.nan
 
 
 def table(rows: Sequence[Row], baseline: str | None = None) -> str:
@@ -162,14 +187,17 @@ def table(rows: Sequence[Row], baseline: str | None = None) -> str:
         seeds = f" ({row.lowest:.3f}-{row.highest:.3f})" if row.seeds > 1 else ""
         gap = row.against_baseline
         interval = f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else ""
+        if not math.isfinite(row.loss):
+            cells.append((row.contender, f"{row.learning_rate:g}", "diverged", "-", "-", "-"))
+            continue
         cells.append(
             (
                 row.contender,
                 f"{row.learning_rate:g}",
                 f"{row.loss:.3f}{seeds}",
-                "-" if is_baseline else f"{gap.mean:+.3f}{interval}",
+                "-" if is_baseline or not math.isfinite(gap.mean) else f"{gap.mean:+.3f}{interval}",
                 "not reached" if reached is None else f"{reached} of {row.steps} ({reached / row.steps:.0%})",
-                "-" if is_baseline else f"{row.speed:.2f}x",
+                "-" if is_baseline or not math.isfinite(row.speed) else f"{row.speed:.2f}x",
             )
         )
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -18,10 +18,16 @@ from pretraining.mistakes import Mistake
 
 SCRIPT = Path(__file__).resolve().parent.parent / "pretrain_gpt2.py"
 _TAIL_LINES = 30
+# Of mars_hf.NonFiniteError; launchers do not hand on exit codes.
+_DIVERGED = "steps in a row with a non-finite loss or gradient"
 
 
 class RunFailed(RuntimeError):
     """Raised when a run fails; the message has its command and the end of its output."""
+
+
+class Diverged(RunFailed):
+    """Raised when a run ends because its loss or gradients stayed non-finite."""
 
 
 def words_of(text: str | None) -> list[str]:
@@ -52,6 +58,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         The run's metrics.json.
 
     Raises:
+        Diverged: its loss or gradients stayed non-finite.
         Mistake: the run was refused; the message is its own.
         RunFailed: the run ended with an error.
     """
@@ -71,7 +78,8 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
         for line in lines[-_TAIL_LINES:]:
             if line.startswith(f"{SCRIPT.name}: "):
-                raise Mistake(f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}")
+                said = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
+                raise (Diverged if _DIVERGED in line else Mistake)(said)
         tail = "\n".join(lines[-_TAIL_LINES:])
         raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
     if not (output / "metrics.json").is_file():

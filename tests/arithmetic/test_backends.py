@@ -83,20 +83,22 @@ def test_dense_parameters_in_another_order_are_compiled(make):
     [({}, "compiled"), ({"fused": True}, "compiled"), ({"fused": False}, "for-loop"), ({"foreach": True}, "foreach")],
     ids=str,
 )
-def test_matrices_that_are_orthogonalized_have_the_engines_of_others(monkeypatch, settings, expected, mars_type):
+def test_matrices_that_are_orthogonalized_have_the_backends_of_others(monkeypatch, settings, expected, mars_type):
     monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     assert names(Mars(two(), mars_type=mars_type, **settings))[0] == expected
     assert names(Mars(two(56), mars_type=mars_type))[0] == "for-loop"
 
 
 @needs_compiler
-def test_engines_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
+def test_backends_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
     monkeypatch.setattr("mars_hf.arithmetic.kernels.gpu.supports", lambda *_: True)
     group = {"fused": None, "foreach": None, "capturable": False}
-    engine = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
-    assert engine.name == "triton" and engine.foreach
-    engine = backends.choose_backend(group, CPU, [torch.float32], backends.COMPILED_FROM, plain_adamw=False, dense=True)
-    assert engine.name == "compiled" and not engine.foreach
+    backend = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
+    assert backend.name == "triton" and backend.foreach
+    backend = backends.choose_backend(
+        group, CPU, [torch.float32], backends.COMPILED_FROM, plain_adamw=False, dense=True
+    )
+    assert backend.name == "compiled" and not backend.foreach
 
 
 def test_foreach_and_fused_contradict_each_other():
@@ -191,7 +193,7 @@ def test_all_paths_give_one_orthogonalized_step(dtype, settings, bar, mars_type,
 
 @needs_compiler
 @pytest.mark.parametrize("mars_type", ORTHOGONAL)
-def test_engines_share_a_chunk_of_matrices(mars_type):
+def test_backends_share_a_chunk_of_matrices(mars_type):
     """Return matrices of one shape, orthogonalized together: whole, with memory gaps, transposed, other dtypes."""
 
     def mixed() -> list[nn.Parameter]:

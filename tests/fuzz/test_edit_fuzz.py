@@ -704,6 +704,6 @@ def test_edits_of_large_parameters(seed):
 def test_triton_edits(seed, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    engine = backends.KernelBackend("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(backends, "_kernels", lambda *_, **__: engine)
+    backend = backends.KernelBackend("triton", foreach=True, module=triton, rounds=True)
+    monkeypatch.setattr(backends, "_kernels", lambda *_, **__: backend)
     run("triton", seed, 15)

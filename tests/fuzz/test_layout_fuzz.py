@@ -246,8 +246,8 @@ def test_long(backend, rule):
 def test_triton(rule, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    engine = backend_choice.KernelBackend("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(backend_choice, "_kernels", lambda *_, **__: engine)
+    backend = backend_choice.KernelBackend("triton", foreach=True, module=triton, rounds=True)
+    monkeypatch.setattr(backend_choice, "_kernels", lambda *_, **__: backend)
     for seed in range(5):
         run_case("triton", rule, "small", seed)
     run_case("triton", rule, "edges", 0)

@@ -9,6 +9,8 @@ import compare_optimizers
 import pytest
 from PIL import Image
 from pretraining import checkpoints, folder_lock, run_folder
+from pretraining.launch import Diverged, pretrain
+from pretraining.mistakes import Mistake
 from test_pretrain_gpt2 import TINY
 
 
@@ -28,9 +30,50 @@ def started(monkeypatch) -> list[list[str]]:
     return calls
 
 
+@pytest.fixture
+def diverging(monkeypatch, started) -> None:
+    """Make MARS-Lion's runs diverge, as its real ones do at such a rate."""
+    finish = compare_optimizers.pretrain
+
+    def pretrain(argv, output, launcher):
+        finish(argv, output, launcher)
+        if "mars_lion" in argv:
+            (output / "metrics.json").unlink()
+            (output / "trainer_state.json").unlink()
+            raise Diverged("3 steps in a row with a non-finite loss or gradient")
+
+    monkeypatch.setattr(compare_optimizers, "pretrain", pretrain)
+
+
 def compare(tmp_path, *argv: str) -> dict:
     compare_optimizers.main(["--output_dir", str(tmp_path / "compare"), *argv])
     return json.loads((tmp_path / "compare" / "comparison.json").read_text())
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path, diverging, started, capsys):
+    argv = ["--optimizers", "mars_lion", "mars_adamw", "adamw", "--seeds", "3", "4", "--learning_rate", "0.5"]
+    result = compare(tmp_path, *argv)
+    lion, mars, _ = result["rows"]
+    assert (lion["loss"], lion["learning_rate"], lion["steps"], lion["speed"]) == (None, 0.5, 0, None)
+    assert mars["against_baseline"]["mean"] == -1
+    assert result["verdicts"][0].startswith("mars_lion: nothing to compare, mars_lion diverged")
+    assert result["runs"][0]["eval_loss"] is None and result["runs"][0]["curve"] == []
+    table = capsys.readouterr().out
+    assert "| diverged |" in " ".join(table.split()) and "nan" not in table.replace("(held-out loss nan)", "")
+    with Image.open(tmp_path / "compare" / "comparison.png") as picture:
+        picture.verify()
+    # It is not trained again.
+    assert len(started) == 6
+    assert compare(tmp_path, *argv)["rows"] == result["rows"] and len(started) == 6
+
+
+@pytest.mark.slow
+def test_a_real_run_that_diverges_is_told_from_a_mistake(tmp_path, tokens):
+    argv = [*TINY, "--data_dir", str(tokens), "--warmup_steps", "0", "--max_steps", "20", "--learning_rate"]
+    with pytest.raises(Diverged, match="3 steps in a row with a non-finite loss"):
+        pretrain([*argv, "1e20"], tmp_path / "run")
+    with pytest.raises(Mistake, match="learning_rate"):
+        pretrain([*argv, "-1"], tmp_path / "other")
 
 
 def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):

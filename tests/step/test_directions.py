@@ -477,22 +477,22 @@ def test_together_is_one_by_one(mars_type):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rules_agree_to_the_bit(mars_type, dtype):
     found = []
-    for engine in ({"foreach": True}, {"foreach": False}, {"fused": False}):
+    for how in ({"foreach": True}, {"foreach": False}, {"fused": False}):
         params = make(*SHAPES, dtype=dtype)
         params[1].data = params[1].data.T.contiguous().T
-        found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, lr_1d=0.0, **engine)))
+        found.append(run(params, Mars(params, mars_type=mars_type, lr=0.01, lr_1d=0.0, **how)))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @every_type
-def test_an_engine_for_flat_tensors_does_the_same(monkeypatch, mars_type):
+def test_a_backend_for_flat_tensors_does_the_same(monkeypatch, mars_type):
     class Flat(backends.Backend):
         is_flat = True
 
     found = []
-    for engine in (backends.Backend("for-loop"), Flat("flat")):
-        monkeypatch.setattr("mars_hf.step.buckets.choose_backend", lambda *args, engine=engine, **how: engine)
+    for backend in (backends.Backend("for-loop"), Flat("flat")):
+        monkeypatch.setattr("mars_hf.step.buckets.choose_backend", lambda *args, backend=backend, **how: backend)
         params = make(*SHAPES)
         params[1].data = params[1].data.T.contiguous().T
         params[4].data = params[4].data.to(memory_format=torch.channels_last)

@@ -1,6 +1,6 @@
 """Run the rules on NVIDIA and AMD GPUs: two passes over memory per bucket, any number of tensors per launch.
 
-`sums` launches twice: over all gradients, then over their partial sums, one number per `CHUNK` elements. It adds no
+`sums` launches twice: over all gradients, then over their partial sums, one number per `TILE` elements. It adds no
 floats atomically, so the bits are the same every time. `update` is one launch. The kernels are in `gpu_device`; this
 module describes a call's tensors to them.
 
@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 8192  # elements per program
+TILE = 8192  # elements per program
 BLOCK = 1024  # elements that a program has in flight
 REST = 512  # the same for masked accesses
 TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's embedding has 4712
@@ -113,16 +113,16 @@ def _sums(
         last = _triton_type(lists[1])
         with torch.cuda.device_of(out):
             table = _table(lists, places, (k,))
-            partials = out.new_empty((4 if lists[1] else 1, table.chunks))
-            if table.chunks:
-                device.partial_sums[(table.chunks,)](
-                    table.words, len(places), table.chunks, scale, last_scales if lists[1] else None, partials,
+            partials = out.new_empty((4 if lists[1] else 1, table.tiles))
+            if table.tiles:
+                device.partial_sums[(table.tiles,)](
+                    table.words, len(places), table.tiles, scale, last_scales if lists[1] else None, partials,
                     GRADIENT=_triton_type(lists[0]), LAST=last, COMPUTE=_in_triton(compute),
-                    CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                    TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
                 )  # fmt: skip
             device.total_sums[(len(places),)](
-                table.words, len(places), table.chunks, partials, out, len(gradients),
-                LAST=last, CHUNK=CHUNK, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
+                table.words, len(places), table.tiles, partials, out, len(gradients),
+                LAST=last, TILE=TILE, BLOCK=TOTALS, **OPTIONS_OF_TOTALS,
             )  # fmt: skip
     return out
 
@@ -222,16 +222,16 @@ def _update(
         lists = [_pick(list_, places) for list_ in everything]
         with torch.cuda.device_of(lists[0][0]):
             table = _table(lists, places, numbers)
-            if not table.chunks:
+            if not table.tiles:
                 continue
-            device.update[(table.chunks,)](
+            device.update[(table.tiles,)](
                 table.words, len(places), steps, lr, scale, last_scales if lists[1] else None, factors, keys,
                 PARAM=_triton_type(lists[2]), GRADIENT=_triton_type(lists[0]), EXP_AVG=_triton_type(lists[3]),
                 EXP_AVG_SQ=_triton_type(lists[4]), MAX_EXP_AVG_SQ=_triton_type(lists[5]),
                 LAST=_triton_type(lists[1]), COMPUTE=_in_triton(compute),
                 RULE=rule, AMSGRAD=bool(max_exp_avg_sqs), CORRECTED=second_moment == "corrected",
                 KEEP_LAST=keep_last and bool(last_grads), COMPENSATED=bool(compensations),
-                CHUNK=CHUNK, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
             )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def _(
 
 class _Table(NamedTuple):
     words: Tensor
-    chunks: int
+    tiles: int
 
 
 def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[float, ...]) -> _Table:
@@ -282,17 +282,17 @@ def _table(lists: Sequence[list[Tensor]], places: Sequence[int], numbers: tuple[
             raise RuntimeError(f"tensors of {found} elements in one call with tensors of {list(sizes)}")
     addresses = tuple(tuple([tensor.data_ptr() for tensor in list_]) for list_ in lists)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        words, chunks = _words(sizes, tuple(places), addresses, numbers)
-        return _Table(_write(words, device), chunks)
+        words, tiles = _words(sizes, tuple(places), addresses, numbers)
+        return _Table(_write(words, device), tiles)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _kept(device, stream, sizes, tuple(places), addresses, numbers)
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
 def _kept(device: torch.device, stream: int, *content: Any) -> _Table:
-    words, chunks = _words(*content)
+    words, tiles = _words(*content)
     host = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return _Table(host.to(device, non_blocking=True), chunks)
+    return _Table(host.to(device, non_blocking=True), tiles)
 
 
 def _write(words: list[int], device: torch.device) -> Tensor:
@@ -308,8 +308,8 @@ def _words(
     addresses: tuple[tuple[int, ...], ...],
     numbers: tuple[float, ...],
 ) -> tuple[list[int], int]:
-    """Return the contents of a table (see `gpu_device`) and the number of chunks."""
-    ends = list(accumulate(-(-size // CHUNK) for size in sizes))
+    """Return the contents of a table (see `gpu_device`) and the number of tiles."""
+    ends = list(accumulate(-(-size // TILE) for size in sizes))
     header = struct.unpack("<8q", struct.pack("<8d", *numbers, *[0.0] * (8 - len(numbers))))
     given = [row for row in addresses if row]
     aligned = [all(address % 16 == 0 for address in of_tensor) for of_tensor in zip(*given, strict=True)]

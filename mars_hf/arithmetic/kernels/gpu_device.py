@@ -1,15 +1,15 @@
-"""Triton kernels for `gpu.py`: one program processes one chunk, `CHUNK` elements of one tensor.
+"""Triton kernels for `gpu.py`: one program processes one tile, `TILE` elements of one tensor.
 
 A table of int64 words describes a call's tensors, so that one launch takes any number of them:
 
     hyperparameters   `HEADER` words, the bits of float64 numbers (`numbers` in `gpu.py`)
-    rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's chunks start in
+    rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's tiles start in
                       the launch, its number of elements, its place in the caller's lists, whether all its addresses
                       are multiples of 16 bytes, and one row of addresses for each list of tensors
 
-A program finds its tensor by binary search in the row of chunk starts: about log2(count) reads that hit the L1 cache,
+A program finds its tensor by binary search in the row of tile starts: about log2(count) reads that hit the L1 cache,
 against the hundreds of kilobytes that the program then moves. No map from program to tensor is built or stored.
-Positions inside a tensor are int64: start = chunk * CHUNK; only offsets inside a chunk are int32.
+Positions inside a tensor are int64: start = tile * TILE; only offsets inside a tile are int32.
 
 A masked load compiles to element-by-element accesses. Whole blocks of tensors with aligned addresses therefore run
 without a mask and state their alignment, which gives 128-bit accesses; the rest of a tensor, and tensors at odd
@@ -37,25 +37,25 @@ COMPENSATIONS_ROW = tl.constexpr(10)
 
 
 @triton.jit
-def _find(starts, count, chunk):
-    """Return the tensor that `chunk` belongs to: the last one that starts at or before it."""
+def _find(starts, count, tile):
+    """Return the tensor that `tile` belongs to: the last one that starts at or before it."""
     low = count * 0
     high = count
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(starts + middle) <= chunk
+        before = tl.load(starts + middle) <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
     return low
 
 
 @triton.jit
-def locate(table, count, chunk, CHUNK: tl.constexpr):
-    """Return the tensor of a chunk, the chunk's first element (int64) and its number of elements (int32)."""
+def locate(table, count, tile, TILE: tl.constexpr):
+    """Return the tensor of a tile, the tile's first element (int64) and its number of elements (int32)."""
     rows = table + HEADER
-    tensor = _find(rows, count, chunk)
-    start = (chunk - tl.load(rows + STARTS_ROW * count + tensor)) * CHUNK
-    length = tl.minimum(tl.load(rows + SIZES_ROW * count + tensor) - start, CHUNK).to(tl.int32)
+    tensor = _find(rows, count, tile)
+    start = (tile - tl.load(rows + STARTS_ROW * count + tensor)) * TILE
+    length = tl.minimum(tl.load(rows + SIZES_ROW * count + tensor) - start, TILE).to(tl.int32)
     return tensor, start, length
 
 
@@ -119,7 +119,7 @@ def _root(x):
 
 @triton.jit
 def _noise(offsets, key):
-    """Return 32 random bits per element of a chunk from MurmurHash3's finalizer; Philox costs too much."""
+    """Return 32 random bits per element of a tile from MurmurHash3's finalizer; Philox costs too much."""
     bits = offsets.to(tl.uint32) * 0x9E3779B1 + key
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -165,29 +165,29 @@ def _product(x, y):
     return x.to(tl.float64) * y.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "scale", "last_scales"])
+@triton.jit(do_not_specialize=["count", "tiles", "scale", "last_scales"])
 def partial_sums(
     table,
     count,
-    chunks,
+    tiles,
     scale,
     last_scales,
     partials,
     GRADIENT: tl.constexpr,
     LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Sum g*g, g*last, last*last and c*c over one chunk into `partials`, rows of one number per chunk.
+    """Sum g*g, g*last, last*last and c*c over one tile into `partials`, rows of one number per tile.
 
     Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE. Products are in
     float64, where the square of a float32 never overflows.
     """
-    chunk = tl.program_id(0).to(tl.int64)
-    tensor, start, length = locate(table, count, chunk, CHUNK)
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, start, length = locate(table, count, tile, TILE)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = None
     if LAST is not None:
@@ -221,23 +221,23 @@ def partial_sums(
         rest_gl += _product(g, previous)
         rest_ll += _product(previous, previous)
         rest_cc += _product(c, c)
-    row = chunks.to(tl.int64)
-    tl.store(partials + chunk, tl.sum(gg) + tl.sum(rest_gg))
+    row = tiles.to(tl.int64)
+    tl.store(partials + tile, tl.sum(gg) + tl.sum(rest_gg))
     if last is not None:
-        tl.store(partials + row + chunk, tl.sum(gl) + tl.sum(rest_gl))
-        tl.store(partials + 2 * row + chunk, tl.sum(ll) + tl.sum(rest_ll))
-        tl.store(partials + 3 * row + chunk, tl.sum(cc) + tl.sum(rest_cc))
+        tl.store(partials + row + tile, tl.sum(gl) + tl.sum(rest_gl))
+        tl.store(partials + 2 * row + tile, tl.sum(ll) + tl.sum(rest_ll))
+        tl.store(partials + 3 * row + tile, tl.sum(cc) + tl.sum(rest_cc))
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "columns"])
+@triton.jit(do_not_specialize=["count", "tiles", "columns"])
 def total_sums(
-    table, count, chunks, partials, sums, columns, LAST: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+    table, count, tiles, partials, sums, columns, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add one tensor's partial sums into its column of `sums`, in float64 and always in the same order."""
     tensor = tl.program_id(0)
     first = _word(table, count, STARTS_ROW, tensor)
-    end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), CHUNK)
-    row = chunks.to(tl.int64)
+    end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), TILE)
+    row = tiles.to(tl.int64)
     gg = tl.zeros((BLOCK,), tl.float64)
     gl = tl.zeros((BLOCK,), tl.float64)
     ll = tl.zeros((BLOCK,), tl.float64)
@@ -355,14 +355,14 @@ def update(
     COMPENSATED: tl.constexpr,
     CORRECTED: tl.constexpr,
     KEEP_LAST: tl.constexpr,
-    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Update one chunk; numbers common to a tensor are computed in float64 and rounded once."""
-    chunk = tl.program_id(0).to(tl.int64)
-    tensor, start, length = locate(table, count, chunk, CHUNK)
+    """Update one tile; numbers common to a tensor are computed in float64 and rounded once."""
+    tile = tl.program_id(0).to(tl.int64)
+    tensor, start, length = locate(table, count, tile, TILE)
     place = _word(table, count, PLACES_ROW, tensor)
 
     param = _pointer(table, count, PARAMS_ROW, tensor, start, PARAM)
@@ -403,8 +403,8 @@ def update(
     factor = _multiplier(factors, place, COMPUTE)
     key = None
     if seeds is not None and PARAM == tl.bfloat16:
-        # Keyed by the chunk's place in its tensor: other tensors in the launch make no difference.
-        key = tl.randint(tl.load(seeds + place), (start // CHUNK).to(tl.uint32)).to(tl.uint32, bitcast=True)
+        # Keyed by the tile's place in its tensor: other tensors in the launch make no difference.
+        key = tl.randint(tl.load(seeds + place), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)

@@ -168,17 +168,17 @@ def check_sums(gradients, last_grads, **settings):
     return actual
 
 
-EDGES = [0, 1, 7, 4095, 4096, 4097, 0, kernels.CHUNK, kernels.CHUNK + 1, 2 * kernels.CHUNK + kernels.BLOCK + 3, 0]
+EDGES = [0, 1, 7, 4095, 4096, 4097, 0, kernels.TILE, kernels.TILE + 1, 2 * kernels.TILE + kernels.BLOCK + 3, 0]
 SMALL = [5, 0, 1500]
 
 
 @here
-def test_update_at_the_edges_of_blocks_and_chunks(device):
+def test_update_at_the_edges_of_blocks_and_tiles(device):
     check_update(problem(EDGES, device), device)
 
 
 @here
-def test_sums_at_the_edges_of_blocks_and_chunks(device):
+def test_sums_at_the_edges_of_blocks_and_tiles(device):
     actual = check_sums(draw(EDGES, device=device), draw(EDGES, device=device, seed=1), k=0.4)
     assert actual.dtype == torch.float64
 
@@ -240,7 +240,7 @@ def test_the_square_of_the_corrected_gradient_does_not_cancel(device):
 
 @here
 def test_sums_of_more_partials_than_one_block(device, monkeypatch):
-    for name, value in {"CHUNK": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
+    for name, value in {"TILE": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
         monkeypatch.setattr(kernels, name, value)
     check_sums(draw([64 * 70 + 5, 3], device=device), draw([64 * 70 + 5, 3], device=device, seed=1), k=0.4)
 
@@ -267,7 +267,7 @@ def test_adamw_flags(device, last, amsgrad, second_moment):
 def test_last_gradients_are_scaled_when_read_and_kept_on_demand(device, rule, keep_last):
     """The update keeps g, also if the last gradient it reads has another scale."""
     check_update(
-        problem([*SMALL, 2 * kernels.CHUNK + 3], device, squares=rule == "adamw"),
+        problem([*SMALL, 2 * kernels.TILE + 3], device, squares=rule == "adamw"),
         device,
         rule=rule,
         scale=torch.tensor(0.3, device=device),
@@ -293,7 +293,7 @@ def test_rules_without_a_second_moment(device, rule, last):
 @here
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(device, dtype):
-    lists = problem([*SMALL, kernels.CHUNK + 3], device, squares=False, param=dtype)
+    lists = problem([*SMALL, kernels.TILE + 3], device, squares=False, param=dtype)
     for param in lists["params"]:
         param.fill_(torch.nan)
     check_update(lists, device, rule="momentum", steps=torch.full((4,), torch.nan, device=device))
@@ -492,16 +492,16 @@ def bf16_step(device, size, seed, *, value=1.0, lr=2.0**-11):
 @here
 def test_stochastic_rounding_is_right_on_average(device):
     """1 - 2**-11 lies an eighth of the way from 1 to its lower neighbour 1 - 2**-8."""
-    size = 3 * kernels.CHUNK + 100
+    size = 3 * kernels.TILE + 100
     params = bf16_step(device, size, 17)
     down = params == 1 - 2**-8
     assert (down | (params == 1.0)).all()
-    chunks = [*down.float().split(kernels.CHUNK)]
-    for share in [chunk.mean().item() for chunk in chunks[:3]]:
-        assert abs(share - 0.125) < 4 * (0.125 * 0.875 / kernels.CHUNK) ** 0.5
-    for other in (chunks[1], bf16_step(device, size, 18)[: kernels.CHUNK] < 1):
-        together = (chunks[0] * other).mean().item()
-        assert abs(together - 0.125**2) < 4 * (0.125**2 / kernels.CHUNK) ** 0.5, "noise repeats"
+    tiles = [*down.float().split(kernels.TILE)]
+    for share in [tile.mean().item() for tile in tiles[:3]]:
+        assert abs(share - 0.125) < 4 * (0.125 * 0.875 / kernels.TILE) ** 0.5
+    for other in (tiles[1], bf16_step(device, size, 18)[: kernels.TILE] < 1):
+        together = (tiles[0] * other).mean().item()
+        assert abs(together - 0.125**2) < 4 * (0.125**2 / kernels.TILE) ** 0.5, "noise repeats"
     assert torch.equal(params, bf16_step(device, size, 17))
 
 
@@ -523,9 +523,9 @@ def test_states_of_different_dtypes(device, dtypes):
 
 @here
 def test_noise_does_not_depend_on_what_else_is_in_the_launch(device):
-    size = kernels.CHUNK + 100
+    size = kernels.TILE + 100
     alone = problem([size], device, squares=False, last=False, param=torch.bfloat16)
-    others = [draw([kernels.CHUNK + 7, 0], device=device), draw([kernels.CHUNK + 7, 0], device=device, seed=1)]
+    others = [draw([kernels.TILE + 7, 0], device=device), draw([kernels.TILE + 7, 0], device=device, seed=1)]
     together = {name: [tensor.clone() for tensor in tensors] for name, tensors in alone.items()}
     for name, tensors in together.items():
         if tensors:
@@ -550,7 +550,7 @@ def test_lion_shows_a_nan_in_the_parameter(device, value):
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_what_rounding_loses_is_kept(device, rule):
     """Parameter plus compensation equals the float64 result; the parameter alone does not."""
-    sizes = [0, 700, kernels.CHUNK + 3]
+    sizes = [0, 700, kernels.TILE + 3]
     lists = problem(sizes, device, squares=rule == "adamw", param=torch.bfloat16)
     lost = [tensor * 1e-3 for tensor in draw(sizes, torch.bfloat16, device, 9)]
     settings = {**STEP, "rule": rule, "steps": torch.ones(3, device=device), "lr": torch.tensor(1e-2, device=device)}
@@ -602,48 +602,48 @@ def test_steps_too_small_for_bfloat16_stall_without_a_seed_and_add_up_with_one(d
         assert abs(lists["params"][0].float().mean().item() - expected) <= tolerance
 
 
-def locate(words, count, chunk, device):
-    """Return the result of `gpu_device.locate` for one chunk: tensor, first element, number of elements."""
+def locate(words, count, tile, device):
+    """Return the result of `gpu_device.locate` for one tile: tensor, first element, number of elements."""
     import triton
     import triton.language as tl
 
     from mars_hf.arithmetic.kernels import gpu_device
 
     @triton.jit
-    def kernel(table, count, chunk, out, locate: tl.constexpr, CHUNK: tl.constexpr):
-        tensor, start, length = locate(table, count, chunk.to(tl.int64), CHUNK)
+    def kernel(table, count, tile, out, locate: tl.constexpr, TILE: tl.constexpr):
+        tensor, start, length = locate(table, count, tile.to(tl.int64), TILE)
         tl.store(out, tensor.to(tl.int64))
         tl.store(out + 1, start)
         tl.store(out + 2, length.to(tl.int64))
 
     out = torch.zeros(3, dtype=torch.int64, device=device)
     table = torch.tensor(words, device=device)
-    kernel[(1,)](table, count, chunk, out, gpu_device.locate, kernels.CHUNK)
+    kernel[(1,)](table, count, tile, out, gpu_device.locate, kernels.TILE)
     return out.tolist()
 
 
 @here
 def test_positions_beyond_31_bits(device):
-    """The tensors exceed memory here, so the test reads the places of their chunks off the table."""
+    """The tensors exceed memory here, so the test reads the places of their tiles off the table."""
     sizes = (5, 2**31 + 10, 0, 2**33 + 1, 2**45)
-    words, chunks = kernels._words(sizes, tuple(range(5)), ((0,) * 5,), ())
+    words, tiles = kernels._words(sizes, tuple(range(5)), ((0,) * 5,), ())
     first = words[8:13]
-    assert chunks == sum(-(-size // kernels.CHUNK) for size in sizes)
-    per = kernels.CHUNK
-    for chunk, expected in [
+    assert tiles == sum(-(-size // kernels.TILE) for size in sizes)
+    per = kernels.TILE
+    for tile, expected in [
         (0, [0, 0, 5]),
         (1, [1, 0, per]),
         (first[3] - 1, [1, 2**31, 10]),
         (first[3], [3, 0, per]),
         (first[4] - 1, [3, 2**33, 1]),
-        (chunks - 1, [4, 2**45 - per, per]),
+        (tiles - 1, [4, 2**45 - per, per]),
     ]:
-        assert locate(words, 5, chunk, device) == expected
+        assert locate(words, 5, tile, device) == expected
 
 
 @here
 def test_update_beyond_31_bits(device):
-    """The chunk at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
+    """The tile at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
     import triton.language as tl
 
     from mars_hf.arithmetic.kernels import gpu_device
@@ -655,15 +655,15 @@ def test_update_beyond_31_bits(device):
     order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
     addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
     numbers = (0.4, 0.0, 0.95, kernels._log(0.95), 0.99, kernels._log(0.99), 1e-8, 0.1)
-    words, chunks = kernels._words((start + length,), (0,), addresses, numbers)
-    assert locate(words, 1, chunks - 1, device) == [0, start, length]
-    words[8] = 1 - chunks  # as if the launch began at the last chunk
+    words, tiles = kernels._words((start + length,), (0,), addresses, numbers)
+    assert locate(words, 1, tiles - 1, device) == [0, start, length]
+    words[8] = 1 - tiles  # as if the launch began at the last tile
     gpu_device.update[(1,)](
         torch.tensor(words, device=device), 1, *settings.values(), None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32,
         EXP_AVG_SQ=tl.float32, MAX_EXP_AVG_SQ=tl.float32, LAST=tl.float32, COMPUTE=tl.float32,
         RULE="adamw", AMSGRAD=False, CORRECTED=True, KEEP_LAST=True, COMPENSATED=False,
-        CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
+        TILE=kernels.TILE, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
 

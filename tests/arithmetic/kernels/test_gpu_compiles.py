@@ -18,11 +18,11 @@ from mars_hf.arithmetic.kernels import gpu_device  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)
-SIZES = {"CHUNK": kernels.CHUNK, "BLOCK": kernels.BLOCK, "REST": kernels.REST}
+SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "REST": kernels.REST}
 POINTERS = {
     "table": "*i64",
     "count": "i32",
-    "chunks": "i32",
+    "tiles": "i32",
     "columns": "i32",
     "steps": "*fp32",
     "lr": "*fp32",
