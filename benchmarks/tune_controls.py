@@ -76,10 +76,10 @@ def best(losses: Mapping[Pair, float]) -> Pair:
 def search(arm: str, found: dict[Pair, float], train: Callable[[str, Pair], float], progress: Any) -> None:
     """Search an arm's rates, and add the losses to `found`."""
     while pairs := wanted(found):
-        for pair in pairs:
-            found[pair] = train(arm, pair)
-            progress.update()
-            progress.set_description(f"{arm} {rate(pair[0]):g}/{rate(pair[1]):g}: {found[pair]:.4f}")
+        pair = pairs[0]  # one at a time: a better pair has other neighbours
+        found[pair] = train(arm, pair)
+        progress.update()
+        progress.set_description(f"{arm} {rate(pair[0]):g}/{rate(pair[1]):g}: {found[pair]:.4f}")
 
 
 def losses_of(rows: list[dict[str, Any]]) -> dict[str, dict[Pair, float]]:
