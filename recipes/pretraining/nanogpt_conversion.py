@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from pretraining import (
     nanogpt_file,
@@ -80,7 +81,10 @@ def to_nanogpt(settings: argparse.Namespace) -> list[str]:
         )
     sizes = nanogpt_weights.sizes_of(model, folder, code, {None: None, "true": True, "false": False}[settings.bias])
     step, loss = nanogpt_folder.progress_of(folder, notes)
-    content = {"model": nanogpt_weights.to_nanogpt(model, sizes, code), "model_args": sizes.model_args(code)}
+    content: dict[str, Any] = {
+        "model": nanogpt_weights.to_nanogpt(model, sizes, code),
+        "model_args": sizes.model_args(code),
+    }
     config = dict(notes.get("config", {}))
     lines = [f"model       {_NAMES[code]}, bias={sizes.bias}, {activation}, after step {step}"]
     if settings.optimizer_state:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from transformers import GPT2LMHeadModel, TrainerState
+from transformers import GPT2LMHeadModel, TrainerControl, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from pretraining import gpt2_tokenizer, nanogpt_file, report
@@ -70,7 +70,8 @@ def read_notes(folder: Path) -> dict[str, Any]:
     path = folder / NOTES
     if not path.is_file():
         return {}
-    kinds = {"code": str, "activation_function": str, "iter_num": int, "best_val_loss": (int, float), "config": dict}
+    kinds: dict[str, Any] = {"code": str, "activation_function": str, "iter_num": int, "config": dict}
+    kinds["best_val_loss"] = (int, float)
     try:
         notes = json.loads(path.read_text(encoding="utf-8"))
         fits = all(isinstance(notes[key], kind) for key, kind in kinds.items()) and notes["code"] in nanogpt_file.CODES
@@ -105,6 +106,7 @@ def write_run(folder: Path, checkpoint: Checkpoint, moved: Moved, activation: st
     torch.save(moved.optimizer.state_dict(), folder / OPTIMIZER_NAME)
     torch.save(_schedule(moved, checkpoint.step), folder / SCHEDULER_NAME)
     torch.save(_random_states(checkpoint.step), folder / "rng_state.pth")
+    callbacks: Any = [TrainerControl()]  # a Trainer that saves looks its own up
     state = TrainerState(
         global_step=checkpoint.step,
         max_steps=settings.get("max_steps", 0),
@@ -112,6 +114,7 @@ def write_run(folder: Path, checkpoint: Checkpoint, moved: Moved, activation: st
         logging_steps=settings["logging_steps"],
         eval_steps=settings.get("eval_steps", 500),
         save_steps=settings.get("save_steps", 500),
+        stateful_callbacks=callbacks,
     )
     state.save_to_json(str(folder / TRAINER_STATE_NAME))
     (folder / CONFIG).write_text(_commented(checkpoint, settings, summed), encoding="utf-8")

@@ -201,7 +201,9 @@ def _check(path: Path, name: str, state: dict[str, Any], shape: tuple[int, ...])
     """Raise Mistake unless every tensor of a state has its parameter's shape."""
     if not state:
         raise Mistake(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
-    float(state["step"])
+    step = state["step"]
+    if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
+        raise Mistake(f"--optimizer_state: {path}: step of {name} is {one_line(step, 40)}, not a number")
     for key in _TENSORS:
         if key not in state:
             continue

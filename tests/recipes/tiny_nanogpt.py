@@ -179,7 +179,13 @@ class OfficialMarsM(torch.optim.Optimizer):
         first = [name for name in params if name in linear]
         settings = {"lr": lr, "wd": 0.01, "momentum": 0.95, "ns_steps": 5, "adamw_betas": (0.9, 0.95)}
         # The official eps is added to the uncorrected root; this one is too small to show.
-        settings |= {"adamw_eps": 1e-30, "gamma": 0.025, "mars_factor": 0.475, "clip_c": False, "is_approx": True}
+        settings |= {
+            "adamw_eps": 1e-30,
+            "gamma": 0.025,
+            "mars_factor": 0.025 * 0.95 / (1 - 0.95),
+            "clip_c": False,
+            "is_approx": True,
+        }
         super().__init__([params[name] for name in (*first, *(name for name in params if name not in first))], settings)
         self.linear = [params[name] for name in first]
         for p in params.values():
