@@ -311,7 +311,7 @@ def _from_ours(
             f"--optimizer_state: {path}: {name} is in a group of role {group['role']}, and the official code treats "
             f"it as {expected}; leave it out to convert the weights alone"
         )
-    state = {key: saved[key] for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad") if key in saved}
+    state: dict[str, Tensor] = {key: saved[key] for key in _POWERS if key in saved}
     if kind == "adamw" and state.keys() != {"exp_avg", "exp_avg_sq"}:
         raise Mistake(f"--optimizer_state: {path}: the state of {name} is not AdamW's; it has {', '.join(saved)}")
     if kind != "adamw" and takes_mars(group) and "last_grad" not in state:

@@ -82,9 +82,10 @@ def read_gpt2(folder: Path) -> GPT2LMHeadModel:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
         if kind != "gpt2":
             raise Mistake(f"{folder} holds a model of type {kind}; nanoGPT is gpt2")
-        model, found = GPT2LMHeadModel.from_pretrained(
+        loaded: Any = GPT2LMHeadModel.from_pretrained(
             folder, local_files_only=True, dtype="auto", output_loading_info=True
         )
+        model, found = loaded
     except Mistake:
         raise
     except Exception as error:  # what damaged files make json, safetensors and transformers raise
