@@ -147,8 +147,8 @@ def _config(checkpoint: Checkpoint, moved: Moved, activation: str, summed: int) 
         "scale_attn_by_inverse_layer_idx": sizes.scaled,
         "dropout": float(sizes.dropout),
     }
-    if isinstance(config.get("dataset"), str):
-        found["data_dir"] = f"data/{config['dataset']}"
+    named = config.get("dataset")  # without it, too, no other data may be trained on
+    found["data_dir"] = f"data/{named}" if isinstance(named, str) else "data"
     for ours, theirs in (
         ("max_steps", "max_iters"),
         ("per_device_train_batch_size", "batch_size"),

@@ -306,10 +306,13 @@ def test_config_says_where_the_two_trainers_differ(tmp_path):
     for expected in ("minimum at step 6", "schedule was wsd", "divide it by the number of processes", "(step + 1)"):
         assert expected in text
     settings = yaml.safe_load(text)
+    assert settings["data_dir"] == "data/x"
     assert settings["optimizers"]["adamw"]["learning_rate"] == PEAK and settings["max_grad_norm"] == 1.0
     path = write(tmp_path, *trained(CASES["adamw"]), config={"learning_rate": PEAK, "decay_lr": False})
     convert(path, tmp_path / "constant", "--optimizer_state")
-    assert yaml.safe_load((tmp_path / "constant" / "pretrain.yaml").read_text())["lr_scheduler_type"] == "constant"
+    settings = yaml.safe_load((tmp_path / "constant" / "pretrain.yaml").read_text())
+    assert settings["lr_scheduler_type"] == "constant"
+    assert settings["data_dir"] == "data"  # not the embedded corpus
 
 
 class Gradients(TrainerCallback):
@@ -367,6 +370,16 @@ def test_recipe_goes_on_with_a_run_that_moved_over(tmp_path, tokens, monkeypatch
         optimizer.step()
     gpt2 = GPT2LMHeadModel.from_pretrained("run").double()
     assert_same_weights(gpt2, model, 2e-5)
+
+    convert("run/checkpoint-8", "back", "--to_nanogpt", "--optimizer_state")
+    content = torch.load("back/ckpt.pt", weights_only=True)
+    assert (content["iter_num"], content["model_args"]) == (8, args)
+    TinyGPT(case.code).load_state_dict(content["model"])
+    for number, state in optimizer.state_dict()["state"].items():
+        for key in ("exp_avg", "exp_avg_sq", "last_grad"):
+            if key in state and (key != "last_grad" or state[key].ndim == 2):
+                found, expected = content["optimizer"]["state"][number][key].double(), state[key]
+                assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
