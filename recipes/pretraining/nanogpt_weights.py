@@ -79,7 +79,7 @@ def read_gpt2(folder: Path) -> GPT2LMHeadModel:
     if not (folder / "config.json").is_file():
         raise Mistake(f"{folder} has no config.json; give a folder that save_pretrained or Trainer wrote")
     try:
-        kind = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+        kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
         if kind != "gpt2":
             raise Mistake(f"{folder} holds a model of type {kind}; nanoGPT is gpt2")
         loaded: Any = GPT2LMHeadModel.from_pretrained(

@@ -333,6 +333,7 @@ def test_folders_that_are_not_gpt2_get_one_line(tmp_path):
         (tmp_path / "llama", "a model of type llama; nanoGPT is gpt2"),
         (truncated, "cannot be loaded"),
         (damaged, "nanogpt.json is damaged; delete it"),
+        (with_config("code", model_type="own", auto_map={"AutoConfig": "own.Own"}), "contains custom code"),
         (with_config("deep", n_layer=3), "is missing from the weights"),
         (with_config("relu", activation_function="relu"), "activation_function=relu"),
         (with_config("norm", layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06"),
