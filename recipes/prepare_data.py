@@ -2,6 +2,7 @@
 """Turn text into token files for pretrain_gpt2.py.
 
     python recipes/prepare_data.py --dataset openwebtext --output_dir data/openwebtext
+    python recipes/prepare_data.py --dataset fineweb-edu --max_tokens 50000000000 --output_dir data/fineweb-edu
     python recipes/prepare_data.py --dataset roneneldan/TinyStories --output_dir data/tinystories
     python recipes/prepare_data.py --files corpus/*.jsonl --text_column body --output_dir data/mine
 
@@ -13,9 +14,10 @@ run removes. A second run for the same folder is refused while the first one liv
 The split is nanoGPT's: a shuffled share of the documents, at least one, is held out. Documents are rows of a data set
 on the Hub, rows of .parquet, lines of .jsonl (or .json), or whole .txt files; empty ones count. Files of a folder that
 hold no text (empty, binary, not UTF-8, unreadable, of another kind) are skipped, counted and named. GPT-2's vocabulary
-comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: twice the result while it is made,
-once afterwards; local files also need a temporary copy of their text. For OpenWebText (8 million documents) the result
-is 18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count.
+comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: the result and up to 4 GB more while
+it is made; local files also need a temporary copy of their text. For OpenWebText (8 million documents) the result is
+18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count. FineWeb-Edu's sample of 10^11
+tokens needs several times that, see docs/recipes.md; --max_tokens makes its result smaller, not its download.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--dataset",
         type=_text,
-        help="openwebtext (Skylion007/openwebtext), any data set's name on the Hub, or a local path as in --files",
+        help=f"{_aliases()}, any data set's name on the Hub, or a local path as in --files",
     )
     source.add_argument(
         "--files",
@@ -107,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output_dir", type=_folder, required=True, help="folder to make")
     parser.add_argument(
-        "--dataset_config", type=_text, help="configuration of the Hub's data set; left out: its only one"
+        "--dataset_config",
+        type=_text,
+        help="configuration of the Hub's data set; left out: its only one, and for fineweb-edu sample-100BT",
     )
     parser.add_argument("--train_split", type=_text, help="split of the Hub's data set, train when left out")
     parser.add_argument("--text_column", type=_text, help="column or JSON key with the documents, text when left out")
@@ -118,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
         help="share of documents to hold out (default: %(default)s)",
     )
     parser.add_argument("--seed", type=ranges.SEED.read, default=2357, help="of the split (default: %(default)s)")
+    parser.add_argument(
+        "--max_tokens",
+        type=ranges.TOKENS.read,
+        help="most tokens in train.bin, in whole documents; left out: all. The held-out documents stay the same",
+    )
     parser.add_argument(
         "--num_proc",
         type=ranges.SIZE.read,
@@ -131,6 +140,10 @@ def _parser() -> argparse.ArgumentParser:
         "--overwrite", action="store_true", help="replace a folder made before, once the new one is complete"
     )
     return parser
+
+
+def _aliases() -> str:
+    return ", ".join(f"{alias} ({' '.join(filter(None, name))})" for alias, name in sources.ALIASES.items())
 
 
 def _cores() -> int:

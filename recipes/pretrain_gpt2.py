@@ -22,7 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretraining import arguments, data, figures, folder_lock, identity, model, optimizers, report, resuming
+from pretraining import (
+    arguments,
+    data,
+    figures,
+    folder_lock,
+    identity,
+    model,
+    optimizers,
+    report,
+    resuming,
+    tokens_per_step,
+)
 from pretraining.gamma_schedule import GammaSchedule
 from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
@@ -46,6 +57,7 @@ def train(argv: list[str] | None = None, callbacks: Sequence[TrainerCallback] = 
     training = run.training
     output = Path(str(training.output_dir))
     _check_processes(training)
+    tokens_per_step.check(run)
     is_main = training.process_index == 0
     with contextlib.ExitStack() as stack:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -99,9 +111,9 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
     )
     stopping = Stopping(trainer.accelerator)
     trainer.add_callback(stopping)
-    tokens_per_step = training.train_batch_size * training.gradient_accumulation_steps * training.world_size * block
+    per_step = tokens_per_step.count(training, block)
     if is_main:
-        _introduce(run, source, train_set, gpt2, optimizer, tokens_per_step)
+        _introduce(run, source, train_set, gpt2, optimizer, per_step)
 
     try:
         result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
@@ -130,7 +142,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         metrics = report.summarize(
             trainer.state.log_history,
             bytes_per_token=source.bytes_per_token,
-            tokens_per_step=tokens_per_step,
+            tokens_per_step=per_step,
             train_runtime=result.metrics["train_runtime"],
         )
         header = {

@@ -78,6 +78,12 @@ class _Optimizer:
         default=None,
         metadata={"help": "momentum_decay of torch.optim.NAdam; left out: beta1 counts whole from the first step."},
     )
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = field(
+        default=None,
+        metadata={
+            "help": "Scale of torch.optim.Muon: match_rms_adamw, that of mars_m, when left out; original, the paper's."
+        },
+    )
     gamma_schedule: Literal["constant", "linear", "cosine"] | None = field(
         default=None, metadata={"help": "How gamma falls to 0 over the run: linear or cosine; left out: constant."}
     )
@@ -133,6 +139,13 @@ class PretrainingArguments(TrainingArguments):
     )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Start again in a folder that holds a finished run."}
+    )
+    tokens_per_step: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of an optimizer step, over all processes and accumulation steps; a run with another number "
+            "stops before it trains. Left out, or 0: any number."
+        },
     )
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads of a process on CPU; left out: the cores divided by the processes."}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# How torch.optim.Muon scales an orthogonalized (out, in) matrix. match_rms_adamw is the scale of mars-m, so that both
+# have the same learning rates; original, sqrt(max(1, out / in)), is that of mars-shampoo and of the MARS paper.
+SCALES = ("match_rms_adamw", "original")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -15,24 +20,38 @@ class MuonWithAdamW(torch.optim.Optimizer):
     holds everything.
 
     Args:
-        groups: parameter groups with `role`, `lr` and `weight_decay`; those that take AdamW with `betas` as well.
+        groups: parameter groups with `role`, `lr`, `weight_decay` and `transposed`, which says that matrices are stored
+            (in, out); those that take AdamW with `betas` as well.
+        lr: learning rate, which schedulers read from `defaults`.
         momentum: of Muon, with Nesterov's form.
         ns_steps: steps of Newton-Schulz.
         eps: of AdamW.
+        adjust_lr_fn: one of `SCALES`, for the (out, in) shape of a matrix, however it is stored.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, momentum: float = 0.95, ns_steps: int = 5, eps: float = 1e-8
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        eps: float = 1e-8,
+        adjust_lr_fn: str = SCALES[0],
     ) -> None:
         """Build both optimizers over the groups."""
-        matrices = [group for group in groups if group["role"] == "matrix"]
+        matrices = [
+            part
+            for group in groups
+            if group["role"] == "matrix"
+            for part in (_by_scale(group) if adjust_lr_fn == "original" else [group])
+        ]
         rest = [group for group in groups if group["role"] != "matrix"]
-        # match_rms_adamw: the scale of mars-m, so that both have the same learning rates.
-        muon = torch.optim.Muon(matrices, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw")
+        muon = torch.optim.Muon(matrices, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         self._parts: list[torch.optim.Optimizer] = [muon]
         if rest:
             self._parts.append(torch.optim.AdamW(rest, eps=eps))
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -43,10 +62,32 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for part in self._parts:  # loading a state replaces groups and state
             part.param_groups = [
-                group
+                _scaled(group)
                 for group in self.param_groups
                 if (group["role"] == "matrix") == isinstance(part, torch.optim.Muon)
             ]
             part.state = self.state
             part.step()
         return loss
+
+
+def _by_scale(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Divide a group by what torch's original scale, which reads the stored shape, lacks for the (out, in) shape."""
+    if not group["transposed"]:
+        yield group
+        return
+    parts: dict[float, list[tuple[str, torch.Tensor]]] = {}
+    for name, param in group["params"]:
+        inputs, outputs = param.shape
+        scale = math.sqrt(max(1.0, outputs / inputs) / max(1.0, inputs / outputs))
+        parts.setdefault(scale, []).append((name, param))
+    for scale, params in parts.items():
+        yield {**group, "params": params, "scale": scale}
+
+
+def _scaled(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group as a step reads it: `scale` times the learning rate, and the same decay."""
+    scale = group.get("scale", 1.0)
+    if scale == 1.0:
+        return group
+    return {**group, "lr": scale * group["lr"], "weight_decay": group["weight_decay"] / scale}

@@ -10,7 +10,7 @@ from torch import nn
 import mars_hf
 from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
 from pretraining.mistakes import Mistake, one_line
-from pretraining.muon import MuonWithAdamW
+from pretraining.muon import SCALES, MuonWithAdamW
 
 if TYPE_CHECKING:
     from pretraining.agreement import Origins
@@ -23,9 +23,10 @@ _OF_TORCH = {
     "nadamw": (*_ADAM, "momentum_decay"),
     "muon": (
         *("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps"),
-        *("ns_steps", "no_decay", "adamw", "lr_embeddings"),
+        *("ns_steps", "no_decay", "adamw", "lr_embeddings", "orthogonalize_embeddings", "adjust_lr_fn"),
     ),
 }
+_OF_ONE = {"momentum_decay": "nadamw", "adjust_lr_fn": "muon"}  # the optimizer of torch that alone has it
 _ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in ORTHOGONAL_TYPES)
 # NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. This one takes all of it from step 1.
 _WHOLE_MOMENTUM = 1e6
@@ -42,6 +43,7 @@ class TorchFactory:
         lr: float,
         momentum_decay: float | None = None,
         fused: bool | None = None,
+        adjust_lr_fn: str = SCALES[0],
         **settings: Any,
     ) -> torch.optim.Optimizer:
         """Make the optimizer.
@@ -52,6 +54,7 @@ class TorchFactory:
             lr: learning rate, in Trainer's place in case a wrapper reads it.
             momentum_decay: of torch.optim.NAdam; None takes beta1 whole from the first step, as optax does.
             fused: of torch.optim.AdamW.
+            adjust_lr_fn: of torch.optim.Muon, for matrices as (out, in).
             **settings: of `mars_hf.create`, for the groups and their betas.
         """
         rule = "mars-m" if optimizer == "muon" else "mars-adamw"
@@ -67,16 +70,23 @@ class TorchFactory:
                 "rule": optimizer if group["role"] == "matrix" or optimizer != "muon" else "adamw",
                 "lr": group["lr"],
                 "weight_decay": group["weight_decay"],
+                **({"transposed": _is_transposed(group)} if optimizer == "muon" else {}),
                 **({"betas": group["betas"]} if optimizer != "muon" or group["role"] != "matrix" else {}),
             }
             for group in mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
         ]
         if optimizer == "muon":
-            return MuonWithAdamW(groups, momentum=settings["betas"][0], ns_steps=settings.get("ns_steps", 5), eps=eps)
+            own = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
+            return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **own)
         if optimizer == "nadamw":
             decay = _WHOLE_MOMENTUM if momentum_decay is None else momentum_decay
             return torch.optim.NAdam(groups, lr=lr, eps=eps, momentum_decay=decay, decoupled_weight_decay=True)
         return torch.optim.AdamW(groups, lr=lr, eps=eps, fused=fused)
+
+
+def _is_transposed(group: dict[str, Any]) -> bool:
+    """Return whether a group's matrices are stored (in, out), as Conv1D of transformers does."""
+    return bool((group.get("layout") or {}).get("transposed"))
 
 
 def check(arguments: OptimizerArguments, origins: Origins) -> None:
@@ -86,8 +96,8 @@ def check(arguments: OptimizerArguments, origins: Origins) -> None:
     if chosen in _OF_TORCH:
         foreign = [name for name in given if name not in _OF_TORCH[chosen]]
         has = f"; it takes {', '.join(_OF_TORCH[chosen])}"
-    elif "momentum_decay" in given:
-        foreign, has = ["momentum_decay"], ", which nadamw has"
+    elif others := [name for name in given if name in _OF_ONE]:
+        foreign, has = others[:1], f", which {_OF_ONE[others[0]]} has"
     else:
         foreign = [] if chosen in _ORTHOGONAL_OPTIMIZERS else [name for name in given if name in ORTHOGONAL_KEYS]
         has = f", which {' and '.join(_ORTHOGONAL_OPTIMIZERS)} have"

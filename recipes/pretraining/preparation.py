@@ -17,10 +17,12 @@ import tiktoken
 from tqdm.auto import tqdm
 
 from pretraining import folder_lock, gpt2_tokenizer, sources, token_checks, token_files
+from pretraining.mistakes import Mistake
 from pretraining.skipped import Skipped
 
 _ENCODE_BATCH = 100  # documents; small, so that the progress bar moves
 _WRITE_BATCH = 1000
+_TOKENIZE = 2**20  # documents whose tokens are on disk twice; about a billion tokens
 _TOKENS = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16")), "bytes": datasets.Value("int64")})
 
 
@@ -43,7 +45,7 @@ def prepare(settings: argparse.Namespace) -> tuple[dict[str, Any], Skipped]:
         tokenizer.save_pretrained(partial / "tokenizer")
         name, source, load, skipped = _source(settings)
         parts = sources.split(load(scratch), test_size=settings.test_size, seed=settings.seed, cache_dir=scratch)
-        meta = {
+        meta: dict[str, Any] = {
             "dataset": name,
             "source": source,
             "split": {"test_size": settings.test_size, "seed": settings.seed, "shuffle": True},
@@ -53,8 +55,13 @@ def prepare(settings: argparse.Namespace) -> tuple[dict[str, Any], Skipped]:
             "end_of_text": gpt2_tokenizer.END_OF_TEXT_ID,
             "versions": {"datasets": datasets.__version__, "tiktoken": tiktoken.__version__},
         }
+        if settings.max_tokens is not None:
+            meta["split"]["max_tokens"] = settings.max_tokens
         for split in token_files.SPLITS:
-            meta[split] = _write_split(partial / f"{split}.bin", parts[split], scratch / "tokens", settings.num_proc)
+            limit = settings.max_tokens if split == "train" else None
+            meta[split] = _write_split(
+                partial / f"{split}.bin", parts[split], scratch / "tokens", settings.num_proc, limit
+            )
         if skipped:
             meta["skipped"] = skipped.as_meta()
         shutil.rmtree(scratch)
@@ -79,9 +86,9 @@ def _source(settings: argparse.Namespace) -> tuple[str, dict[str, Any], Callable
         source = {"files": len(found.files), "kind": kind} | ({} if kind == "txt" else {"text_column": column})
         load = functools.partial(sources.load_files, found, text_column=column)
         return name, source, lambda scratch: load(cache_dir=scratch), found.skipped
-    name = sources.ALIASES.get(settings.dataset, settings.dataset)
+    name, config = sources.ALIASES.get(settings.dataset, sources.HubName(settings.dataset))
     column = settings.text_column or sources.TEXT
-    config, split = settings.dataset_config, settings.train_split or "train"
+    config, split = settings.dataset_config or config, settings.train_split or "train"
     source = {"config": config, "split": split, "text_column": column}
     num_proc = _processes(settings.num_proc)
     return (
@@ -92,10 +99,38 @@ def _source(settings: argparse.Namespace) -> tuple[str, dict[str, Any], Callable
     )
 
 
-def _write_split(path: Path, documents: datasets.Dataset, scratch: Path, num_proc: int) -> dict[str, Any]:
-    """Tokenize one split into a file; return its entry of meta.json."""
-    scratch.mkdir()
-    tokens = documents.map(
+def _write_split(
+    path: Path, documents: datasets.Dataset, scratch: Path, num_proc: int, max_tokens: int | None
+) -> dict[str, Any]:
+    """Tokenize one split into a file, a stretch of documents after the other; return its entry of meta.json.
+
+    Raises:
+        Mistake: the first document alone has more than `max_tokens` tokens.
+    """
+    file = token_files.TokenFile(path)
+    with tqdm(total=len(documents), desc=f"writing {path.name}", unit=" documents") as progress:
+        for start in range(0, len(documents), _TOKENIZE):
+            stretch = documents.select(range(start, min(start + _TOKENIZE, len(documents))))
+            scratch.mkdir()
+            is_full = False
+            for batch in _tokens(stretch, scratch, num_proc, path.stem).with_format("arrow").iter(_WRITE_BATCH):
+                arrays, sizes = list(_arrays(batch["ids"])), batch["bytes"].to_pylist()
+                fitting = len(arrays) if max_tokens is None else _fitting(arrays, max_tokens - file.tokens)
+                file.write(arrays[:fitting], sum(sizes[:fitting]))
+                progress.update(fitting)
+                is_full = fitting < len(arrays)
+                if is_full and not file.documents:
+                    raise Mistake(f"--max_tokens {max_tokens}: the first document has {len(arrays[0])}; give more")
+                if is_full:
+                    break
+            shutil.rmtree(scratch)
+            if is_full:
+                break
+    return file.close()
+
+
+def _tokens(documents: datasets.Dataset, scratch: Path, num_proc: int, split: str) -> datasets.Dataset:
+    return documents.map(
         gpt2_tokenizer.encode,
         input_columns=[sources.TEXT],
         remove_columns=documents.column_names,
@@ -105,15 +140,13 @@ def _write_split(path: Path, documents: datasets.Dataset, scratch: Path, num_pro
         num_proc=_processes(min(num_proc, len(documents))),
         cache_file_name=str(scratch / "tokens.arrow"),  # not in the Hub's cache, where it would stay
         load_from_cache_file=False,
-        desc=f"tokenizing {path.stem}",
+        desc=f"tokenizing {split}",
     )
-    file = token_files.TokenFile(path)
-    with tqdm(total=len(tokens), desc=f"writing {path.name}", unit=" documents") as progress:
-        for batch in tokens.with_format("arrow").iter(_WRITE_BATCH):
-            file.write(_arrays(batch["ids"]), sum(batch["bytes"].to_pylist()))
-            progress.update(len(batch))
-    shutil.rmtree(scratch)
-    return file.close()
+
+
+def _fitting(arrays: list[np.ndarray], tokens: int) -> int:
+    """Return how many of the first arrays have at most `tokens` elements together."""
+    return int(np.searchsorted(np.cumsum([len(array) for array in arrays]), tokens, side="right"))
 
 
 def _arrays(column: pyarrow.ChunkedArray) -> Iterator[np.ndarray]:

@@ -52,6 +52,7 @@ SHARE = Range("a number from 0 to 1", lambda number: 0 <= number <= 1)
 BELOW_ONE = Range("a number from 0 to below 1", lambda number: 0 <= number < 1)
 HELD_OUT = Range("a share between 0 and 1, like 0.0005", lambda number: 0 < number < 1)
 SIZE = whole(1)
+TOKENS = Range("a whole number from 1 on", lambda number: number >= 1, is_whole=True)
 SEED = whole(0, 2**32 - 1, "2**32 - 1")
 EVERY = Range(
     "a whole number from 1 on or a share of the steps between 0 and 1",
@@ -81,7 +82,7 @@ NUMBERS = {
     "ns_steps": SIZE,
     # the run
     **dict.fromkeys(("cpu_threads", "nonfinite_patience"), SIZE),
-    "sample_tokens": whole(0),
+    **dict.fromkeys(("sample_tokens", "tokens_per_step"), whole(0)),
     "max_steps": Range(
         "a whole number from 1 on (or -1, with --num_train_epochs)",
         lambda number: number == -1 or 1 <= number <= _LARGEST,

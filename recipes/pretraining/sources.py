@@ -16,8 +16,20 @@ if TYPE_CHECKING:
 
 # Functions import what takes seconds: prepare_data.py reads its command line first.
 TEXT = "text"
+
+
+class HubName(NamedTuple):
+    """A data set's name on the Hub, and one of its configurations; None if there is only one."""
+
+    name: str
+    config: str | None = None
+
+
 # Names that --dataset accepts besides those on the Hub.
-ALIASES = {"openwebtext": "Skylion007/openwebtext"}
+ALIASES = {
+    "openwebtext": HubName("Skylion007/openwebtext"),
+    "fineweb-edu": HubName("HuggingFaceFW/fineweb-edu", "sample-100BT"),
+}
 _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 

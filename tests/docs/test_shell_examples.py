@@ -283,6 +283,10 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "downloads 54 GB",
         script_parses,
     ),
+    "python recipes/prepare_data.py --dataset fineweb-edu --max_tokens 50000000000 --output_dir data/fineweb-edu": (
+        "downloads 290 GB",
+        script_parses,
+    ),
     "python recipes/prepare_data.py --files corpus/*.jsonl --text_column body --output_dir data/mine": (
         "needs GPT-2's vocabulary; tests/recipes/test_prepare_data.py has it and runs such commands",
         script_parses,
@@ -308,7 +312,7 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         recipe_parses,
     ),
     "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 4 recipes/pretrain_gpt2.py "
-    "--config gpt2-small": ("needs 4 GPUs and 18 GB of tokens", recipe_parses),
+    "--config gpt2-small --gradient_accumulation_steps 8": ("needs 4 GPUs and 18 GB of tokens", recipe_parses),
     "accelerate launch --num_processes 4 train.py --resume_from_checkpoint out/checkpoint-500": (
         "needs DeepSpeed on 4 processes; tests/distributed/test_checkpoints.py runs such a script",
         launch_parses,

@@ -57,6 +57,7 @@ NUMBERS = [
     ("seed", "-1 4294967296 1.5 x", "a whole number from 0 to 2**32 - 1"),
     ("data_seed", "-1", "a whole number from 0 to 2**32 - 1"),
     ("cpu_threads", "0 -2", "a whole number from 1 on"),
+    ("tokens_per_step", "-1 1.5 all", "a whole number from 0 on"),
     ("sample_tokens", "-1 few", "a whole number from 0 on"),
     ("dataloader_num_workers", "-1", "a whole number from 0 on"),
     ("dataloader_prefetch_factor", "0", "a whole number from 1 on"),

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from pretraining import data, gpt2_tokenizer, sources, token_files
+from pretraining import data, gpt2_tokenizer, preparation, sources, token_files
 from pretraining.mistakes import Mistake
 from transformers import AutoTokenizer
 
@@ -221,6 +221,84 @@ def test_openwebtext_uses_nanogpts_split(tmp_path, monkeypatch):
     assert meta["source"] == {"config": None, "split": "train", "text_column": "text"}
 
 
+@pytest.mark.parametrize(
+    ("options", "config"), [([], "sample-100BT"), (["--dataset_config", "sample-10BT"], "sample-10BT")]
+)
+def test_fineweb_edu_is_split_as_openwebtext_is(tmp_path, monkeypatch, options, config):
+    """It has a train split only; one document in 2,000 is held out, by nanoGPT's seed."""
+    texts = [f"lesson {n}" for n in range(2500)]
+    calls = []
+
+    def stand_in(*args, **kwargs):
+        calls.append((args, kwargs))
+        return datasets.Dataset.from_dict({"text": texts, "id": list(range(len(texts))), "score": [3.0] * len(texts)})
+
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    run("--dataset", "fineweb-edu", "--output_dir", tmp_path / "out", *options)
+    assert calls == [(("HuggingFaceFW/fineweb-edu", config), {"split": "train", "num_proc": None})]
+    meta = assert_prepared(tmp_path / "out", texts)
+    assert meta["dataset"] == "HuggingFaceFW/fineweb-edu"
+    assert (meta["train"]["documents"], meta["val"]["documents"]) == (2498, 2)
+    assert meta["split"] == {"test_size": 0.0005, "seed": 2357, "shuffle": True}
+    assert meta["source"] == {"config": config, "split": "train", "text_column": "text"}
+
+
+@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_a_large_data_set_is_tokenized_in_stretches(tmp_path, monkeypatch, num_proc):
+    """Tokens of one stretch are on disk twice, those of the others once."""
+    stretches = []
+    tokenize = preparation._tokens
+
+    def watched(documents, scratch, *rest):
+        assert list(scratch.iterdir()) == []
+        stretches.append(len(documents))
+        return tokenize(documents, scratch, *rest)
+
+    monkeypatch.setattr(preparation, "_TOKENIZE", 7)
+    monkeypatch.setattr(preparation, "_tokens", watched)
+    texts = TEXTS[:30]
+    run("--files", write_jsonl(tmp_path / "c.jsonl", texts), "--output_dir", tmp_path / "out", num_proc=num_proc)
+    assert_prepared(tmp_path / "out", texts)
+    assert stretches == [7, 7, 7, 7, 1, 1]  # of 29 documents to train on, and one held out
+
+
+def test_max_tokens_ends_train_with_whole_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_TOKENIZE", 7)
+    monkeypatch.setattr(preparation, "_WRITE_BATCH", 3)
+    given = write_jsonl(tmp_path / "c.jsonl", TEXTS[:22])
+    split = reference_split(TEXTS[:22])
+    lengths = np.cumsum([len(reference_ids([text])) for text in split["train"]])
+    whole = reference_ids(split["train"])
+    for limit in (lengths[0], lengths[4] - 1, lengths[6], lengths[7] + 1, lengths[-1], 10**12):
+        run("--files", given, "--output_dir", tmp_path / "out", "--max_tokens", limit, "--overwrite")
+        meta = token_files.read_meta(tmp_path / "out")
+        documents = int((lengths <= limit).sum())
+        expected = whole[: lengths[documents - 1]]
+        assert np.fromfile(tmp_path / "out" / "train.bin", dtype="<u2").tolist() == expected
+        assert (meta["train"]["documents"], meta["train"]["tokens"]) == (documents, len(expected))
+        assert meta["train"]["bytes"] == sum(len(text.encode()) for text in split["train"][:documents])
+        assert np.fromfile(tmp_path / "out" / "val.bin", dtype="<u2").tolist() == reference_ids(split["val"])
+        assert meta["split"] == {"test_size": 0.0005, "seed": 2357, "shuffle": True, "max_tokens": limit}
+
+
+def test_documents_beyond_max_tokens_are_not_tokenized(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "_TOKENIZE", 10)
+    seen = []
+    encode = gpt2_tokenizer.encode
+    monkeypatch.setattr(gpt2_tokenizer, "encode", lambda texts: seen.extend(texts) or encode(texts))
+    given = write_jsonl(tmp_path / "c.jsonl", ["one two three"] * 200)
+    run("--files", given, "--output_dir", tmp_path / "out", "--max_tokens", 60)  # four tokens each
+    assert token_files.read_meta(tmp_path / "out")["train"]["documents"] == 15
+    assert len(seen) == 20 + 1
+
+
+def test_max_tokens_below_the_first_document(tmp_path, capsys):
+    given = write_jsonl(tmp_path / "c.jsonl", ["one two three"] * 3)
+    message = refused(capsys, "--files", given, "--output_dir", tmp_path / "out", "--max_tokens", 3)
+    assert message == "prepare_data.py: --max_tokens 3: the first document has 4; give more"
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
 def test_hub_dataset_with_config_split_and_column(tmp_path, monkeypatch):
     calls = []
 
@@ -396,6 +474,8 @@ def test_bad_paths(tmp_path, capsys):
         (["--dataset", "a", "--test_size", "nan"], "'nan' is not a share"),
         (["--dataset", "a", "--seed", "-1"], "'-1' is not a whole number from 0"),
         (["--dataset", "a", "--num_proc", "0"], "'0' is not a whole number from 1 on"),
+        (["--dataset", "a", "--max_tokens", "0"], "'0' is not a whole number from 1 on"),
+        (["--dataset", "a", "--max_tokens", "1e9"], "'1e9' is not a whole number from 1 on"),
         (["--dataset", "a", "--tokenizer", "gpt3"], "choose from"),
     ],
 )
@@ -412,10 +492,10 @@ def test_a_local_path_given_as_dataset_is_read_as_files(tmp_path):
     assert_prepared(tmp_path / "out", TEXTS)
 
 
-@pytest.mark.parametrize("name", ["openwebtext", "someone/not-cached"])
+@pytest.mark.parametrize("name", ["openwebtext", "fineweb-edu", "someone/not-cached"])
 def test_hub_out_of_reach(tmp_path, capsys, name):
     message = refused(capsys, "--dataset", name, "--output_dir", tmp_path / "out")
-    assert sources.ALIASES.get(name, name) in message
+    assert (sources.ALIASES[name].name if name in sources.ALIASES else name) in message
     for remedy in ("network", "cached copy", "--files"):
         assert remedy in message
     assert list(tmp_path.iterdir()) == []

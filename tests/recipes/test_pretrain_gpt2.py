@@ -201,7 +201,7 @@ def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
 
 def test_a_paper_config_trains_from_prepared_tokens(tokens, tmp_path):
     argv = ["--config", "gpt2-small", "--bf16", "false", "--tf32", "false", "--use_cpu", "true", "--vocab_size", "576"]
-    argv += ["--dataloader_num_workers", "0", "--gradient_accumulation_steps", "2"]
+    argv += ["--dataloader_num_workers", "0", "--gradient_accumulation_steps", "2", "--tokens_per_step", "256"]
     metrics = run(tmp_path / "run", tokens, *argv)
     assert metrics["tokens"] == 8 * 4 * 32 * 2
     trained = weights(tmp_path / "run")
