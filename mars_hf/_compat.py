@@ -373,6 +373,7 @@ def add_enum_member(enum: Any, value: str) -> None:
     member._sort_order_ = len(enum._member_names_)
     # Pickled as a plain string, so that training_args.bin loads on machines without mars_hf.
     member.__reduce_ex__ = lambda protocol: (str, (value,))
+    member.__deepcopy__ = lambda memo: member  # which Enum does by itself from Python 3.11 on
     enum._member_names_.append(name)
     enum._member_map_[name] = member
     enum._value2member_map_[value] = member

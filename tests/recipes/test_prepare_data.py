@@ -398,7 +398,7 @@ def test_killed_run_leaves_nothing_under_the_name(tmp_path):
     assert [path for path in home.rglob("*") if path.is_file()] == []  # the Hub's cache does not grow either
 
 
-def wait(condition, process=None, seconds=60):
+def wait(condition, process=None, seconds=240):
     end = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, "the run ended before it could be killed"

@@ -11,7 +11,7 @@ import torch
 from helpers import arguments, gpt2
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 import mars_hf
 from mars_hf.training.random_state import RandomState
@@ -166,9 +166,17 @@ class FirstGradients(TrainerCallback):
         self.pairs.append([(grad, stale.clone()) for grad, stale in found if stale is not None])
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+# Renamed after transformers 5.19.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
-def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, max_grad_norm, activation_checkpointing):
+def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, max_grad_norm, checkpointing):
     """Both passes have the same dropout masks and the same gradient scaling."""
     noted = FirstGradients()
     run = exact_run(
@@ -178,7 +186,7 @@ def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, ma
         max_steps=3,
         gradient_accumulation_steps=4,
         max_grad_norm=max_grad_norm,
-        activation_checkpointing=activation_checkpointing,
+        **{CHECKPOINTING: checkpointing},
         callbacks=[noted],
     )
     run._kept_optimizer.param_groups[1]["lr"] = 0.0
