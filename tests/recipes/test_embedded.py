@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from pretraining import data, embedded, token_files
@@ -20,7 +22,7 @@ def test_an_embedded_corpus_is_large_and_its_halves_share_no_file(name):
     total = sum(map(len, corpus.train)) + sum(map(len, corpus.val))
     assert 5_000_000 < total < 40_000_000
     assert 0.02 < sum(map(len, corpus.val)) / total < 0.15
-    assert len(corpus.train) > 450
+    assert len(corpus.train) > (500 if sys.version_info >= (3, 11) else 450)  # Python 3.10's library has fewer files
 
 
 def test_the_second_corpus_is_another_language():
