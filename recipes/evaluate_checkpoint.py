@@ -89,7 +89,7 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
     manager = None
     if settings.tasks:
         evaluation_tasks.check_installed()
-        manager = evaluation_tasks.manager(settings.include_path)
+        manager = evaluation_tasks.manager(settings.include_path, settings.tasks)
         settings.tasks = evaluation_tasks.names(settings.tasks, manager.all_tasks)
     accelerator = Accelerator(cpu=settings.use_cpu)
     with accelerator.main_process_first():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,32 @@ def check_installed() -> None:
         raise Mistake("--tasks needs the package lm_eval, which is not installed: pip install -e '.[eval]'")
 
 
-def manager(include_path: Path | None) -> Any:
-    """Return lm_eval's TaskManager.
+def manager(include_path: Path | None, wanted: Iterable[str]) -> Any:
+    """Return lm_eval's TaskManager, with its own tasks unless the folder holds all that are wanted.
 
     Args:
         include_path: folder with further task files; one that names a Python function runs it. None: none.
+        wanted: what `names` will be given.
     """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if include_path:
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if all(_is_whole(name, own.task_index) for name in wanted):
+            return own
+    # Its own tasks are thousands of files, which take a quarter of a minute to read.
     return TaskManager(include_path=str(include_path) if include_path else None)
+
+
+def _is_whole(name: Any, index: Mapping[str, Any]) -> bool:
+    """Return whether a task, or a group with all of its parts, is in an index."""
+    name = name.get("task") if isinstance(name, dict) else name
+    entry = index.get(name) if isinstance(name, str) else None
+    if entry is None or entry.cfg is None:  # a tag has no file: lm_eval's own tasks may carry it too
+        return False
+    parts = entry.cfg.get("task")
+    return all(_is_whole(part, index) for part in parts) if isinstance(parts, list) else True
 
 
 def names(given: Iterable[str], known: Iterable[str]) -> list[str]:

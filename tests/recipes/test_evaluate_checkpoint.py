@@ -358,20 +358,37 @@ def test_tasks_groups_and_losses_in_one_run(tmp_path, unigram, held_out, tasks, 
     assert "tiny_group" in printed and "tiny_easy" not in printed
 
 
+READS_ALL = [pytest.mark.slow]  # lm_eval's own tasks: a quarter of a minute
+
+
 @needs_lm_eval
 @pytest.mark.parametrize(
-    ("argv", "line"),
+    ("name", "line"),
     [
-        (["--tasks", "tiny_chioce"], "--tasks tiny_chioce: lm_eval has no such task (did you mean tiny_choice?)"),
-        (["--tasks", "lost"], "--tasks lost: their data cannot be loaded"),
-        (["--tasks", "hellaswag"], "--tasks hellaswag: their data cannot be loaded"),  # tests are offline
+        ("lost", "--tasks lost: their data cannot be loaded"),
+        pytest.param("hellaswag", "--tasks hellaswag: their data cannot be loaded", marks=READS_ALL),  # we are offline
+        pytest.param(
+            "tiny_chioce",
+            "--tasks tiny_chioce: lm_eval has no such task (did you mean tiny_choice?)",
+            marks=READS_ALL,
+        ),
     ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_tasks_that_cannot_run(tmp_path, unigram, tasks, argv, line):
+def test_tasks_that_cannot_run(tmp_path, unigram, tasks, name, line):
     describe(tasks, "lost", QUESTIONS)
     (tasks / "lost.jsonl").unlink()
-    assert line in refused(tmp_path, "--model", unigram, "--include_path", tasks, *argv)
+    assert line in refused(tmp_path, "--model", unigram, "--include_path", tasks, "--tasks", name)
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_lm_evals_own_tasks_are_read_when_the_folder_lacks_one(tasks, tmp_path):
+    (tmp_path / "mixed.yaml").write_text("group: mixed\ntask: [boolq, tiny_mine]\n")
+    describe(tmp_path, "tiny_mine", QUESTIONS)
+    manager = evaluation_tasks.manager(tmp_path, ["tiny_mine"])
+    assert manager.all_tasks == ["mixed", "tiny_mine"]
+    manager = evaluation_tasks.manager(tmp_path, ["mixed"])
+    assert {"mixed", "tiny_mine", *evaluation_tasks.PAPER} <= set(manager.all_tasks)
 
 
 @needs_lm_eval
@@ -407,12 +424,6 @@ def test_names_of_tasks():
     assert evaluation_tasks.names(["ARC-E"], known - {"ARC-E"}) == ["arc_easy"]
     with pytest.raises(ValueError, match=r"--tasks boolk: lm_eval has no such task \(did you mean boolq\?\)"):
         evaluation_tasks.names(["boolk"], known)
-
-
-@needs_lm_eval
-def test_the_papers_tasks_are_known_to_lm_eval():
-    known = evaluation_tasks.manager(None).all_tasks
-    assert set(evaluation_tasks.PAPER) <= set(known)
 
 
 def test_a_mean_score_needs_all_scores():
@@ -474,7 +485,9 @@ def test_models_that_do_not_fit_the_data(tmp_path, unigram, held_out):
     assert "has another tokenizer" in line
     assert "id 2 is 'yes' in the data, but the model's tokenizer gives it the id 3" in line
 
-    assert refused(tmp_path, *given, unigram, "--block_size", 33).startswith("--block_size 33 is more than the model")
+    assert refused(tmp_path, *given, unigram, "--block_size", 33).startswith(
+        "--block_size 33 is more than the 32 tokens"
+    )
     assert "less than one block of 32" in refused(
         tmp_path, *given[2:], unigram, "--data_dir", prepared(tmp_path / "short", words(), VAL[:31], 9)
     )
