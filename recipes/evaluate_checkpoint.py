@@ -86,11 +86,12 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
     from accelerate import Accelerator
     from pretraining import data, evaluation_model, evaluation_tasks
 
-    manager = None
+    loaded = None
     if settings.tasks:
         evaluation_tasks.check_installed()
         manager = evaluation_tasks.manager(settings.include_path, settings.tasks)
-        settings.tasks = evaluation_tasks.names(settings.tasks, manager.all_tasks)
+        names = evaluation_tasks.names(settings.tasks, manager.all_tasks)
+        loaded = evaluation_tasks.load(names, manager, settings.num_fewshot)
     accelerator = Accelerator(cpu=settings.use_cpu)
     with accelerator.main_process_first():
         directory = _data(settings)
@@ -110,20 +111,13 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "bf16": settings.bf16,
     }
-    if settings.tasks:  # first, as their data may be out of reach
-        found = evaluation_tasks.evaluate(
-            model,
-            tokenizer,
-            settings.tasks,
-            manager,
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            batch_size=settings.batch_size,
-            bf16=settings.bf16,
-        )
-        results |= {"tasks": found, "mean_score": evaluation_tasks.mean_score(found)}
     if source:
         results |= _losses(settings, model, source, block, accelerator)
+    if loaded:
+        found = evaluation_tasks.evaluate(
+            model, tokenizer, loaded, limit=settings.limit, batch_size=settings.batch_size, bf16=settings.bf16
+        )
+        results |= {"tasks": found, "mean_score": evaluation_tasks.mean_score(found)}
     results["versions"] = _versions()
     return results if accelerator.is_main_process else None
 

@@ -28,7 +28,7 @@ def load(name: str, dtype: str) -> PreTrainedModel:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # the report on missing weights; this function raises
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # safetensors raises Exception itself
@@ -36,13 +36,15 @@ def load(name: str, dtype: str) -> PreTrainedModel:
         raise Mistake(f"--model {name}: transformers loads no causal language model from it: {reason}") from error
     finally:
         logging.set_verbosity(before)
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise Mistake(
             f"--model {name} lacks {len(missing)} weights of {type(model).__name__} (first: {missing[0]}), which would "
             "be random; give a causal language model"
         )
     model.config.use_cache = False
-    return model
+    found: PreTrainedModel = model
+    return found
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerBase | None:
@@ -94,7 +96,8 @@ def check_fits(model: PreTrainedModel, own: PreTrainedTokenizerBase | None, name
         Mistake: the model has fewer tokens than the data, or others.
     """
     remedy = "evaluate it on data made with its own tokenizer"
-    rows, needed = model.get_input_embeddings().weight.shape[0], len(data.tokenizer)
+    embeddings: Any = model.get_input_embeddings()
+    rows, needed = embeddings.weight.shape[0], len(data.tokenizer)
     if rows < needed:
         raise Mistake(
             f"--model {name} has {rows:,} tokens, fewer than the {needed:,} of the data in {data.directory}; {remedy}"

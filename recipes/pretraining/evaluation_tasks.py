@@ -13,6 +13,7 @@ from pretraining.mistakes import Mistake, did_you_mean, one_line
 # The paper's, in its order (tables 7 and 8).
 PAPER = ("arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande", "mmlu", "sciq")
 _ALIASES = {"arc_e": "arc_easy", "arc_c": "arc_challenge", "obqa": "openbookqa", "wg": "winogrande"}
+_FEWSHOT_SEED = 1234  # lm_eval's
 # The first of these that a task reports is its score.
 _SCORES = ("acc_norm", "acc", "exact_match", "f1")
 
@@ -79,13 +80,38 @@ def names(given: Iterable[str], known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def load(names: Sequence[str], task_manager: Any, num_fewshot: int | None = None) -> Any:
+    """Load tasks with their data.
+
+    Args:
+        names: from `names`.
+        task_manager: from `manager`.
+        num_fewshot: examples before each question, except in tasks that fix them at zero; None: the task's own number,
+            zero for the paper's.
+
+    Raises:
+        Mistake: the data of a task cannot be loaded, or a task is there twice.
+    """
+    try:
+        loaded = task_manager.load(list(names))
+    except OSError as error:  # also datasets' and the network's
+        raise Mistake(
+            f"--tasks {' '.join(names)}: their data cannot be loaded: {one_line(error)}; run once with a network"
+        ) from error
+    except (ValueError, KeyError) as error:
+        raise Mistake(f"--tasks {' '.join(names)}: lm_eval refuses them: {one_line(error)}") from error
+    for task in loaded["tasks"].values():
+        own = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=(own or 0) if num_fewshot is None or own == 0 else num_fewshot)
+        task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+    return loaded
+
+
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[str],
-    task_manager: Any,
+    loaded: Any,
     *,
-    num_fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int = 8,
     bf16: bool = False,
@@ -95,47 +121,26 @@ def evaluate(
     Args:
         model: causal language model on its device.
         tokenizer: its tokenizer.
-        tasks: names from `names`.
-        task_manager: from `manager`.
-        num_fewshot: examples before each question; None: the task's own number, which is zero for the paper's.
+        loaded: tasks from `load`.
         limit: only the first questions of each task; None: all.
         batch_size: sequences per forward pass.
         bf16: True computes in bfloat16 autocast.
-
-    Raises:
-        Mistake: the data of a task cannot be loaded.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    harness = HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        batch_size=batch_size,
-        mixed_precision_dtype="bfloat16" if bf16 else None,
-    )
-    try:
-        results = lm_eval.simple_evaluate(
-            model=harness,
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            task_manager=task_manager,
-            log_samples=False,
-        )
-    except OSError as error:  # also datasets' and the network's
-        raise Mistake(
-            f"--tasks {' '.join(tasks)}: their data cannot be loaded: {one_line(error)}; run once with a network"
-        ) from error
+    mixed = "bfloat16" if bf16 else None
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, mixed_precision_dtype=mixed)
+    results = lm_eval.evaluate(lm=harness, task_dict=loaded, limit=limit, log_samples=False)
     assert results is not None  # one process
-    parts = {part for members in results.get("group_subtasks", {}).values() for part in members}
+    parts = {part for members in results["group_subtasks"].values() for part in members}
     return {
         name: _plain(row)
         | {
-            "questions": results.get("n-samples", {}).get(name, {}).get("effective"),
-            "num_fewshot": results.get("n-shot", {}).get(name),
-            "version": results.get("versions", {}).get(name),
-            "is_part": name in parts and name not in tasks,
+            "questions": results["n-samples"].get(name, {}).get("effective"),
+            "num_fewshot": results["n-shot"].get(name),
+            "version": results["versions"].get(name),
+            "is_part": name in parts,
         }
         for name, row in results["results"].items()
     }
