@@ -125,13 +125,19 @@ def evaluate(
         limit: only the first questions of each task; None: all.
         batch_size: sequences per forward pass.
         bf16: True computes in bfloat16 autocast.
+
+    Raises:
+        Mistake: lm_eval refuses to run a task, for example because it has too few examples to show.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     mixed = "bfloat16" if bf16 else None
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, mixed_precision_dtype=mixed)
-    results = lm_eval.evaluate(lm=harness, task_dict=loaded, limit=limit, log_samples=False)
+    try:
+        results = lm_eval.evaluate(lm=harness, task_dict=loaded, limit=limit, log_samples=False)
+    except ValueError as error:
+        raise Mistake(f"--tasks {' '.join(loaded['tasks'])}: lm_eval refuses to run them: {one_line(error)}") from error
     assert results is not None  # one process
     parts = {part for members in results["group_subtasks"].values() for part in members}
     return {

@@ -344,7 +344,7 @@ def test_the_accuracy_of_a_task_is_the_one_computed_by_hand(tmp_path, unigram, t
 @needs_lm_eval
 def test_tasks_groups_and_losses_in_one_run(tmp_path, unigram, held_out, tasks, capsys):
     given = ["--model", unigram, "--data_dir", held_out, "--official_blocks", 3, "--batch_size", 2]
-    given += ["--include_path", tasks, "--limit", 4, "--num_fewshot", 2]
+    given += ["--include_path", tasks, "--limit", 4, "--num_fewshot", 1]
     found = evaluated(tmp_path / "f.json", *given, "--tasks", "tiny_group")
     rows = found["tasks"]
     assert {name: row["is_part"] for name, row in rows.items()} == {
@@ -354,8 +354,10 @@ def test_tasks_groups_and_losses_in_one_run(tmp_path, unigram, held_out, tasks, 
     }
     assert rows["tiny_choice"]["acc"] == 3 / 4 and rows["tiny_choice"]["questions"] == 4
     assert rows["tiny_group"]["score"] == (3 / 4 + 1) / 2 == found["mean_score"]
-    assert rows["tiny_choice"]["num_fewshot"] == 2
+    assert rows["tiny_choice"]["num_fewshot"] == 1
     assert found["loss"] > 0 and found["official_loss"] > 0
+    line = refused(tmp_path, *given, "--tasks", "tiny_easy", "--num_fewshot", 2)  # it has two examples
+    assert line.startswith("--tasks tiny_easy: lm_eval refuses to run them: ")
     assert "Duplicate task 'tiny_easy'" in refused(tmp_path, *given, "--tasks", "tiny_group,tiny_easy")
     printed = capsys.readouterr().out
     assert "tiny_group" in printed and "tiny_easy" not in printed
