@@ -314,7 +314,7 @@ def tasks(tmp_path_factory) -> Path:
     """Return a folder with two tasks and the group of both."""
     folder = tmp_path_factory.mktemp("tasks")
     describe(folder, "tiny_choice", QUESTIONS)
-    describe(folder, "tiny_easy", QUESTIONS[:1] * 2)
+    describe(folder, "tiny_easy", [QUESTIONS[0], QUESTIONS[4]])
     (folder / "group.yaml").write_text(
         "group: tiny_group\ntask: [tiny_choice, tiny_easy]\n"
         "aggregate_metric_list: [{metric: acc, weight_by_size: false}]\n"
