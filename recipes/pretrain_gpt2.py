@@ -25,6 +25,7 @@ import torch
 from pretraining import (
     arguments,
     data,
+    evaluation,
     figures,
     folder_lock,
     identity,
@@ -86,6 +87,8 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         return
 
     eval_set = TokenDataset(directory, "val", block, run.data.max_eval_blocks)
+    random_blocks = run.data.official_eval_blocks
+    official_set = evaluation.RandomBlocks(directory, block, random_blocks) if random_blocks else None
     gpt2 = model.build(run.model, len(source.tokenizer), source.tokenizer.eos_token_id)
     if start.checkpoint:  # what step 0 gave is in the log
         training.eval_on_start = False
@@ -134,6 +137,15 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         return
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
+    official = None
+    if official_set:
+        official = evaluation.measure(
+            trainer.model_wrapped,
+            official_set,
+            trainer.accelerator,
+            batch_size=training.per_device_eval_batch_size,
+            name="official_loss",
+        )
     gpt2.config.use_cache = True  # Trainer turns it off for training
     trainer.save_model()
     trainer.save_state()
@@ -145,6 +157,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
             tokens_per_step=per_step,
             train_runtime=result.metrics["train_runtime"],
         )
+        metrics |= evaluation.as_metrics(official) if official else {}
         header = {
             "optimizer": run.optimizer.optimizer,
             "is_approx": approx,
@@ -209,6 +222,8 @@ def _conclude(output: Path, metrics: dict[str, Any]) -> None:
     """Print the run's results."""
     first = metrics["eval_loss_at_step_0"]
     print(f"\nheld-out loss     {metrics['eval_loss']:.4f}" + (f"  (step 0: {first:.4f})" if first else ""))
+    if "official_loss" in metrics:
+        print(f"official loss     {metrics['official_loss']:.4f}  ({metrics['official_blocks']:,} random blocks)")
     print(f"perplexity        {metrics['perplexity']:.2f}")
     print(f"bits per byte     {metrics['bits_per_byte']:.4f}")
     print(f"tokens per second {metrics['tokens_per_second']:,.0f}")

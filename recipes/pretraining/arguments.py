@@ -64,6 +64,10 @@ class DataArguments:
     max_eval_blocks: int | None = field(
         default=None, metadata={"help": "Evaluate on the first blocks of the held-out tokens; left out: on all."}
     )
+    official_eval_blocks: int | None = field(
+        default=None,
+        metadata={"help": "At the end, also measure the official loss, on this many random blocks; left out: do not."},
+    )
 
 
 @dataclass

@@ -73,7 +73,7 @@ NUMBERS = {
     "embedded_vocab_size": whole(
         257, 2**16, "65,536 (256 bytes and the end of text at least; token files hold 16 bits)"
     ),
-    "max_eval_blocks": SIZE,
+    **dict.fromkeys(("max_eval_blocks", "official_eval_blocks"), SIZE),
     # the optimizer
     **dict.fromkeys(("beta1", "beta2", "beta1_1d", "beta2_1d"), BELOW_ONE),
     **dict.fromkeys(

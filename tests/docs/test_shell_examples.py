@@ -216,6 +216,19 @@ def nothing(command: str) -> None:
     """Parse nothing."""
 
 
+def evaluates(command: str, tokens: Path) -> None:
+    name, argv = script_of(shlex.split(command))
+    settings = importlib.import_module(name).parse(argv)
+    source = data.load(tokens)
+    gpt2 = prelude.tiny_gpt2()
+    gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
+    for part in (gpt2, source.tokenizer):
+        part.save_pretrained(settings.model)
+    extra = ["--data_dir", str(tokens), "--max_eval_blocks", "4", "--official_blocks", "4", "--use_cpu"]
+    importlib.import_module(name).main([*argv, *extra])
+    assert json.loads(settings.output_file.read_text())["loss"] > 0
+
+
 TRAINED = "TRAINED WITH Mars "
 RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
@@ -235,6 +248,9 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/convert_nanogpt.py out/ckpt.pt converted --optimizer_state": converts_nanogpt,
     "python recipes/convert_nanogpt.py runs/pretrain-mars_adamw/checkpoint-60000 out --to_nanogpt --optimizer_state": (
         converts_nanogpt
+    ),
+    "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_adamw --output_file runs/evaluation.json": (
+        evaluates
     ),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
@@ -298,6 +314,12 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py --config gpt2-small": (
         "needs 8 GPUs and 18 GB of tokens",
         recipe_parses,
+    ),
+    "python recipes/evaluate_checkpoint.py --model runs/gpt2-small-mars_adamw --data_dir data/openwebtext --bf16 "
+    "--output_file small.json": ("needs a trained model and 18 GB of tokens", script_parses),
+    "python recipes/evaluate_checkpoint.py --model openai-community/gpt2 --tasks paper --output_file gpt2.json": (
+        "needs the Hub; tests/recipes/test_evaluate_checkpoint.py runs local tasks",
+        script_parses,
     ),
     "accelerate launch recipes/pretrain_gpt2.py --save_strategy steps --save_steps 100 --resume_from_checkpoint true": (
         "needs the run before it; tests/recipes/test_resuming.py resumes runs",
