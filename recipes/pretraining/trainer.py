@@ -58,10 +58,7 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self.add_callback(_Restoring(self))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md beside the weights, so that every push includes it."""
-        if self.is_world_process_zero():
-            hub.write_model_card(self)
+    create_model_card = hub.create_model_card  # our card alone, with any optimizer
 
     def restore_progress(self) -> None:
         """Take up the sums of losses where the checkpoint left them."""

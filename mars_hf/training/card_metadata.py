@@ -1,0 +1,82 @@
+"""Write a card's metadata, by which the Hub finds a model and shows its results."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mars_hf.training import card_facts
+from mars_hf.training.card_facts import CardFacts
+
+_UNKNOWN = "unknown"  # the Hub wants a name of each task and data set
+_NO_MODEL = ("", "None", None)
+
+
+def complete(data: Any, trainer: Any, facts: CardFacts, name: str, *, mars: bool) -> None:
+    """Fill in a card's metadata, and repair what Trainer guesses wrong; what is stated already stays.
+
+    Args:
+        data: huggingface_hub's ModelCardData.
+        trainer: the Trainer.
+        facts: what only the script knows; a licence that is stated there wins.
+        name: the model's.
+        mars: whether MARS trained it.
+    """
+    model = card_facts.model_of(trainer)
+    base = card_facts.finetuned_from(model, facts)
+    task = card_facts.task_of(model, facts)
+    if data.base_model in _NO_MODEL:
+        data.base_model = base if card_facts.on_hub(base) else None
+    data.library_name = data.library_name or ("peft" if card_facts.is_adapter(model) else "transformers")
+    data.pipeline_tag = data.pipeline_tag or task
+    data.license = facts.license or data.license
+    data.language = facts.language or data.language
+    tags = card_facts.listed(data.tags) + card_facts.listed(facts.tags) + ["mars_hf", *(["mars"] if mars else [])]
+    data.tags = list(dict.fromkeys(tags))
+    trained_on = card_facts.data_set(trainer.train_dataset, facts)
+    if not data.datasets and card_facts.on_hub(trained_on.hub_name):
+        data.datasets = card_facts.listed(facts.dataset_tags) or [trained_on.hub_name]
+    _complete_results(data, trainer, facts, name, task or "other")
+
+
+def _complete_results(data: Any, trainer: Any, facts: CardFacts, name: str, task: str) -> None:
+    """Put the last evaluation into the results, in place of earlier values of the same metrics."""
+    from huggingface_hub import EvalResult
+
+    given = trainer.eval_dataset
+    several = given if isinstance(given, dict) else {}
+    steps = card_facts.evaluations(trainer.state.log_history)
+    last = dict(steps[-1][1]) if steps else {}
+    last |= {f"eval_{metric}": value for metric, value in facts.results.items()}
+    results = []
+    for entry, value in last.items():
+        if not math.isfinite(value):
+            continue
+        metric, own = card_facts.split_metric(entry, given)
+        evaluated = card_facts.data_set(several.get(own, given) if own else given, facts)
+        results.append(
+            EvalResult(
+                task_type=task,
+                dataset_type=evaluated.hub_name or _UNKNOWN,
+                dataset_name=own or evaluated.name or _UNKNOWN,
+                dataset_config=own or evaluated.config,
+                dataset_split=evaluated.split,
+                metric_type=metric,
+                metric_name=_title(metric),
+                metric_value=value,
+            )
+        )
+    renewed = {result.metric_type for result in results}
+    of_run = {(result.task_type, result.dataset_type) for result in results}
+    kept = [
+        result
+        for result in data.eval_results or ()
+        if result.metric_type not in renewed
+        or ((result.task_type, result.dataset_type) not in of_run and result.dataset_type != _UNKNOWN)
+    ]
+    data.eval_results = [*results, *kept] or None
+    data.model_name = (data.model_name or name) if data.eval_results else None
+
+
+def _title(metric: str) -> str:
+    return metric.replace("_", " ").capitalize()

@@ -1,0 +1,67 @@
+"""Draw the losses of a run."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_hf.groups.saved_settings import write_whole
+
+FILE = "loss_curve.png"
+_FEWEST = 6  # points, below which there is no curve to see; drawing takes longer than the rest of a card
+
+
+def draw(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
+    """Draw training and held-out loss over steps, as a PNG file.
+
+    Args:
+        history: `trainer.state.log_history`.
+        path: the file.
+        title: title above the axes.
+
+    Returns:
+        False, and no file, with fewer than six finite losses or without matplotlib.
+    """
+    train = points(history, "loss")
+    held_out = {name: points(history, name) for name in dict.fromkeys(name for row in history for name in row)}
+    held_out = {name: own for name, own in held_out.items() if is_held_out_loss(name) and own}
+    if len(train) + sum(map(len, held_out.values())) < _FEWEST:
+        return False
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4.2), layout="constrained")  # without pyplot, which chooses a window system
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=1.2, color="#9ecae1", label="train")
+    for index, (name, own) in enumerate(held_out.items()):
+        color = "#08519c" if len(held_out) == 1 else f"C{index}"
+        label = "held out" if name == "eval_loss" else name.removeprefix("eval_").removesuffix("_loss")
+        axes.plot(*zip(*own, strict=True), marker="o", markersize=4, color=color, label=label)
+        axes.annotate(f"{own[-1][1]:.3f}", own[-1], textcoords="offset points", xytext=(-4, 8), ha="right", color=color)
+    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
+    write_whole(path, picture.getvalue())
+    return True
+
+
+def is_held_out_loss(name: str) -> bool:
+    """Return whether an entry of a log line is a loss of an evaluation."""
+    return name == "eval_loss" or (name.startswith("eval_") and name.endswith("_loss"))
+
+
+def points(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return the steps and finite values of an entry of the log."""
+    rows = ((row.get("step"), row.get(name)) for row in history)
+    return [
+        (step, float(value))
+        for step, value in rows
+        if isinstance(step, int) and isinstance(value, (int, float)) and math.isfinite(value)
+    ]
