@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mars_hf.distributed.placement import shape_of
 
@@ -81,16 +81,25 @@ def count_parameters(model: Any) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
-def finetuned_from(model: Any, facts: CardFacts) -> str | None:
-    """Return the model that training began with, a folder by its name alone; None for one from scratch."""
+class Base(NamedTuple):
+    """The model that training began with, a folder by its name alone; `is_on_hub` if it may be one of the Hub."""
+
+    name: str
+    is_on_hub: bool
+
+
+def base_of(model: Any, facts: CardFacts) -> Base | None:
+    """Return what a model was fine-tuned from, by the script or by its config; None for one from scratch."""
     config = getattr(base_model_of(model), "config", None)
-    name = facts.finetuned_from or getattr(config, "_name_or_path", None) or ""
-    return (Path(name).name if Path(name).is_dir() or name.startswith(("/", ".", "~")) else name) or None
+    name = facts.finetuned_from or getattr(config, "_name_or_path", None)
+    if not name:
+        return None
+    return Base(name, True) if on_hub(name) else Base(Path(name).name, False)
 
 
-def on_hub(name: str | None) -> bool:
+def on_hub(name: Any) -> bool:
     """Return whether a name may be one of the Hub: no folder of this machine, and spelled as there."""
-    return bool(name) and not Path(str(name)).is_dir() and _HUB_NAME.fullmatch(str(name)) is not None
+    return isinstance(name, str) and _HUB_NAME.fullmatch(name) is not None and not Path(name).is_dir()
 
 
 def task_of(model: Any, facts: CardFacts) -> str | None:

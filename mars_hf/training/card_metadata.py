@@ -9,7 +9,7 @@ from mars_hf.training import card_facts
 from mars_hf.training.card_facts import CardFacts
 
 _UNKNOWN = "unknown"  # the Hub wants a name of each task and data set
-_NO_MODEL = ("", "None", None)
+_OF_ADAPTERS = "base_model:adapter:"  # what PEFT's tag of the base begins with
 
 
 def complete(data: Any, trainer: Any, facts: CardFacts, name: str, *, mars: bool) -> None:
@@ -23,16 +23,21 @@ def complete(data: Any, trainer: Any, facts: CardFacts, name: str, *, mars: bool
         mars: whether MARS trained it.
     """
     model = card_facts.model_of(trainer)
-    base = card_facts.finetuned_from(model, facts)
+    base = card_facts.base_of(model, facts)
     task = card_facts.task_of(model, facts)
-    if data.base_model in _NO_MODEL:
-        data.base_model = base if card_facts.on_hub(base) else None
+    stated = [name for name in card_facts.listed(data.base_model) if name != "None" and card_facts.on_hub(name)]
+    if not stated:  # the Hub refuses a card whose base is a path
+        data.base_model = base.name if base is not None and base.is_on_hub else None
     data.library_name = data.library_name or ("peft" if card_facts.is_adapter(model) else "transformers")
     data.pipeline_tag = data.pipeline_tag or task
     data.license = facts.license or data.license
     data.language = facts.language or data.language
     tags = card_facts.listed(data.tags) + card_facts.listed(facts.tags) + ["mars_hf", *(["mars"] if mars else [])]
-    data.tags = list(dict.fromkeys(tags))
+    data.tags = [
+        tag
+        for tag in dict.fromkeys(tags)
+        if not tag.startswith(_OF_ADAPTERS) or card_facts.on_hub(tag.removeprefix(_OF_ADAPTERS))
+    ]
     trained_on = card_facts.data_set(trainer.train_dataset, facts)
     if not data.datasets and card_facts.on_hub(trained_on.hub_name):
         data.datasets = card_facts.listed(facts.dataset_tags) or [trained_on.hub_name]
@@ -49,11 +54,13 @@ def _complete_results(data: Any, trainer: Any, facts: CardFacts, name: str, task
     last = dict(steps[-1][1]) if steps else {}
     last |= {f"eval_{metric}": value for metric, value in facts.results.items()}
     results = []
+    renewed = set()
     for entry, value in last.items():
-        if not math.isfinite(value):
-            continue
         metric, own = card_facts.split_metric(entry, given)
         evaluated = card_facts.data_set(several.get(own, given) if own else given, facts)
+        renewed |= {(evaluated.hub_name or _UNKNOWN, metric), (_UNKNOWN, metric)}
+        if not math.isfinite(value):
+            continue
         results.append(
             EvalResult(
                 task_type=task,
@@ -66,14 +73,7 @@ def _complete_results(data: Any, trainer: Any, facts: CardFacts, name: str, task
                 metric_value=value,
             )
         )
-    renewed = {result.metric_type for result in results}
-    of_run = {(result.task_type, result.dataset_type) for result in results}
-    kept = [
-        result
-        for result in data.eval_results or ()
-        if result.metric_type not in renewed
-        or ((result.task_type, result.dataset_type) not in of_run and result.dataset_type != _UNKNOWN)
-    ]
+    kept = [own for own in data.eval_results or () if (own.dataset_type, own.metric_type) not in renewed]
     data.eval_results = [*results, *kept] or None
     data.model_name = (data.model_name or name) if data.eval_results else None
 

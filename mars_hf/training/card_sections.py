@@ -50,15 +50,29 @@ def sections(trainer: Any, optimizer: Any, facts: CardFacts, license: str | None
     return [line for part in parts for line in (*part, "")]
 
 
+def title(trainer: Any, optimizer: Any, facts: CardFacts) -> str:
+    """Return what a picture of the run is about, in one line: model, data, optimizer."""
+    model = card_facts.model_of(trainer)
+    data = card_facts.data_set(trainer.train_dataset, facts).name
+    rule = optimizer.param_groups[0]["mars_type"] if isinstance(optimizer, Mars) else type(optimizer).__name__
+    if isinstance(optimizer, Mars) and optimizer.is_exact:
+        rule += " (exact)"
+    kind = type(card_facts.base_model_of(model)).__name__
+    size = f"{_short(card_facts.count_parameters(model)[0])} parameters"
+    return ", ".join(part for part in (kind, size, data, rule) if part)
+
+
 def _opening(trainer: Any, optimizer: Any, facts: CardFacts) -> str:
     model = card_facts.model_of(trainer)
-    base = card_facts.finetuned_from(model, facts)
+    base = card_facts.base_of(model, facts)
     parameters, trained = card_facts.count_parameters(model)
     size = f"{_short(parameters)} parameters" + (f", {_short(trained)} of them trained" if trained < parameters else "")
     kind = type(card_facts.base_model_of(model)).__name__
     what = f"An adapter of a `{kind}`" if card_facts.is_adapter(model) else f"A `{kind}`"
-    link = f"[{base}](https://huggingface.co/{base})" if card_facts.on_hub(base) else f"`{base}`"
-    how = f"fine-tuned from {link}" if base else "trained from scratch"
+    how = "trained from scratch"
+    if base is not None:
+        link = f"[{base.name}](https://huggingface.co/{base.name})" if base.is_on_hub else f"`{base.name}`"
+        how = f"fine-tuned from {link}"
     return f"{what} ({size}), {how} with {_describe(optimizer)}."
 
 

@@ -172,7 +172,7 @@ def write_model_card(trainer: Any, facts: CardFacts | None = None) -> Path:
     optimizer = innermost(trainer.optimizer)
     data: Any = card.data
     card_metadata.complete(data, trainer, facts, name, mars=isinstance(optimizer, Mars))
-    title = f"{type(card_facts.model_of(trainer)).__name__}, {name}"
+    title = card_sections.title(trainer, optimizer, facts)
     has_picture = loss_curve.draw(trainer.state.log_history, output / loss_curve.FILE, title)
     lines = card_sections.sections(trainer, optimizer, facts, data.license, has_picture=has_picture)
     card.text = _with_ours(_repaired(card.text, facts), "\n".join(lines).rstrip())

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import mars_hf
 from mars_hf.training import hub
+from mars_hf.training.card_facts import CardFacts
 from pretraining import checkpoints
 from pretraining.run_folder import Run
 
@@ -43,13 +44,22 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
     Args:
         *args: see MarsTrainer.
         run: the run; checkpoints carry its id and settings.
+        card_facts: what the model card states besides what Trainer knows.
         resumed: manifest of the checkpoint that training goes on from; None for a new run.
         **kwargs: see MarsTrainer.
     """
 
-    def __init__(self, *args: Any, run: Run, resumed: checkpoints.Manifest | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: Run,
+        card_facts: CardFacts,
+        resumed: checkpoints.Manifest | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Build the Trainer; see the class."""
         super().__init__(*args, **kwargs)
+        self.card_facts = card_facts
         self._run = run
         self._resumed = resumed
         self._seconds_before = float(resumed.progress.get("seconds", 0.0)) if resumed else 0.0
