@@ -148,7 +148,7 @@ def data_set(dataset: Any, facts: CardFacts) -> DataSet:
     files = getattr(info, "download_checksums", None) or {}
     found = next((match[1] for file in files if (match := _HUB_FILE.match(str(file)))), None)
     own = None if builder in (None, *_FILE_BUILDERS) else str(builder)
-    hub_name = tags[0] if tags else found or (own if not names else None)
+    hub_name = (tags[0] if len(tags) == 1 else None) if tags else found or (own if not names else None)
     try:
         samples = len(dataset)
     except (TypeError, NotImplementedError):
@@ -171,6 +171,20 @@ def evaluations(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, dict[st
         if found:
             merged.setdefault(int(row.get("step", 0)), {}).update(found)
     return sorted(merged.items())
+
+
+def final_metrics(trainer: Any) -> tuple[dict[str, float], int | None]:
+    """Return the evaluation of the weights that training ends with, and their step if it is not the last one."""
+    state = trainer.state
+    history = state.log_history
+    rows = evaluations(history)
+    ends = [index for index, row in enumerate(history) if "train_runtime" in row]
+    best = state.best_global_step if trainer.args.load_best_model_at_end and state.best_model_checkpoint else None
+    best = best if ends and best != state.global_step else None  # loaded at the end of training
+    since = evaluations(history[ends[-1] + 1 :]) if ends else []
+    if since or best is None:
+        return ((since or rows)[-1][1] if rows else {}), best
+    return dict(rows).get(best, {}), best
 
 
 def _is_metric(name: str, value: Any) -> bool:

@@ -39,8 +39,8 @@ def complete(data: Any, trainer: Any, facts: CardFacts, name: str, *, mars: bool
         if not tag.startswith(_OF_ADAPTERS) or card_facts.on_hub(tag.removeprefix(_OF_ADAPTERS))
     ]
     trained_on = card_facts.data_set(trainer.train_dataset, facts)
-    if not data.datasets and card_facts.on_hub(trained_on.hub_name):
-        data.datasets = card_facts.listed(facts.dataset_tags) or [trained_on.hub_name]
+    names = card_facts.listed(facts.dataset_tags) or [trained_on.hub_name]
+    data.datasets = data.datasets or [name for name in names if card_facts.on_hub(name)] or None
     _complete_results(data, trainer, facts, name, task or "other")
 
 
@@ -50,9 +50,7 @@ def _complete_results(data: Any, trainer: Any, facts: CardFacts, name: str, task
 
     given = trainer.eval_dataset
     several = given if isinstance(given, dict) else {}
-    steps = card_facts.evaluations(trainer.state.log_history)
-    last = dict(steps[-1][1]) if steps else {}
-    last |= {f"eval_{metric}": value for metric, value in facts.results.items()}
+    last = card_facts.final_metrics(trainer)[0] | {f"eval_{name}": value for name, value in facts.results.items()}
     results = []
     renewed = set()
     for entry, value in last.items():

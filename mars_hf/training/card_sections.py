@@ -104,6 +104,9 @@ def _results(trainer: Any, facts: CardFacts, *, has_picture: bool) -> list[str]:
         lines += _table(["step", *heads], cells, numbers=True)
     if facts.results:
         lines += ["", *_table(["final", "value"], ((name, _number(value)) for name, value in facts.results.items()))]
+    best = card_facts.final_metrics(trainer)[1]
+    if best is not None:
+        lines += ["", f"The weights are those of step {best}, the best."]
     if not rows and not facts.results:
         lines.append("The run has not been evaluated.")
     if has_picture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ def snippet(trainer: Any) -> str:
         room = getattr(model.config, "max_position_embeddings", None) or 2 * _NEW_TOKENS
         return (
             "from transformers import pipeline\n\n"
-            f'generate = pipeline("text-generation", model="{where}")\n'
+            f'generate = pipeline("text-generation", model={_quoted(where)})\n'
             f'print(generate("The", max_new_tokens={max(1, min(_NEW_TOKENS, room // 2))})[0]["generated_text"])\n'
         )
-    lines = [_import(model), "", f'model = {type(model).__name__}.from_pretrained("{where}")']
+    lines = [_import(model), "", f"model = {type(model).__name__}.from_pretrained({_quoted(where)})"]
     if processor is not None:
         name = _processor_class(processor)
         lines[0] = _merged([lines[0], f"from transformers import {name}"])
-        lines.append(f'{_role(processor)} = {name}.from_pretrained("{where}")')
+        lines.append(f"{_role(processor)} = {name}.from_pretrained({_quoted(where)})")
     return "\n".join(lines) + "\n"
 
 
@@ -48,27 +49,32 @@ def _adapter(model: Any, where: str, trainer: Any) -> str:
     name = config.base_model_name_or_path or getattr(getattr(base, "config", None), "_name_or_path", "")
     if not name:
         first = f"base = ...  # the {type(base).__name__} that the adapter was trained on"
-        return f'from peft import PeftModel\n\n{first}\nmodel = PeftModel.from_pretrained(base, "{where}")\n'
+        return f"from peft import PeftModel\n\n{first}\nmodel = PeftModel.from_pretrained(base, {_quoted(where)})\n"
     return (
         f"from peft import PeftModel\n{_import(base)}\n\n"
-        f'base = {type(base).__name__}.from_pretrained("{name}")\n'
-        f'model = PeftModel.from_pretrained(base, "{where}")\n'
+        f"base = {type(base).__name__}.from_pretrained({_quoted(name)})\n"
+        f"model = PeftModel.from_pretrained(base, {_quoted(where)})\n"
     )
 
 
 def _plain(model: Any, where: str) -> str:
     if Path(where).is_dir():
-        path = f'"{Path(where) / "model.safetensors"}"'
+        path = _quoted(str(Path(where) / "model.safetensors"))
         first = "from safetensors.torch import load_file\n\n"
     else:
-        path = f'hf_hub_download("{where}", "model.safetensors")'
+        path = f'hf_hub_download({_quoted(where)}, "model.safetensors")'
         first = "from huggingface_hub import hf_hub_download\nfrom safetensors.torch import load_file\n\n"
     return f"{first}weights = load_file({path})  # of a {type(model).__name__}: model.load_state_dict(weights)\n"
 
 
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _processor(trainer: Any) -> Any:
     """Return what Trainer saves beside the weights."""
-    return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    own = trainer.processing_class
+    return own if own is not None else getattr(trainer.data_collator, "tokenizer", None)
 
 
 def _processor_class(processor: Any) -> str:

@@ -268,6 +268,22 @@ def test_values_that_are_not_finite_are_no_results(tmp_path):
     assert metadata_of(run).eval_results is None and "model-index" not in card_of(run) and "| 2 | nan |" in card_of(run)
 
 
+def test_the_best_weights_have_their_own_result(tmp_path):
+    """With load_best_model_at_end the weights that stay are not those of the last evaluation."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    args = arguments(tmp_path, **BY_NAME, **{**EVALUATED, **settings}, greater_is_better=True)
+    run = evaluated(args)
+    run.train()
+    losses = {row["step"]: row["eval_loss"] for row in run.state.log_history if "eval_loss" in row}
+    best = max(losses, key=losses.get)
+    assert best == 2, "the loss falls, and greater counts as better"
+    assert metadata_of(run).eval_results[0].metric_value == losses[2]
+    assert "The weights are those of step 2, the best." in card_of(run)
+    loss = run.evaluate()["eval_loss"]
+    run.create_model_card()
+    assert metadata_of(run).eval_results[0].metric_value == loss == pytest.approx(losses[2])
+
+
 def test_the_base_of_a_fine_tuned_model_is_named(tmp_path):
     model = gpt2()
     model.config._name_or_path = "openai-community/gpt2"
