@@ -23,11 +23,14 @@ KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in _NOT_K
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def write(folder: Path, created_with: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]) -> Path:
+def write(
+    folder: Path, version: str, created_with: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+) -> Path:
     """Write mars.json into a folder; a kill leaves the earlier file or the new one.
 
     Args:
         folder: it exists.
+        version: of mars_hf.
         created_with: arguments of the call of `create`; those left out are kept with their defaults. None if no call
             of `create` gives this optimizer.
         groups: what trained each parameter group, for readers.
@@ -35,13 +38,11 @@ def write(folder: Path, created_with: Mapping[str, Any] | None, groups: Iterable
     Returns:
         The file.
     """
-    from mars_hf import __version__
-
     arguments = None
     if created_with is not None:
         given = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
         arguments = plain({name: given[name] for name in KEPT})
-    content = {"format": _FORMAT, "mars_hf": __version__, "create": arguments, "groups": list(groups)}
+    content = {"format": _FORMAT, "mars_hf": version, "create": arguments, "groups": list(groups)}
     path = folder / FILE
     write_whole(path, json.dumps(_as_json(content), indent=2) + "\n")
     return path

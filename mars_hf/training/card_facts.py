@@ -91,7 +91,7 @@ class Base(NamedTuple):
 def base_of(model: Any, facts: CardFacts) -> Base | None:
     """Return what a model was fine-tuned from, by the script or by its config; None for one from scratch."""
     config = getattr(base_model_of(model), "config", None)
-    name = facts.finetuned_from or getattr(config, "_name_or_path", None)
+    name = facts.finetuned_from or getattr(config, "name_or_path", None)
     if not name:
         return None
     return Base(name, True) if on_hub(name) else Base(Path(name).name, False)

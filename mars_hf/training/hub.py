@@ -94,9 +94,11 @@ def _method(trainer: Any, name: str) -> tuple[Callable[..., Any], Callable[[], A
 
 def save_settings(trainer: Any, folder: Path) -> None:
     """Write mars.json into a folder that exists, from the process that writes there, if MARS trains."""
+    from mars_hf import __version__
+
     mars = innermost(trainer.optimizer)
     if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir():
-        saved_settings.write(folder, mars.created_with, origins.trained_groups(mars))
+        saved_settings.write(folder, __version__, mars.created_with, origins.trained_groups(mars))
 
 
 def leave(trainer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from mars_hf.groups.saved_settings import write_whole
 
 FILE = "loss_curve.png"
+_HELD_OUT = re.compile(r"eval_(?:(.+)_)?loss")
 _FEWEST = 6  # points, below which there is no curve to see; drawing takes longer than the rest of a card
 
 
@@ -40,7 +42,8 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
         axes.plot(*zip(*train, strict=True), linewidth=1.2, color="#9ecae1", label="train")
     for index, (name, own) in enumerate(held_out.items()):
         color = "#08519c" if len(held_out) == 1 else f"C{index}"
-        label = "held out" if name == "eval_loss" else name.removeprefix("eval_").removesuffix("_loss")
+        found = _HELD_OUT.fullmatch(name)
+        label = found[1] if found and found[1] else "held out"
         axes.plot(*zip(*own, strict=True), marker="o", markersize=4, color=color, label=label)
         axes.annotate(f"{own[-1][1]:.3f}", own[-1], textcoords="offset points", xytext=(-4, 8), ha="right", color=color)
     axes.set(xlabel="step", ylabel="loss", title=title)
@@ -54,7 +57,7 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
 
 def is_held_out_loss(name: str) -> bool:
     """Return whether an entry of a log line is a loss of an evaluation."""
-    return name == "eval_loss" or (name.startswith("eval_") and name.endswith("_loss"))
+    return _HELD_OUT.fullmatch(name) is not None
 
 
 def points(history: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:

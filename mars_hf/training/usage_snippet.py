@@ -46,7 +46,7 @@ def snippet(trainer: Any) -> str:
 def _adapter(model: Any, where: str, trainer: Any) -> str:
     base = model.get_base_model()
     config = next(iter(model.peft_config.values()))
-    name = config.base_model_name_or_path or getattr(getattr(base, "config", None), "_name_or_path", "")
+    name = config.base_model_name_or_path or getattr(getattr(base, "config", None), "name_or_path", "")
     if not name:
         first = f"base = ...  # the {type(base).__name__} that the adapter was trained on"
         return f"from peft import PeftModel\n\n{first}\nmodel = PeftModel.from_pretrained(base, {_quoted(where)})\n"

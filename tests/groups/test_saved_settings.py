@@ -27,7 +27,7 @@ def settings_of(mars: mars_hf.Mars) -> list[dict]:
 
 
 def leave(folder, mars) -> None:
-    saved_settings.write(folder, mars.created_with, [])
+    saved_settings.write(folder, "0.1.0", mars.created_with, [])
 
 
 def as_json(groups: list[dict]) -> str:

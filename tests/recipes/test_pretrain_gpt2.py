@@ -248,6 +248,9 @@ def test_ddp_on_two_cpu_processes_gives_the_weights_of_one(tokens, tmp_path):
     assert_close_weights(tmp_path / "one", tmp_path / "ddp", bar=5e-5)
     one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "ddp"))
     assert one["tokens"] == two["tokens"]
+    card = (tmp_path / "ddp" / "README.md").read_text()
+    assert "| samples a step | 4 (2 a process × 2 processes) |" in card and "\n2 processes.\n" in card
+    assert "accelerate.commands.launch --config_file" in card  # the launcher's command, not that of its process
     assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
 
 
