@@ -39,7 +39,7 @@ def complete(data: Any, trainer: Any, facts: CardFacts, name: str, *, mars: bool
         if not tag.startswith(_OF_ADAPTERS) or card_facts.on_hub(tag.removeprefix(_OF_ADAPTERS))
     ]
     trained_on = card_facts.data_set(trainer.train_dataset, facts)
-    names = card_facts.listed(facts.dataset_tags) or [trained_on.hub_name]
+    names = card_facts.listed(facts.dataset_tags) or card_facts.listed(trained_on.hub_name)
     data.datasets = data.datasets or [name for name in names if card_facts.on_hub(name)] or None
     _complete_results(data, trainer, facts, name, task or "other")
 
