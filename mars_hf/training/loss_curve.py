@@ -46,7 +46,8 @@ def draw(history: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
         label = found[1] if found and found[1] else "held out"
         axes.plot(*zip(*own, strict=True), marker="o", markersize=4, color=color, label=label)
         axes.annotate(f"{own[-1][1]:.3f}", own[-1], textcoords="offset points", xytext=(-4, 8), ha="right", color=color)
-    axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title(title, fontsize=9)  # it names model, data and rule
     axes.grid(alpha=0.3)
     axes.legend()
     picture = io.BytesIO()
