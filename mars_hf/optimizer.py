@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from mars_hf import _compat
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
-from mars_hf.groups import matrix_layouts
+from mars_hf.groups import matrix_layouts, saved_settings
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_one_rate
@@ -158,6 +160,9 @@ class Mars(torch.optim.Optimizer):
     _is_made = False
     _matrices: Matrices | None = None
     _process_group: Any = None
+
+    # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
+    created_with: Mapping[str, Any] | None = None
 
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
@@ -593,9 +598,28 @@ def _full_precision(entries: Sequence[Entry]) -> Iterator[None]:
         yield
 
 
+_F = TypeVar("_F", bound=Callable[..., Mars])
+
+
+def _takes_up_settings(make: _F) -> _F:
+    """Let `create` take saved arguments as defaults, and its optimizer keep the arguments it was made with."""
+
+    @functools.wraps(make)
+    def create(model_or_params: Any, *, like: Any = None, **given: Any) -> Mars:
+        saved = {} if like is None else saved_settings.read(like)
+        arguments = saved_settings.normalized(saved | given)
+        mars = make(model_or_params, **arguments)
+        mars.created_with = {name: value for name, value in arguments.items() if name != "process_group"}
+        return mars
+
+    return create  # type: ignore[return-value]
+
+
+@_takes_up_settings
 def create(
     model_or_params: nn.Module | Iterable[Any],
     *,
+    like: str | os.PathLike[str] | None = None,
     no_decay: Iterable[str] = (),
     split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
     orthogonalize_embeddings: bool = False,
@@ -613,6 +637,10 @@ def create(
 
     Args:
         model_or_params: a module, or what `Mars` takes as `params`.
+        like: whose settings to take up, for continued pretraining: a folder with the mars.json of a run, or the name
+            of such a repository on the Hub. Arguments given here win, also over rates that mars.json has for vectors
+            and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `take_grad`,
+            `foreach`, `fused`, `capturable`, `process_group`). None takes the defaults.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`. Needs a
@@ -627,7 +655,7 @@ def create(
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
         ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing; what needs a model
-            with parameters, or a rule that orthogonalizes with another one.
+            with parameters, or a rule that orthogonalizes with another one; a `like` without settings that can be read.
     """
     reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
     options: dict[str, Any] = {

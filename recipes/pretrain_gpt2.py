@@ -26,7 +26,6 @@ from pretraining import (
     arguments,
     data,
     evaluation,
-    figures,
     folder_lock,
     identity,
     model,
@@ -44,6 +43,7 @@ from transformers import TrainerCallback, default_data_collator, set_seed
 
 import mars_hf
 from mars_hf.groups.summary import summary
+from mars_hf.training.card_facts import CardFacts
 
 
 @told("pretrain_gpt2.py")
@@ -110,6 +110,12 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
             *callbacks,
         ],
         run=start.run,
+        card_facts=CardFacts(
+            license=training.license,
+            dataset=source.name,
+            dataset_tags=source.name if "/" in source.name else None,  # files are named without their folder
+            tokens_per_sample=block,
+        ),
         resumed=start.manifest,
     )
     stopping = Stopping(trainer.accelerator)
@@ -168,10 +174,9 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
             "parameters": gpt2.num_parameters(),
             "groups": report.groups(trainer.optimizer.param_groups),
         }
-        name = run.optimizer.optimizer + (" (exact)" if approx is False else "")
-        title = f"GPT-2, {gpt2.num_parameters() / 1e6:.1f}M parameters, {source.name}, {name}"
-        figures.loss_curve(trainer.state.log_history, output / "loss_curve.png", title)
-        trainer.create_model_card()
+        results = {name: value for name in ("perplexity", "bits_per_byte") if (value := metrics[name]) is not None}
+        trainer.card_facts = dataclasses.replace(trainer.card_facts, results=results)
+        trainer.create_model_card()  # and the loss curve
         report.write(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
         _conclude(output, metrics)
     if training.push_to_hub:
@@ -227,7 +232,7 @@ def _conclude(output: Path, metrics: dict[str, Any]) -> None:
     print(f"perplexity        {metrics['perplexity']:.2f}")
     print(f"bits per byte     {metrics['bits_per_byte']:.4f}")
     print(f"tokens per second {metrics['tokens_per_second']:,.0f}")
-    print(f"checkpoint, metrics.json and loss_curve.png are in {output}")
+    print(f"checkpoint, model card and metrics.json are in {output}")
 
 
 if __name__ == "__main__":

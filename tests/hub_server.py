@@ -5,17 +5,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
 
 class HubServer:
-    """Use as a context manager; `url` is the endpoint, `files` the committed files, `requests` the requests."""
+    """Use as a context manager; `url` is the endpoint, `files` the committed files, `requests` the requests.
+
+    `repos` are the repositories that were created; they all have the same files, but those in `empty`.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
+        self.repos: set[str] = set()
+        self.empty: set[str] = set()
         self.requests: list[str] = []
         self.objects: dict[str, bytes] = {}
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -39,6 +49,25 @@ class HubServer:
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_OFFLINE": "0",
         }
+
+
+def mistakes_in(card: str) -> list[dict[str, str]]:
+    """Return what the Hub would refuse in a card's metadata: some of its rules."""
+    data = yaml.safe_load(card.split("---")[1])
+    found = _not_names("base_model", data.get("base_model")) + _not_names("datasets", data.get("datasets"))
+    if not re.fullmatch(r"[a-z0-9.+-]+", data.get("license", "mit")):
+        found.append(f'"license" must be one of apache-2.0, mit, ...: {data["license"]}')
+    for model in data.get("model-index", []):
+        for result in model["results"]:
+            if not (result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]):
+                found.append('"model-index" is not valid')
+            found += ['"model-index" is not valid' for metric in result["metrics"] if not metric["type"]]
+    return [{"message": message} for message in found]
+
+
+def _not_names(key: str, given: str | list[str] | None) -> list[str]:
+    values = [given] if isinstance(given, str) else given or []
+    return [f'"{key}" with value "{value}" is not valid' for value in values if not _NAME.fullmatch(value)]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = "/".join(filter(None, [asked.get("organization") or "me", asked["name"]]))
+            self.hub.repos.add(name)
             self._answer({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"})
         elif "/preupload/" in path:
             files = json.loads(body)["files"]
@@ -100,7 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
                 elif entry["key"] == "lfsFile":
                     self.hub.files[value["path"]] = self.hub.objects[value["oid"]]
             self._answer({"commitOid": "0" * 40, "commitUrl": f"{self.hub.url}/me/x/commit/{'0' * 40}"})
-        else:  # validate-yaml and the like
+        elif path == "/api/validate-yaml":
+            errors = mistakes_in(json.loads(body)["content"])
+            self._answer({"errors": errors, "warnings": []}, status=400 if errors else 200)
+        else:
             self._answer({"errors": [], "warnings": []})
 
     def do_PUT(self) -> None:
@@ -118,9 +151,12 @@ class _Handler(BaseHTTPRequestHandler):
             {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
             for name, data in self.hub.files.items()
         ]
+        repo = "/".join(path.removeprefix("/api/models/").removeprefix("/").split("/")[:2])
+        if repo not in self.hub.repos | self.hub.empty:
+            return self._answer({}, status=404, headers={"X-Error-Code": "RepoNotFound"})
         if "/resolve/" in path:
             name = path.split("/resolve/")[1].partition("/")[2]
-            if name not in self.hub.files:
+            if name not in self.hub.files or repo in self.hub.empty:
                 return self._answer({}, status=404, headers={"X-Error-Code": "EntryNotFound"})
             data = self.hub.files[name]
             headers = {"ETag": hashlib.sha256(data).hexdigest(), "X-Repo-Commit": "0" * 40}

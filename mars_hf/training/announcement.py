@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainingArguments
@@ -112,14 +112,10 @@ def saved_settings_that_win(mars: Mars) -> str | None:
     Loading an optimizer's state replaces the settings of its groups; loading a scheduler's state replaces its base
     rates. The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay this run's.
     """
-    changes: dict[str, None] = {}
-    for before, group in zip(origins.of(mars).groups, mars.param_groups, strict=False):
-        now = origins.settings(group)
-        for key, value in now.items():
-            if key == "betas" and "max_momentum" in group:  # a scheduler cycles them
-                continue
-            if key in before and not _same(before[key], value):
-                changes[f"{group['role']} {key}={_text(value)} (now given: {_text(before[key])})"] = None
+    changes = {
+        f"{group['role']} {key}={_text(now)} (now given: {_text(before)})": None
+        for group, key, before, now in origins.changes(mars)
+    }
     if not changes:
         return None
     return (
@@ -183,12 +179,6 @@ def _share_of_lr(mars: Mars, group: Mapping[str, Any]) -> float:
     if lr_1d is None or not lr:
         return lr_1d_ratio(group["mars_type"])
     return float(lr_1d / lr)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Iterable) and not isinstance(one, str):
-        return list(map(str, one)) == list(map(str, other))
-    return bool(one == other)
 
 
 def _text(value: Any) -> str:

@@ -8,17 +8,20 @@ metrics reach every tracker. `import mars_hf` imports it as soon as transformers
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import modelcard
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
+from mars_hf.groups import saved_settings
 from mars_hf.optimizer import Mars
-from mars_hf.training import announcement, guard
+from mars_hf.training import announcement, guard, hub
 from mars_hf.training import provenance as origins
 from mars_hf.training.guard import innermost
 
@@ -105,7 +108,8 @@ class DefaultMarsCallback(LastGradientCallback):
     """What every Trainer runs once this module is imported: inert unless the run is to step a Mars.
 
     It does all of LastGradientCallback's work in runs that step a Mars. It stops runs that were given a Mars, or asked
-    for one by factory or by name (`optim="mars_adamw"`), and would step another optimizer.
+    for one by factory or by name (`optim="mars_adamw"`), and would step another optimizer. It leaves a model card in
+    the output folder and mars.json wherever the Trainer saves weights.
     """
 
     _ahead_of_reporters = True
@@ -140,6 +144,27 @@ class DefaultMarsCallback(LastGradientCallback):
             self._mars = innermost(optimizer) if isinstance(innermost(optimizer), Mars) else None
         if self._mars is not None:
             _begin(self._mars, args, state, model, optimizer, lr_scheduler)
+            self._do(hub.attach)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write mars.json into a checkpoint of sharded weights, whose folder `save_model` has not made."""
+        folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if not (folder / saved_settings.FILE).exists():
+            self._do(hub.save_settings, folder)
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write what a push is to include: Trainer's pushes of checkpoints have no card."""
+        self._do(hub.leave)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the card and mars.json."""
+        self._do(hub.leave)
+
+    def _do(self, work: Callable[..., None], *given: Any) -> None:
+        """Call a function on the Trainer of a run with Mars."""
+        trainer = guard.calling_trainer() if self._mars is not None else None
+        if trainer is not None:
+            work(trainer, *given)
 
 
 def _begin(
@@ -150,6 +175,8 @@ def _begin(
     guard.require_stale_gradients(mars)
     if model is not None:
         guard.require_parameters(mars, model, flattened=flattened)
+    if state.global_step > 0:
+        origins.follow_checkpoint(mars)
     if not state.is_world_process_zero:
         return
     logger.warning(announcement.introduce(mars, args, flattened=flattened))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from mars_hf.groups.settings import GROUP_KEYS
+from mars_hf.distributed.placement import shape_of
+from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.groups.settings import GROUP_KEYS, lr_1d_ratio
 from mars_hf.optimizer import Mars
 
 # The loop owns the first two; loading a state checks the layout.
@@ -23,6 +26,7 @@ class Origin:
     Args:
         params: weak references to its parameters; an engine may put other tensors into the groups.
         sizes: number of parameters in each group.
+        elements: number of their elements in each group.
         groups: settings of each group.
         stated: names of the settings that the user gave, in the call or in TrainingArguments (`beta1` and `beta2`
             separately); None if `create` or `Mars` built it.
@@ -31,6 +35,7 @@ class Origin:
 
     params: tuple[weakref.ref[Tensor], ...]
     sizes: tuple[int, ...]
+    elements: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
     stated: frozenset[str] | None = None
     unset: Mapping[str, tuple[str, Any]] | None = None
@@ -57,6 +62,7 @@ def remember(
     _known[mars] = Origin(
         params=tuple(weakref.ref(param) for param in params),
         sizes=tuple(len(group["params"]) for group in mars.param_groups),
+        elements=tuple(sum(math.prod(shape_of(param)) for param in group["params"]) for group in mars.param_groups),
         groups=tuple(settings(group) for group in mars.param_groups),
         stated=None if stated is None else frozenset(stated),
         unset=unset,
@@ -76,8 +82,9 @@ def of(mars: Mars) -> Origin:
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters; `lr` is the rate that its schedule starts from."""
-    found = {key: group[key] for key in GROUP_KEYS if key in group and key not in _NOT_COMPARED}
+    """Return a group's hyperparameters; of those with a schedule (`lr`, `gamma`), what the schedule starts from."""
+    kept = (key for key in GROUP_KEYS if key in group and key not in _NOT_COMPARED)
+    found = {key: group.get(f"initial_{key}", group[key]) for key in kept}
     found["lr"] = rate(group)
     return found
 
@@ -85,3 +92,62 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def rate(group: Mapping[str, Any]) -> float:
     """Return a group's learning rate before its schedule: the peak if a scheduler records one."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+
+
+def changes(mars: Mars) -> Iterator[tuple[Mapping[str, Any], str, Any, Any]]:
+    """Yield group, setting, value at the start and value now, for each setting of a group that a checkpoint changed."""
+    for before, group in zip(of(mars).groups, mars.param_groups, strict=False):
+        for key, now in settings(group).items():
+            if key == "betas" and "max_momentum" in group:  # a scheduler cycles them
+                continue
+            if key in before and not _same(before[key], now):
+                yield group, key, before[key], now
+
+
+def follow_checkpoint(mars: Mars) -> None:
+    """Make the arguments that mars.json keeps those of the checkpoint just loaded, whose settings win."""
+    if mars.created_with is None:
+        return
+    arguments = dict(mars.created_with)
+    found: dict[str, list[Any]] = {}
+    for group, key, before, now in changes(mars):
+        found.setdefault(_argument(group, key, before, arguments), []).append(now)
+    if any(not _same(value, values[0]) for values in found.values() for value in values):
+        mars.created_with = None  # no call of create gives this
+        return
+    arguments |= {name: values[0] for name, values in found.items()}
+    if mars.created_with.get("lr_1d") is None and "lr_1d" in found:
+        kind, lr = mars.defaults["mars_type"], arguments.get("lr", mars.defaults["lr"])
+        if math.isclose(found["lr_1d"][0], lr * lr_1d_ratio(kind), rel_tol=1e-9):
+            del arguments["lr_1d"]
+    mars.created_with = arguments
+
+
+def _argument(group: Mapping[str, Any], key: str, before: Any, arguments: Mapping[str, Any]) -> str:
+    """Return the argument of `create` that gives a group this setting."""
+    of_embeddings = arguments.get("lr_embeddings")
+    if key == "lr" and group["role"] != "vector" and of_embeddings is not None and before == of_embeddings:
+        return "lr_embeddings"
+    if key in ("lr", "betas", "weight_decay") and not takes_mars(group):
+        return f"{key}_1d"
+    return key
+
+
+def trained_groups(mars: Mars) -> list[dict[str, Any]]:
+    """Return role, rule, number of parameters and settings of each group, for mars.json."""
+    elements = of(mars).elements
+    return [
+        {
+            "role": group["role"],
+            "rule": rule_of(group),
+            **({"parameters": elements[index]} if index < len(elements) else {}),
+            **settings(group),
+        }
+        for index, group in enumerate(mars.param_groups)
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Iterable) and not isinstance(one, str):
+        return list(map(str, one)) == list(map(str, other))
+    return bool(one == other)

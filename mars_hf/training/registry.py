@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mars_hf import _compat
+from mars_hf.groups import saved_settings
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -40,8 +41,8 @@ _ARGUMENT_NAMES = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-# layout is that of one matrix: a model has its own.
-_ACCEPTED = tuple(key for key in (*DEFAULTS, *PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout")
+# layout is that of one matrix: a model has its own. `like` names what other settings are taken from.
+_ACCEPTED = (*(key for key in (*DEFAULTS, *PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout"), "like")
 
 
 class MarsFactory:
@@ -95,7 +96,9 @@ class MarsFactory:
             mars = create(model, **resolved)  # type: ignore[arg-type]
         else:
             mars = _from_groups(groups, model or getattr(trainer, "model", None), resolved)
-        origins.remember(mars, stated=_flatten(settings, args), unset=_unset(settings, args))
+            mars.created_with = saved_settings.normalized(resolved)
+        stated = _stated(settings, args)
+        origins.remember(mars, stated=stated, unset=_unset(stated, args))
         return mars
 
 
@@ -111,15 +114,16 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
     Args:
         args: the TrainingArguments to read; None reads those of the Trainer, at the moment it makes the optimizer.
         **settings: any hyperparameter of `Mars`, option of `create` (`no_decay`, `split_fused`, ...), or `beta1`,
-            `beta2`, `beta1_1d`, `beta2_1d`.
+            `beta2`, `beta1_1d`, `beta2_1d`. `like` takes up saved settings, as in `create`; what TrainingArguments
+            state wins over them.
 
     Returns:
         A pair for `optimizer_cls_and_kwargs`.
 
     Raises:
         UnknownHyperparameterError: an unknown setting; the message lists the known ones.
-        ValueError: a value out of range; when the optimizer is made, a setting given here and differently in
-            TrainingArguments.
+        ValueError: a value out of range, a `like` without settings that can be read; when the optimizer is made, a
+            setting given here and differently in TrainingArguments.
     """
     resolve(settings, args)  # complain here, where the caller can see it
     return MarsFactory, ({"args": args} if args is not None else {}) | settings
@@ -127,7 +131,7 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
 
 def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
     """Return hyperparameters for `create` from settings and TrainingArguments; see `factory`."""
-    flat = _flatten(settings, args)
+    flat = _stated(settings, args)
     resolved = {key: value for key, value in flat.items() if key not in PAIR_KEYS}
     for key, (pair, index) in PAIR_KEYS.items():
         if key in flat:
@@ -138,10 +142,17 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict
     return resolved
 
 
+def _stated(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
+    """Return what the user has stated, saved settings included, with each beta for itself."""
+    like = settings.get("like")
+    saved = {} if like is None else _flatten(saved_settings.read(like), None)
+    return saved | _flatten(settings, args)
+
+
 def _flatten(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, Any]:
     """Return what the user has stated, here or in TrainingArguments, with each beta for itself."""
     reject_unknown(settings, _ACCEPTED, "mars_hf.factory")
-    flat = {key: value for key, value in settings.items() if key not in ("betas", "betas_1d")}
+    flat = {key: value for key, value in settings.items() if key not in ("betas", "betas_1d", "like")}
     for key, (pair, index) in PAIR_KEYS.items():
         if pair in settings:
             if key in settings:
@@ -169,11 +180,10 @@ def _flatten(settings: Mapping[str, Any], args: TrainingArguments | None) -> dic
     return flat
 
 
-def _unset(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, tuple[str, Any]]:
+def _unset(stated: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, tuple[str, Any]]:
     """Return the arguments that MARS's defaults stand in for, by our name: theirs and their value."""
     if args is None:
         return {}
-    stated = _flatten(settings, args)
     return {key: (name, getattr(args, name)) for name, key in _ARGUMENT_NAMES.items() if key not in stated}
 
 
@@ -213,7 +223,8 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Read settings from the strings of `TrainingArguments.optim_args`: "gamma=0.025,clip_threshold=none,beta1=0.9".
 
     Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
-    `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`; `matrix_ndim` is `ge2` or `eq2`.
+    `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`; `matrix_ndim` is `ge2` or `eq2`;
+    `like` is a folder or a repository.
 
     Raises:
         UnknownHyperparameterError: an unknown key; the message lists the known ones.
@@ -221,7 +232,7 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
     """
     accepted = [key for key in _ACCEPTED if key not in ("betas", "betas_1d")]
     reject_unknown(optim_args, accepted, "optim_args")
-    return {key: read(key, text) for key, text in optim_args.items()}
+    return {key: text if key == "like" else read(key, text) for key, text in optim_args.items()}
 
 
 def split_optim_args(text: str | None) -> dict[str, str]:
@@ -317,6 +328,12 @@ def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[st
 def _settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of a run that chose MARS by `optim` and `optim_args`."""
     settings = parse_optim_args(optim_args)
+    saved = saved_settings.read(settings["like"]).get("mars_type", mars_type) if "like" in settings else mars_type
+    if saved != mars_type:
+        raise ValueError(
+            f"optim={mars_type.replace('-', '_')!r} and like={settings['like']!r}, which was trained with {saved!r}, "
+            f"contradict each other; use optim={saved.replace('-', '_')!r}, or leave like out"
+        )
     if settings.setdefault("mars_type", mars_type) != mars_type:
         raise ValueError(
             f"optim={mars_type.replace('-', '_')!r} and mars_type={settings['mars_type']!r} contradict each other; "

@@ -81,7 +81,7 @@ class MarsTrainer(Trainer):
         self._is_training = False
         self._step_batches: list[Any] = []
         self._adopted: _Adopted | None = None
-        self._stale_pass = StalePass(self, self._clips_at)
+        self._stale_pass = StalePass(self, self.clips_at)
         super().__init__(*bound.args, **bound.kwargs)
         self.add_callback(StalePassCallback(self._stale_pass))
         if not self._nonfinite_callbacks():
@@ -168,9 +168,12 @@ class MarsTrainer(Trainer):
             for group in self._adopted.mars.param_groups:
                 group["take_grad"] = True
 
-    def _clips_at(self) -> float:
+    def clips_at(self) -> float:
         """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
-        own = None if self._adopted is None else self._adopted.max_grad_norm
+        mars = innermost(self.optimizer)
+        own = mars.max_grad_norm if isinstance(mars, Mars) else None
+        if self._adopted is not None:
+            own = self._adopted.max_grad_norm
         return self.args.max_grad_norm if own is None else own
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -185,11 +188,11 @@ class MarsTrainer(Trainer):
         if not isinstance(mars, Mars) or self._adopted is None or self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)
         if self._can_fold(mars, model):
-            mars.max_grad_norm = self._clips_at()
+            mars.max_grad_norm = self.clips_at()
             return mars.grad_norm
         mars.max_grad_norm = None
         given = self.args.max_grad_norm
-        self.args.max_grad_norm = self._clips_at()
+        self.args.max_grad_norm = self.clips_at()
         try:
             return super()._clip_grad_norm(model)
         finally:

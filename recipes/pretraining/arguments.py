@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -20,6 +21,7 @@ from pretraining.mistakes import Mistake, OneLine, one_line
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 OPTIMIZERS = ("mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon")
 
 
@@ -163,6 +165,18 @@ class PretrainingArguments(TrainingArguments):
     )
     sample_prompt: str = field(default="def ", metadata={"help": "What the sample at the end continues."})
     sample_tokens: int = field(default=96, metadata={"help": "Length of the sample; 0 for none."})
+    license: str | None = field(
+        default=None, metadata={"help": "Licence of the model for its card, as the Hub writes it: apache-2.0, mit."}
+    )
+
+    def __post_init__(self) -> None:
+        """Check the licence, which the Hub would refuse after the run."""
+        if self.license is not None and not _LICENSE.fullmatch(self.license):
+            raise ValueError(
+                f"--license {self.license!r} is not how the Hub writes licences; accepted: lower case without spaces, "
+                "such as apache-2.0, mit, cc-by-4.0, other"
+            )
+        super().__post_init__()
 
 
 class RunArguments(NamedTuple):

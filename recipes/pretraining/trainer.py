@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import mars_hf
 from mars_hf.training import hub
+from mars_hf.training.card_facts import CardFacts
 from pretraining import checkpoints
 from pretraining.run_folder import Run
 
@@ -43,13 +44,22 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
     Args:
         *args: see MarsTrainer.
         run: the run; checkpoints carry its id and settings.
+        card_facts: what the model card states besides what Trainer knows.
         resumed: manifest of the checkpoint that training goes on from; None for a new run.
         **kwargs: see MarsTrainer.
     """
 
-    def __init__(self, *args: Any, run: Run, resumed: checkpoints.Manifest | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        run: Run,
+        card_facts: CardFacts,
+        resumed: checkpoints.Manifest | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Build the Trainer; see the class."""
         super().__init__(*args, **kwargs)
+        self.card_facts = card_facts
         self._run = run
         self._resumed = resumed
         self._seconds_before = float(resumed.progress.get("seconds", 0.0)) if resumed else 0.0
@@ -58,10 +68,7 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self.add_callback(_Restoring(self))
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md beside the weights, so that every push includes it."""
-        if self.is_world_process_zero():
-            hub.write_model_card(self)
+    create_model_card = hub.create_model_card  # our card alone, with any optimizer
 
     def restore_progress(self) -> None:
         """Take up the sums of losses where the checkpoint left them."""

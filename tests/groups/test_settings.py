@@ -39,6 +39,7 @@ def arguments_of(function) -> dict:
     parameters = inspect.signature(function).parameters.values()
     found = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
     assert found.pop("process_group") is None  # of the process, not of a group
+    assert found.pop("like", None) is None  # where settings come from
     return found
 
 

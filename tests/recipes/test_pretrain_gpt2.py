@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pretrain_gpt2
 import pytest
 import torch
-from hub_server import HubServer
+from hub_server import HubServer, mistakes_in
+from huggingface_hub import ModelCard
 from PIL import Image
 from pretraining import data
 from safetensors.torch import load_file
@@ -102,6 +103,29 @@ def test_eval_loss_is_the_mean_over_held_out_blocks(finished, tokens):
         losses = [model(**{k: v[None] for k, v in blocks[i].items()}).loss.item() for i in range(8)]
     metrics = json.loads((finished / "metrics.json").read_text())
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+def test_the_card_states_data_budget_and_results(tmp_path, tokens):
+    metrics = run(tmp_path / "run", tokens, "--license", "apache-2.0", "--max_steps", "2", "--eval_steps", "2")
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    name = data.load(tokens).name
+    assert f"| training | {name} |" in card.text and "## License\n\napache-2.0\n" in card.text
+    assert "| tokens a step | 128 |" in card.text and "| tokens | 256 |" in card.text
+    assert f"| bits_per_byte | {metrics['bits_per_byte']:.4f} |" in card.text
+    results = {own.metric_type: own.metric_value for own in card.data.eval_results}
+    assert results == {key: metrics[own] for key, own in (("loss", "eval_loss"), *zip(OWN, OWN, strict=True))}
+    assert card.data.license == "apache-2.0" and {own.dataset_name for own in card.data.eval_results} == {name}
+    assert json.loads((tmp_path / "run" / "mars.json").read_text())["create"]["mars_type"] == "mars-adamw"
+
+
+OWN = ("perplexity", "bits_per_byte")
+
+
+def test_a_licence_that_the_hub_refuses_is_refused_before_the_run(tmp_path, tokens, capsys):
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", tokens, "--license", "Apache 2.0")
+    assert "--license 'Apache 2.0' is not how the Hub writes licences; accepted: lower" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_card_names_the_optimizer_and_its_settings(finished):
@@ -224,6 +248,9 @@ def test_ddp_on_two_cpu_processes_gives_the_weights_of_one(tokens, tmp_path):
     assert_close_weights(tmp_path / "one", tmp_path / "ddp", bar=5e-5)
     one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "ddp"))
     assert one["tokens"] == two["tokens"]
+    card = (tmp_path / "ddp" / "README.md").read_text()
+    assert "| samples a step | 4 (2 a process × 2 processes) |" in card and "\n2 processes.\n" in card
+    assert "accelerate.commands.launch --config_file" in card  # the launcher's command, not that of its process
     assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
 
 
@@ -238,6 +265,7 @@ def test_push_to_hub(tokens, tmp_path):
         pushed = ["--push_to_hub", "true", "--hub_model_id", "me/x", "--output_dir", str(tmp_path / "pushed")]
         launch(*argv, *pushed, config="single_cpu", **environment)
         assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json"} <= set(hub.files)
+        assert {"mars.json", "loss_curve.png"} <= set(hub.files) and mistakes_in(hub.files["README.md"].decode()) == []
         assert not any(name.endswith(("train.bin", "optimizer.pt")) for name in hub.files)
         card = hub.files["README.md"].decode()
         assert "# x" in card and "mars-adamw" in card and "| 0.025 |" in card

@@ -1,0 +1,213 @@
+"""mars.json, and the settings that create(like=...) takes up."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mars_hf
+from mars_hf.groups import saved_settings
+from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, SETTINGS
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(8, 4)
+        self.linear = nn.Linear(4, 4)
+
+
+def settings_of(mars: mars_hf.Mars) -> list[dict]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
+
+
+def leave(folder, mars) -> None:
+    saved_settings.write(folder, "0.1.0", mars.created_with, [])
+
+
+def as_json(groups: list[dict]) -> str:
+    return json.dumps(groups, default=str).replace("torch.", "")  # a dtype, or its name
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "mars.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | changes))
+
+
+# Every setting that is kept, each with a value that is not its default.
+OTHERS = {
+    **{"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1, "gamma": 0.05, "is_approx": False},
+    **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
+    **{"weight_decay_1d": 0.01, "matrix_ndim": "==2", "second_moment": "gradient", "last_grad_dtype": torch.bfloat16},
+    **{"state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3, "no_decay": ["*wte*"]},
+}
+ORTHOGONAL = {
+    **{"mars_type": "mars-m", "ns_steps": 2, "ns_coefficients": [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]},
+    **{"ns_dtype": torch.float32, "orthogonalize_embeddings": True, "adamw": ["linear.weight"]},
+    "split_fused": {"linear.weight": [2, 2]},
+}
+
+
+def test_the_examples_name_every_setting_that_is_kept():
+    assert OTHERS.keys() | ORTHOGONAL.keys() == set(saved_settings.KEPT)
+    assert set(SETTINGS) - set(saved_settings.KEPT) == {
+        *("max_grad_norm", "take_grad", "foreach", "fused", "capturable", "layout")
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
+def test_like_makes_the_same_optimizer(tmp_path, settings):
+    first = mars_hf.create(Tiny(), **settings)
+    leave(tmp_path, first)
+    second = mars_hf.create(Tiny(), like=tmp_path)
+    assert as_json(settings_of(second)) == as_json(settings_of(first))
+
+
+def test_every_default_is_written_so_that_a_later_version_takes_them_too(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny()))
+    created = json.loads((tmp_path / "mars.json").read_text())["create"]
+    defaults = {**DEFAULTS, **MODEL_DEFAULTS}
+    assert created == json.loads(json.dumps({name: defaults[name] for name in saved_settings.KEPT}))
+
+
+@pytest.mark.parametrize("given", [{"gamma": 0.0}, {"no_decay": []}, {"lr_embeddings": None}, {"betas": (0.5, 0.6)}])
+def test_arguments_win_over_saved_settings(tmp_path, given):
+    leave(tmp_path, mars_hf.create(Tiny(), **OTHERS))
+    mars = mars_hf.create(Tiny(), like=tmp_path / "mars.json", **given)
+    assert settings_of(mars) == settings_of(
+        mars_hf.create(Tiny(), **{**OTHERS, "last_grad_dtype": "bfloat16", **given})
+    )
+
+
+def test_vectors_follow_a_new_rate_unless_theirs_was_stated(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny(), lr=2e-3))
+    assert mars_hf.create(Tiny(), like=tmp_path, lr=1e-3).param_groups[1]["lr"] == 5e-4
+    leave(tmp_path, mars_hf.create(Tiny(), lr=2e-3, lr_1d=1e-3))
+    assert mars_hf.create(Tiny(), like=tmp_path, lr=1e-3).param_groups[1]["lr"] == 1e-3
+
+
+def test_what_the_loop_and_the_machine_decide_is_not_taken_up(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny(), max_grad_norm=1.0, take_grad=True, foreach=True, fused=False))
+    mars = mars_hf.create(Tiny(), like=str(tmp_path))
+    assert mars.max_grad_norm is None and mars.param_groups[0]["foreach"] is mars.param_groups[0]["fused"] is None
+    assert not mars.param_groups[0]["take_grad"]
+
+
+def test_what_like_took_up_is_kept_again(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny(), gamma=0.05))
+    again = tmp_path / "again"
+    again.mkdir()
+    leave(again, mars_hf.create(Tiny(), like=tmp_path, lr=1e-3))
+    assert {"gamma": 0.05, "lr": 1e-3}.items() <= mars_hf.create(Tiny(), like=again).param_groups[0].items()
+
+
+def test_plain_parameters_take_settings_too(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny().parameters(), gamma=0.05))
+    assert mars_hf.create(Tiny().parameters(), like=tmp_path).param_groups[0]["gamma"] == 0.05
+    leave(tmp_path, mars_hf.create(Tiny(), no_decay=["*wte*"]))
+    with pytest.raises(ValueError, match="plain parameters have neither names nor modules"):
+        mars_hf.create(Tiny().parameters(), like=tmp_path)
+
+
+def test_values_that_json_has_no_word_for_are_written_as_plain_ones(tmp_path):
+    patterns = iter(["*wte*"])  # read once, by create
+    mars = mars_hf.create(Tiny(), lr=torch.tensor(2e-3), gamma=np.float64(0.05), no_decay=patterns)
+    leave(tmp_path, mars)
+    created = json.loads((tmp_path / "mars.json").read_text())["create"]
+    assert created["lr"] == pytest.approx(2e-3) and created["gamma"] == 0.05 and created["no_decay"] == ["*wte*"]
+
+
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
+    leave(tmp_path, mars_hf.create(Tiny(), gamma=0.05))
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        leave(tmp_path, mars_hf.create(Tiny(), gamma=0.1))
+    assert os.listdir(tmp_path) == ["mars.json"]
+    assert mars_hf.create(Tiny(), like=tmp_path).param_groups[0]["gamma"] == 0.05
+
+
+# --- what cannot be taken up ------------------------------------------------------------------------------------------
+
+
+def refusal(like) -> str:
+    with pytest.raises(ValueError) as raised:
+        mars_hf.create(Tiny(), like=like)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("create", "line"),
+    [
+        ({"lr": "fast"}, "lr='fast' is not a number; accepted: a finite number >= 0"),
+        ({"betas": [0.9]}, "betas=[0.9] is not a pair"),
+        ({"lr": True}, "lr=True is not a number"),
+        ({"is_approx": 1}, "is_approx=1 is not a bool"),
+        ({"mars_type": "mars-x"}, "mars_type='mars-x' is unknown; accepted: 'mars-adamw'"),
+        ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is unknown"),
+        ({"ns_coefficients": {"a": 1}}, "ns_coefficients={'a': 1} is unknown"),
+        ({"no_decay": "*"}, "no_decay='*' is not a list of patterns"),
+        ({"adamw": [1]}, "adamw=[1] is not a list of patterns"),
+        ({"split_fused": 3}, "split_fused=3 is unknown; accepted: 'auto', 'none'"),
+        ({"split_fused": {"a": ["b"]}}, "split_fused={'a': ['b']} is unknown"),
+        ({"warp": 9}, "is of mars_hf 9.1; create: unknown 'warp'; accepted are lr, "),
+        ({"max_grad_norm": 1.0}, "unknown 'max_grad_norm'"),
+        ([1, 2], "create=[1, 2] is not an object of settings"),
+        (None, "holds no arguments of create: the optimizer was made as Mars(params)"),
+    ],
+)
+def test_a_file_with_other_values_is_refused_in_one_line(tmp_path, create, line):
+    leave(tmp_path, mars_hf.create(Tiny()))
+    edit(tmp_path, create=create, mars_hf="9.1")
+    found = refusal(tmp_path)
+    assert found.startswith(f"like='{tmp_path}': its mars.json") and line in found
+
+
+def test_an_unknown_setting_says_what_to_do(tmp_path):
+    leave(tmp_path, mars_hf.create(Tiny()))
+    edit(tmp_path, create={"warp": 9})
+    assert refusal(tmp_path).endswith("; upgrade mars_hf")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is none of mars_hf"),
+        ('{"lr": 1}', "is none of mars_hf"),
+        ('{"format": 2, "create": {}, "mars_hf": "9.1"}', "of mars_hf 9.1, has format 2; this mars_hf reads format 1"),
+        ("[" * 100_000, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, text, line):
+    (tmp_path / "mars.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert line in refusal(tmp_path)
+
+
+def test_an_optimizer_made_by_hand_keeps_no_arguments(tmp_path):
+    leave(tmp_path, mars_hf.Mars(Tiny().parameters(), lr=1e-3))
+    assert json.loads((tmp_path / "mars.json").read_text())["create"] is None
+    assert "give those settings yourself" in refusal(tmp_path)
+
+
+def test_a_place_without_settings_is_named(tmp_path):
+    assert "the folder has no mars.json, which Trainer leaves" in refusal(tmp_path)
+    assert "no such folder, and not a name on the Hub (user/name)" in refusal(tmp_path / "nowhere")
+    assert "is no path; accepted: a folder" in refusal(5)
+
+
+def test_offline_and_not_in_the_cache_is_one_line(monkeypatch, tmp_path):
+    """The tests run with HF_HUB_OFFLINE=1."""
+    line = refusal("nobody/nothing")
+    assert "no such folder, and the Hub cannot be reached for nobody/nothing" in line and "HF_HUB_OFFLINE" in line
