@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mars_hf.groups.settings import MARS_TYPES
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, PAIR_KEYS
 from mars_hf.groups.suggestions import AdamW, Suggestion, half_life, suggest
 
 HELP = "suggest learning rates, betas and decays for MARS from those of AdamW"
@@ -72,34 +73,44 @@ def run(options: argparse.Namespace) -> str:
     moved = adamw.at_batch(ratio)
     if options.json:
         return _as_json(moved, found)
-    lines = [f"AdamW, as tuned{_at(before)}: {_settings_of(adamw)}"]
+    tuned = f", tuned at {before:,} tokens a step" if before else ""
+    lines = [f"AdamW{tuned}: {_settings_of(adamw)}"]
     if ratio != 1:
-        lines.append(f"AdamW, moved{_at(there)}: {_settings_of(moved)}")
+        lines.append(f"AdamW, moved to {there:,} tokens a step: {_settings_of(moved)}")
     lines += [_half_lives(moved, there), "", *_table(found)]
     if width is None and not options.rule:
         lines += ["", "mars-shampoo's update depends on the width of the model: add --width or --model"]
     for rule, suggestion in found.items():
-        lines += ["", rule, *(f"  {form}" for form in forms(suggestion.settings))]
+        lines += ["", rule, *(f"  {line}" for form in forms(suggestion.settings) for line in form.splitlines())]
     return "\n".join(lines)
 
 
 def forms(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as arguments of a command line, and as a call of `create`."""
-    optim = settings["mars_type"].replace("-", "_")
-    own = {"beta1": settings["betas"][0], "beta2": settings["betas"][1], "gamma": settings["gamma"]}
-    own |= {"lr_1d": settings["lr_1d"], "beta1_1d": settings["betas_1d"][0], "beta2_1d": settings["betas_1d"][1]}
-    own |= {"weight_decay_1d": settings["weight_decay_1d"]}
-    given = ",".join(f"{name}={_text(name, value)}" for name, value in own.items())
-    shared = [f"--{name} {_text(key, settings[key])}" for name, key in _TRAINING_ARGUMENTS.items()]
-    keywords = [f'mars_type="{settings["mars_type"]}"']
-    keywords += [f"{name}={_text(name, value)}" for name, value in settings.items() if name != "mars_type"]
+    """Return settings as arguments of a command line, and as a call of `create`, without those at their defaults."""
+    rule, lr, decay = (settings[name] for name in ("mars_type", "lr", "weight_decay"))
+    own = {name: settings[pair][index] for name, (pair, index) in PAIR_KEYS.items()}
+    own |= {name: settings[name] for name in ("lr_1d", "gamma", "weight_decay_1d")}
+    usual = {name: DEFAULTS[pair][index] for name, (pair, index) in PAIR_KEYS.items()}
+    arguments = ",".join(_stated(own, {**DEFAULTS, **usual}))
+    keywords = _stated({name: value for name, value in settings.items() if name != "mars_type"}, DEFAULTS)
+    # No line breaks inside pairs.
+    words = [f'mars_type="{rule}"', *(keyword.replace(" ", "\N{NO-BREAK SPACE}") for keyword in keywords)]
+    lines = textwrap.wrap(", ".join(["model", *words]), 100, break_long_words=False, break_on_hyphens=False)
+    call = "\n".join(f"  {line}" for line in lines).replace("\N{NO-BREAK SPACE}", " ")
+    shared = f"--learning_rate {_text('lr', lr)} --weight_decay {_text('decay', decay)}"
     return [
-        " ".join([f"--optim {optim}", *shared, f"--optim_args {given}"]),
-        f"mars_hf.create(model, {', '.join(keywords)})",
+        f"--optim {rule.replace('-', '_')} {shared} \\\n  --optim_args {arguments}",
+        f"mars_hf.create(\n{call}\n)",
     ]
 
 
-_TRAINING_ARGUMENTS = {"learning_rate": "lr", "weight_decay": "weight_decay"}
+def _stated(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    texts = {name: _text(name, value) for name, value in values.items()}
+    return [
+        f"{name}={text}"
+        for name, text in texts.items()
+        if defaults[name] is None or text != _text(name, defaults[name])
+    ]
 
 
 def _tokens(text: str) -> int:
@@ -140,10 +151,6 @@ def _text(name: str, value: Any) -> str:
     if name.startswith("beta"):
         return f"{round(value, 2 - math.floor(math.log10(1 - value))):.15g}"
     return f"{value:.3g}"
-
-
-def _at(tokens: int | None) -> str:
-    return f" at {tokens:,} tokens a step" if tokens else ""
 
 
 def _settings_of(adamw: AdamW) -> str:

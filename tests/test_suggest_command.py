@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -46,11 +47,11 @@ def test_the_table_has_a_row_per_rule(capsys):
 @pytest.mark.parametrize("rule", MARS_TYPES)
 @pytest.mark.parametrize("batch", ["1024", "65536", "524288", "8388608"])
 def test_both_forms_make_the_same_optimizer(rule, batch, capsys, tmp_path):
-    *_, command, call = printed(
-        capsys, *BASIC, "--adamw-batch-tokens", batch, "--adamw-betas", "0.9", "0.999", "--rule", rule
-    ).splitlines()
+    text = printed(capsys, *BASIC, "--adamw-batch-tokens", batch, "--adamw-betas", "0.9", "0.999", "--rule", rule)
+    command, call = text[text.index("  --optim ") :].split("  mars_hf.create")
+    call = f"mars_hf.create{call}"
     mars_hf.register()
-    words = command.split()
+    words = shlex.split(command.replace("\\\n", " "))
     given = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
     args = TrainingArguments(
         str(tmp_path),
@@ -90,8 +91,8 @@ def test_without_a_batch_half_lives_are_in_steps(capsys):
 
 def test_another_batch_shows_where_adamw_went(capsys):
     text = printed(capsys, *BASIC, "--adamw-batch-tokens", "131072", "--rule", "mars-lion")
-    assert "AdamW, as tuned at 131,072 tokens a step: lr 0.0003, betas (0.9, 0.95), weight decay 0.1\n" in text
-    assert "AdamW, moved at 524,288 tokens a step: lr 0.0006, betas (0.656, 0.815), weight decay 0.2\n" in text
+    assert "AdamW, tuned at 131,072 tokens a step: lr 0.0003, betas (0.9, 0.95), weight decay 0.1\n" in text
+    assert "AdamW, moved to 524,288 tokens a step: lr 0.0006, betas (0.656, 0.815), weight decay 0.2\n" in text
     assert "first moment 862K" in text  # 6.5788 * 131072
 
 

@@ -8,22 +8,23 @@ import pytest
 import torch
 
 import mars_hf
-from mars_hf.groups.settings import MARS_TYPES
+from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
 from mars_hf.groups.suggestions import AdamW, half_life, suggest, update_rms
 
 ADAMW = AdamW(3e-4)
 WIDTH = 32
 # Newton-Schulz leaves singular values of a root mean square of 0.85 to 0.95, by shape, and 0.9 is assumed.
-TOLERANCES = {"mars-adamw": 0.03, "mars-lion": 0.03, "mars-shampoo": 0.07, "mars-m": 0.07}
+TOLERANCES = {"mars-adamw": 0.03, "mars-lion": 0.03, "mars-shampoo": 0.08, "mars-m": 0.08}
 # The matrices of a transformer's block.
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
 
 
-def updates(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, std: float = 1e-4) -> float:
-    """Return the RMS of the last updates, lr included, from gradients that are independent from step to step.
+def updates(optimizer: torch.optim.Optimizer) -> float:
+    """Return the RMS of late updates, lr included, from gradients that are independent from step to step.
 
-    They are small, so that the clip of MARS does not act.
+    They are small, so that the clip of MARS does not act. Orthogonalized updates have their size from the first step.
     """
+    steps, warmup, std = (8, 2, 1e-4) if optimizer.defaults.get("mars_type") in ORTHOGONAL_TYPES else (100, 70, 1e-4)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     squares = elements = 0.0
     for step in range(steps):
@@ -41,8 +42,8 @@ def matrices() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
 
 
-def mars(rule: str, adamw: AdamW = ADAMW, **given) -> mars_hf.Mars:
-    settings = suggest(rule, adamw, width=WIDTH, **given).settings
+def mars(rule: str, adamw: AdamW = ADAMW) -> mars_hf.Mars:
+    settings = suggest(rule, adamw, width=WIDTH).settings
     return mars_hf.Mars(matrices(), **{**settings, "eps": 1e-12, "weight_decay": 0.0})
 
 
@@ -59,8 +60,8 @@ def seed():
 @pytest.mark.parametrize("rule", MARS_TYPES)
 def test_updates_are_as_large_as_those_of_adamw(rule, betas):
     adamw = AdamW(3e-4, betas)
-    theirs = updates(torch_adamw(adamw), steps=100, warmup=70)
-    ours = updates(mars(rule, adamw), steps=100, warmup=70)
+    theirs = updates(torch_adamw(adamw))
+    ours = updates(mars(rule, adamw))
     assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
 
 
@@ -69,7 +70,7 @@ def test_updates_are_as_large_as_those_of_adamw(rule, betas):
 def test_the_size_of_an_update_is_the_predicted_one(rule, gamma):
     beta1 = 0.95
     optimizer = mars_hf.Mars(matrices(), 1e-3, (beta1, 0.99), eps=1e-12, gamma=gamma, mars_type=rule)
-    measured = updates(optimizer, steps=100, warmup=70) / 1e-3
+    measured = updates(optimizer) / 1e-3
     predicted = update_rms(rule, beta1=beta1, gamma=gamma, width=WIDTH)
     assert measured == pytest.approx(predicted, rel=TOLERANCES[rule])
 
@@ -79,26 +80,25 @@ def test_the_size_of_an_update_is_the_predicted_one(rule, gamma):
 def test_another_batch_moves_weights_as_far_for_the_same_tokens(rule, ratio):
     """Compare the random walks over as many tokens as 200 steps at AdamW's batch have."""
 
-    def walk(optimizer: torch.optim.Optimizer, steps: int) -> float:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for _ in range(steps):
-            for param in params:
-                param.grad = torch.randn_like(param) * 1e-4
+    def walk(batch_ratio: float) -> float:
+        settings = suggest(rule, ADAMW, batch_ratio=batch_ratio, width=WIDTH).settings
+        param = torch.nn.Parameter(torch.zeros(48, 48))
+        extra = {"eps": 1e-12, "weight_decay": 0.0, "ns_dtype": "float32"}
+        optimizer = mars_hf.Mars([param], **{**settings, **extra})
+        for _ in range(int(200 / batch_ratio)):
+            param.grad = torch.randn_like(param) * 1e-4
             optimizer.step()
-        square = sum(float(param.detach().square().sum()) for param in params)
-        return math.sqrt(square / sum(param.numel() for param in params))
+        return float(param.detach().square().mean().sqrt())
 
-    at_once = walk(mars(rule), 200)
-    assert walk(mars(rule, batch_ratio=ratio), int(200 / ratio)) == pytest.approx(at_once, rel=0.15)
+    assert walk(ratio) == pytest.approx(walk(1.0), rel=0.15)
 
 
 @pytest.mark.parametrize("rule", MARS_TYPES)
 def test_half_lives_are_those_of_adamw_in_tokens(rule):
-    orthogonal = rule in ("mars-shampoo", "mars-m")
     for ratio in (0.125, 1.0, 2.0, 8.0):
         settings = suggest(rule, ADAMW, batch_ratio=ratio, width=WIDTH).settings
         first, second = (half_life(beta) * ratio for beta in settings["betas"])
-        assert first == pytest.approx(6.5788 * (2 if orthogonal else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
+        assert first == pytest.approx(6.5788 * (2 if rule in ORTHOGONAL_TYPES else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
         assert second == pytest.approx(13.5134, rel=1e-4)  # 0.95 ** 13.5134 = 0.5
         assert half_life(settings["betas_1d"][0]) * ratio == pytest.approx(6.5788, rel=1e-4)
 
@@ -112,7 +112,7 @@ def test_the_same_batch_keeps_the_betas():
 
 @pytest.mark.parametrize("rule", MARS_TYPES)
 def test_weights_decay_as_fast_as_under_adamw_in_tokens(rule):
-    """Compare weights without gradients after the tokens of 100 steps of AdamW, at several batches."""
+    """Compare weights without gradients after the tokens of 20 steps of AdamW, at several batches."""
 
     def decayed(make, steps: int, **settings) -> float:
         param = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
@@ -122,10 +122,10 @@ def test_weights_decay_as_fast_as_under_adamw_in_tokens(rule):
             optimizer.step()
         return 1 - float(param.detach().mean())
 
-    theirs = decayed(torch.optim.AdamW, 100, lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
+    theirs = decayed(torch.optim.AdamW, 20, lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
     for ratio in (0.5, 1.0, 10.0):
         settings = suggest(rule, ADAMW, batch_ratio=ratio, width=WIDTH).settings
-        assert decayed(mars_hf.Mars, int(100 / ratio), **settings) == pytest.approx(theirs, rel=1e-3)
+        assert decayed(mars_hf.Mars, int(20 / ratio), **settings) == pytest.approx(theirs, rel=1e-3)
 
 
 def test_the_correction_keeps_its_strength():
