@@ -200,6 +200,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python -m mars_hf to_universal out/checkpoint-500/global_step500 out/checkpoint-500/global_step500_universal": (
         converts
     ),
+    "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
         "step.json",
