@@ -28,8 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 
 RESULTS = ROOT / "benchmarks" / "results" / "update_rms.json"
-OPTIMIZERS = ("adamw", "mars_adamw", "mars_shampoo", "mars_m")
 STEPS, WARMUP = 100, 50
+COMMON = f"--max_steps {STEPS} --warmup_steps {WARMUP} --cpu_threads 1 --eval_on_start false".split()
+COMMON += "--eval_strategy no --sample_tokens 0 --disable_tqdm true".split()
+# The last one has AdamW's half-life for the first moment, in place of twice that.
+RUNS = [("adamw", []), ("mars_adamw", []), ("mars_shampoo", []), ("mars_m", []), ("mars_m", ["--beta1", "0.9"])]
 
 
 class Meter:
@@ -94,21 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    common = [
-        "--max_steps",
-        str(STEPS),
-        "--warmup_steps",
-        str(WARMUP),
-        "--cpu_threads",
-        "1",
-        "--eval_on_start",
-        "false",
-    ]
-    common += ["--eval_strategy", "no", "--sample_tokens", "0", "--disable_tqdm", "true"]
-    rows = [measure(optimizer, common, after=WARMUP) for optimizer in OPTIMIZERS]
-    # Twice the half-life of AdamW's first moment, or the same?
-    rows.append(measure("mars_m", [*common, "--beta1", "0.9"], after=WARMUP))
-    options.output.write_text(json.dumps({"machine": machine.describe(), "runs": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    for optimizer, settings in RUNS:
+        rows.append(measure(optimizer, [*COMMON, *settings], after=WARMUP))
+        options.output.write_text(json.dumps({"machine": machine.describe(), "runs": rows}, indent=1) + "\n")
     for row in rows:
         print(row["optimizer"], {kind: round(value, 4) for kind, value in row["rms"].items()}, row["eval_loss"])
 

@@ -136,11 +136,12 @@ def _width(model: Path) -> int:
         raise ValueError(f"--model {str(model)!r}: {path.name}: {error.strerror}; give the model's folder") from None
     except ValueError:
         raise ValueError(f"--model {str(model)!r}: {path.name} is not JSON; give --width") from None
-    places = [config, config.get("text_config")] if isinstance(config, dict) else []
-    for place in places:
-        for key in _WIDTH_KEYS if isinstance(place, dict) else ():
-            if isinstance(place.get(key), int) and place[key] > 0:
-                return int(place[key])
+    whole = config if isinstance(config, dict) else {}
+    text = whole.get("text_config")  # of models with several towers
+    for part in (whole, text if isinstance(text, dict) else {}):
+        for key in _WIDTH_KEYS:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return int(part[key])
     raise ValueError(f"--model {str(model)!r}: {path.name} has none of {', '.join(_WIDTH_KEYS)}; give --width")
 
 
@@ -178,7 +179,7 @@ def _short(number: float) -> str:
 
 
 def _table(found: Mapping[str, Suggestion]) -> Iterable[str]:
-    rows = [("rule", *_COLUMNS)]
+    rows: list[tuple[str, ...]] = [("rule", *_COLUMNS)]
     for rule, suggestion in found.items():
         values = {**suggestion.settings, "lr_embeddings": suggestion.lr_embeddings}
         rows.append((rule, *(_text(name, values[name]) for name in _COLUMNS)))
