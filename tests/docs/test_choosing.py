@@ -9,10 +9,11 @@ import statistics
 
 import pytest
 import tune_embedded
+import update_rms as measuring
 from pages import PAGES, blocks, commands
 
 from mars_hf.__main__ import main
-from mars_hf.groups.suggestions import AdamW, suggest, update_rms
+from mars_hf.groups.suggestions import AdamW, first_moment_rms, suggest, update_rms
 
 WIDTH = 128
 # Rule, its sweep at the rate of vectors and embeddings that is best, the sweep at AdamW's rate for them, AdamW's betas.
@@ -63,3 +64,16 @@ def test_the_sizes_of_updates_are_the_predicted_ones():
     assert f"| {near:.3f} at `beta1` 0.9, {far:.3f} at 0.95 |" in text
     assert f"| {update_rms('mars-shampoo', beta1=0.95, gamma=0.025, width=768):.3f} at width 768 |" in text
     assert f"| `0.2 s` | {update_rms('mars-m', beta1=0.95, gamma=0.025):.2g} |" in text
+
+
+@pytest.mark.parametrize(
+    ("index", "beta1", "tolerance"), [(0, 0.9, 0.4), (1, 0.9, 0.4), (2, 0.95, 0.03), (3, 0.95, 0.03)]
+)
+def test_the_sizes_on_the_default_job_are_those_measured(index, beta1, tolerance):
+    row = json.loads(measuring.RESULTS.read_text())["runs"][index]
+    rule = row["optimizer"].replace("_", "-")
+    predicted = first_moment_rms(beta1) if rule == "adamw" else update_rms(rule, beta1=beta1, gamma=0.025, width=WIDTH)
+    measured = row["rms"]["matrices"]
+    assert measured == pytest.approx(predicted, rel=tolerance)
+    shown = f"| {rule} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.2f} |"
+    assert shown in PAGES["choosing.md"].read_text(encoding="utf-8").splitlines()
