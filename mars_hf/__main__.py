@@ -5,6 +5,8 @@ Processes that the script starts know MARS too, so that launchers such as `trl s
 `python -m mars_hf configs`: the folder of the launch configs for `accelerate launch --config_file`.
 
 `python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER`: a DeepSpeed checkpoint for another number of processes.
+
+`python -m mars_hf suggest --adamw-lr LR`: settings of MARS from those of AdamW.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
+from mars_hf import suggest_command
+
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw ...
   python -m mars_hf run $(which trl) sft --optim mars_adamw ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
-  python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal"""
+  python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
+  python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,12 +54,20 @@ def main(argv: list[str] | None = None) -> None:
     convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
+    suggestions = commands.add_parser("suggest", help=suggest_command.HELP)
+    suggest_command.add_arguments(suggestions)
     command = parser.parse_args(argv)
     if command.command == "configs":
         folder = _launch_configs()
         if not folder.is_dir():
             parser.error(f"{folder}: no such folder; this installation lacks the launch configs, install mars_hf again")
         print(folder)
+        return
+    if command.command == "suggest":
+        try:
+            print(suggest_command.run(command))
+        except ValueError as error:
+            suggestions.error(str(error))
         return
     if command.command == "to_universal":
         from mars_hf.universal import to_universal

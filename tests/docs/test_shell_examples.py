@@ -252,6 +252,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_adamw --output_file runs/evaluation.json": (
         evaluates
     ),
+    "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
         "step.json",
