@@ -87,14 +87,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "deepspeed, on parameters",
         "_hp_mapping",
-        "deepspeed 0.18.3 to 0.19.8",
+        "deepspeed 0.18.4 to 0.19.8",
         "Flat tensors of ZeRO-1/2 cannot be explained: the run stops.",
     ),
-    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18.3 to 0.19.8", "As `_hp_mapping`."),
+    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18.4 to 0.19.8", "As `_hp_mapping`."),
     PrivateName(
         "deepspeed, on parameters",
         "_z3_optimizer",
-        "deepspeed 0.18.3 to 0.19.8",
+        "deepspeed 0.18.4 to 0.19.8",
         "Flat tensors of ZeRO-3 cannot be explained: the run stops.",
     ),
     PrivateName(
@@ -173,25 +173,25 @@ CHECKPOINT_CLASSES = {
         PrivateName(
             "deepspeed.runtime.fp16.loss_scaler",
             "LossScaler",
-            "deepspeed 0.18.3 to 0.19.8",
+            "deepspeed 0.18.4 to 0.19.8",
             "No ZeRO checkpoint can be converted; nor is a universal one read.",
         ),
         PrivateName(
             "deepspeed.runtime.fp16.loss_scaler",
             "DynamicLossScaler",
-            "deepspeed 0.18.3 to 0.19.8",
+            "deepspeed 0.18.4 to 0.19.8",
             "As `LossScaler`, for training in float16.",
         ),
         PrivateName(
             "deepspeed.runtime.zero.config",
             "ZeroStageEnum",
-            "deepspeed 0.18.3 to 0.19.8",
+            "deepspeed 0.18.4 to 0.19.8",
             "No ZeRO checkpoint can be converted.",
         ),
         PrivateName(
             "deepspeed.utils.tensor_fragment",
             "fragment_address",
-            "deepspeed 0.18.3 to 0.19.8",
+            "deepspeed 0.18.4 to 0.19.8",
             "No checkpoint of ZeRO-1 or 2 can be converted.",
         ),
     )
@@ -382,17 +382,18 @@ def add_enum_member(enum: Any, value: str) -> None:
         raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
 
 
-_DEEPSPEED_FLOOR = (0, 18, 3)
+# Below 0.18.3 ZeRO-2 is wrong for every loop; 0.18.3 divides by the accumulation steps after Trainer has done so.
+_DEEPSPEED_FLOOR = (0, 18, 4)
 
 
 def refuse_old_deepspeed() -> None:
-    """Raise RuntimeError if the DeepSpeed that trains is one whose ZeRO-2 gives wrong gradients to any optimizer."""
+    """Raise RuntimeError if the DeepSpeed that trains is one whose ZeRO gives wrong gradients to any optimizer."""
     module = sys.modules.get("deepspeed")
     version = str(getattr(module, "__version__", ""))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if numbers and numbers < _DEEPSPEED_FLOOR:
         floor = ".".join(map(str, _DEEPSPEED_FLOOR))
         raise RuntimeError(
-            f"DeepSpeed {version} trains wrong weights under ZeRO-2, whatever the optimizer; pip install "
+            f"DeepSpeed {version} trains wrong weights under ZeRO, whatever the optimizer; pip install "
             f"'deepspeed>={floor}'"
         )
