@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
     from mars_hf.training.registry import factory, register
     from mars_hf.training.tracking import TrackingProbe
-    from mars_hf.training.trainer import MarsTrainer
+    from mars_hf.training.trainer import MarsTrainer, with_mars
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "create",
     "factory",
     "register",
+    "with_mars",
 ]
 
 # Loaded when first used: they need transformers, which takes seconds to import.
@@ -37,6 +38,7 @@ _LAZY = {
     "TrackingProbe": "training.tracking",
     "factory": "training.registry",
     "register": "training.registry",
+    "with_mars": "training.trainer",
 }
 
 

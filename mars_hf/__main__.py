@@ -1,6 +1,7 @@
 """`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered.
 
-Processes that the script starts know MARS too, so that launchers such as `trl sft` work.
+`Trainer` is MarsTrainer there: the script has exact MARS (`--optim_args is_approx=false`), clipping inside the step and
+the optimizer it hands over. So it is in processes that the script starts, such as those of `trl sft`.
 
 `python -m mars_hf configs`: the folder of the launch configs for `accelerate launch --config_file`.
 
@@ -24,7 +25,7 @@ from mars_hf import suggest_command
 
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
-  python -m mars_hf run -m trl.scripts.sft --optim mars_adamw ...
+  python -m mars_hf run -m trl.scripts.sft --optim mars_adamw --optim_args is_approx=false ...
   python -m mars_hf run $(which trl) sft --optim mars_adamw ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _Parser(prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser(
-        "run", help="run a script with --optim mars_adamw, mars_lion, mars_shampoo and mars_m", add_help=False
+        "run", help="run a script with --optim mars_adamw, ..., and all of MarsTrainer", add_help=False
     )
     run.add_argument("-h", "--help", action="help")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -86,8 +87,10 @@ def main(argv: list[str] | None = None) -> None:
 
     from mars_hf.training import child_processes
     from mars_hf.training.registry import register
+    from mars_hf.training.script_trainer import replace_trainer
 
     register()
+    replace_trainer()
     child_processes.inherit(os.environ)
     sys.argv = [command.script, *command.arguments]
     if command.module:

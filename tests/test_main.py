@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import helpers
 import pytest
+from transformers import TrainingArguments, default_data_collator
 
+import mars_hf
 from mars_hf.__main__ import main
 
 TESTS = Path(__file__).parent
@@ -33,7 +38,15 @@ SCRIPT = """
         row = trainer.state.log_history[0]
         print("RAN", own.greeting, type(trainer.optimizer).__name__, trainer.optimizer.param_groups[0]["gamma"],
               "mars/update_rms" in row, sys.argv[0])
+        print("WEIGHTS", [param.double().sum().item() for param in trainer.model.parameters()])
 """
+
+
+@pytest.fixture(autouse=True)
+def changes_nothing_here(monkeypatch):
+    """Commands that run in this process leave Trainer and the environment of later children as they are."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr("mars_hf.training.script_trainer.replace_trainer", lambda: None)
 
 
 @pytest.fixture
@@ -61,6 +74,43 @@ def test_a_script_runs_unmodified(script, tmp_path):
     finished = run("-m", "mars_hf", "run", str(script), *script_arguments(tmp_path))
     assert finished.returncode == 0, finished.stderr
     assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["alone", "started by a script", "torchrun"])
+def test_a_script_has_all_of_mars_trainer(script, tmp_path, way):
+    """Exact MARS, with clipping: the weights are those of MarsTrainer."""
+    argv = [word.replace("gamma=0.05", "gamma=0.05,is_approx=false") for word in script_arguments(tmp_path)]
+    argv += ["--max_grad_norm", "0.01", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
+    launch = ["-m", "mars_hf", "run", str(script)]
+    if way == "started by a script":
+        starter = tmp_path / "starter.py"
+        starter.write_text("import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]], check=True)\n")
+        launch = ["-m", "mars_hf", "run", str(starter), str(script)]
+    if way == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", *launch]
+    finished = run(*launch, *argv)
+    assert finished.returncode == 0, finished.stderr
+    (found,) = [line.removeprefix("WEIGHTS ") for line in finished.stdout.splitlines() if line.startswith("WEIGHTS ")]
+
+    mars_hf.register()
+    own = {"optim": "mars_adamw", "optim_args": "gamma=0.05,is_approx=false", "learning_rate": 1e-2}
+    args = TrainingArguments(
+        str(tmp_path / "own"),
+        max_steps=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        max_grad_norm=0.01,
+        lr_scheduler_type="constant",
+        **own,
+    )
+    trainer = mars_hf.MarsTrainer(
+        helpers.gpt2(), args, train_dataset=helpers.Blocks(), data_collator=default_data_collator
+    )
+    trainer.train()
+    expected = [param.double().sum().item() for param in trainer.model.parameters()]
+    assert json.loads(found) == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def test_every_public_name_is_there():
     assert set(mars_hf.__all__) == {
         *("LastGradientCallback", "Mars", "MarsTrainer", "NonFiniteCallback", "NonFiniteError"),
         "TrackingProbe",
-        *("create", "factory", "register"),
+        *("create", "factory", "register", "with_mars"),
     }
     for name in mars_hf.__all__:
         assert getattr(mars_hf, name).__doc__

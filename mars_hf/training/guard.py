@@ -78,7 +78,7 @@ def require_stale_gradients(mars: Mars) -> None:
     if mars.is_exact and not mars.expects_stale_gradients:
         raise RuntimeError(
             "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer in "
-            "its place, or is_approx=True"
+            "its place, mars_hf.with_mars(...) for a subclass, python -m mars_hf run for a script, or is_approx=True"
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from mars_hf import _compat
@@ -175,16 +176,18 @@ class StalePass:
     def _commit(self, mars: Mars) -> None:
         """Clip the stale gradients like ordinary ones and make them the optimizer's last gradients."""
         trainer = self._trainer
-        params = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
-        gradients = [param.grad for param in params if param.grad is not None]
+        clipped = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
+        known = {id(param) for param in clipped}
+        own = [param for group in mars.param_groups for param in group["params"] if param.grad is not None]
+        params = [*clipped, *(param for param in own if id(param) not in known)]  # with the weights of a loss
         scaler = trainer.accelerator.scaler
         if scaler is not None:
-            torch._foreach_mul_(gradients, 1 / scaler.get_scale())
+            torch._foreach_mul_(_gradients(params), 1 / scaler.get_scale())
         limit = self._max_grad_norm()
-        norm: Any = nn.utils.get_total_norm(gradients)
+        norm: Any = nn.utils.get_total_norm(_gradients(clipped))
         self.norm = norm.full_tensor() if dtensors.is_dtensor(norm) else norm
         if limit > 0:
-            nn.utils.clip_grads_with_norm_(params, limit, norm)
+            nn.utils.clip_grads_with_norm_(clipped, limit, norm)
         if scaler is not None:
             self._overflows = self.norm
         mars.update_previous_grad()
@@ -202,6 +205,10 @@ class StalePass:
         ):
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
+
+
+def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
 
 
 class StalePassCallback(TrainerCallback):

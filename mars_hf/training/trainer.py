@@ -1,33 +1,15 @@
-"""A Trainer for MARS: it keeps the given optimizer under every engine, and runs exact MARS."""
+"""MarsTrainer, and the same for every other class of trainers."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
 
-import torch
-from transformers import Trainer
-from transformers.trainer_callback import TrainerCallback
+from transformers.trainer import Trainer
 
-from mars_hf.distributed.replicas import note_wrapper
-from mars_hf.optimizer import Mars
-from mars_hf.training import provenance as origins
-from mars_hf.training.callbacks import LastGradientCallback
-from mars_hf.training.guard import innermost
-from mars_hf.training.nonfinite import NonFiniteCallback
-from mars_hf.training.stale_pass import StalePass, StalePassCallback
+from mars_hf.training.trainer_with_mars import TrainerWithMars
 
 
-class _Adopted(NamedTuple):
-    """An optimizer, with the settings that MarsTrainer changes while it trains."""
-
-    mars: Mars
-    max_grad_norm: float | None
-    take_grad: list[bool]
-    expects_stale_gradients: bool
-
-
-class MarsTrainer(Trainer):
+class MarsTrainer(TrainerWithMars, Trainer):
     """Keep the optimizer given to transformers.Trainer, and run exact MARS.
 
     Trainer drops `optimizers=(optimizer, scheduler)` under DeepSpeed and refuses it under FSDP. MarsTrainer uses that
@@ -51,186 +33,43 @@ class MarsTrainer(Trainer):
     Raises:
         ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which build others;
             or Mars and TrainingArguments have different values of `max_grad_norm`.
-        NotImplementedError: exact MARS under DeepSpeed; raised when training starts.
+        NotImplementedError: exact MARS under DeepSpeed, or in a trainer that generates its batches; raised when
+            training starts.
         NonFiniteError: too many steps in a row with a non-finite loss or gradient; raised in training.
 
     Source of the exact form: Algorithms 1 and 2 of arXiv 2411.10438.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build the Trainer; see the class."""
-        signature = inspect.signature(super().__init__)  # Trainer's, or that of a class in between, such as trl's
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        if "optimizers" not in signature.parameters:  # a class in between that passes on unknown arguments
-            given = next(
-                (value for value in given.values() if isinstance(value, dict) and "optimizers" in value), given
-            )
-        kept: tuple[Any, Any] = given.pop("optimizers", None) or (None, None)
-        self._kept_optimizer, self._kept_scheduler = kept
-        if self._kept_optimizer is not None:
-            for name in ("model_init", "optimizer_cls_and_kwargs"):
-                if given.get(name) is not None:
-                    raise ValueError(
-                        f"optimizers=({type(self._kept_optimizer).__name__}, ...) and {name} are both given, and each "
-                        "would make the optimizer; with model_init use optimizer_cls_and_kwargs=mars_hf.factory(...)"
-                    )
-        if isinstance(self._kept_optimizer, Mars):
-            given["callbacks"] = _guarded(given.get("callbacks"), self._kept_optimizer)
-            origins.remember(self._kept_optimizer)
-        self._is_training = False
-        self._step_batches: list[Any] = []
-        self._adopted: _Adopted | None = None
-        self._stale_pass = StalePass(self, self.clips_at)
-        super().__init__(*bound.args, **bound.kwargs)
-        self.add_callback(StalePassCallback(self._stale_pass))
-        if not self._nonfinite_callbacks():
-            self.add_callback(NonFiniteCallback())
 
-    @property
-    def in_stale_pass(self) -> bool:
-        """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
-        return self._stale_pass.running
+def with_mars(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Return a class of trainers with everything that MarsTrainer adds to Trainer.
 
-    @property
-    def step_batches(self) -> list[Any]:
-        """Return the micro-batches of the current step, as the data loader gave them."""
-        return self._step_batches
+    `with_mars(Trainer)` is MarsTrainer. The class is a subclass of `trainer_class`, takes its arguments and keeps its
+    overrides: they run inside of what MARS adds. A trainer that overrides `_clip_grad_norm` clips itself, before the
+    step. `class Mine(MarsTrainer, SFTTrainer)` and `class Mine(SFTTrainer, MarsTrainer)` have the same methods.
 
-    @property
-    def stale_grad_norm(self) -> torch.Tensor | None:
-        """Return the norm of this step's stale gradient, before clipping; None where a step has none."""
-        return self._stale_pass.norm
+    Args:
+        trainer_class: `transformers.Trainer` or a subclass, such as trl's `SFTTrainer` or `Seq2SeqTrainer`.
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does; the optimizer is afterwards set as it was handed over."""
-        self._is_training = True
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self._is_training = False
-            for callback in self._nonfinite_callbacks():
-                callback.detach()
-            self._stale_pass.forget()
-            self._step_batches = []
-            self._give_back()
+    Returns:
+        The same class for the same argument; `trainer_class` itself if it has MARS already.
 
-    def _nonfinite_callbacks(self) -> list[Any]:
-        # By name: a reloaded module (a notebook's autoreload) makes a new class.
-        known = self.callback_handler.callbacks
-        return [own for own in known if NonFiniteCallback.__name__ in [kind.__name__ for kind in type(own).__mro__]]
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the given optimizer, or the one that Trainer builds."""
-        if self.optimizer is None and self._kept_optimizer is not None:
-            self.optimizer = self._kept_optimizer
-        optimizer = super().create_optimizer(model)
-        mars = innermost(optimizer)
-        if isinstance(mars, Mars) and self._is_training and self._adopted is None:
-            self._adopt(mars)
-        return optimizer
-
-    def _adopt(self, mars: Mars) -> None:
-        """Apply, for one call of `train()`, the settings of a Mars that only the owner of the loop may use."""
-        if mars.is_exact and self.is_deepspeed_enabled:
-            raise NotImplementedError(
-                "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and exact "
-                "MARS needs two; use DDP or FSDP2, or is_approx=True"
-            )
-        own, given = mars.max_grad_norm, self.args.max_grad_norm
-        unset = given == type(self.args).__dataclass_fields__["max_grad_norm"].default
-        if own is not None and given != own and (not unset or self.is_deepspeed_enabled):
-            raise ValueError(
-                f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
-                + (", in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "")
-            )
-        take_grad = [group["take_grad"] for group in mars.param_groups]
-        self._adopted = _Adopted(mars, own, take_grad, mars.expects_stale_gradients)
-        mars.expects_stale_gradients = mars.is_exact
-        if own is not None:  # off until a step in which it can clip
-            mars.max_grad_norm = None
-        self._take_gradients()
-
-    def _give_back(self) -> None:
-        """Restore the settings of an adopted optimizer."""
-        if self._adopted is None:
-            return
-        adopted, self._adopted = self._adopted, None
-        mars = adopted.mars
-        mars.expects_stale_gradients = adopted.expects_stale_gradients
-        mars.max_grad_norm = adopted.max_grad_norm
-        for index, group in enumerate(mars.param_groups):
-            group["take_grad"] = adopted.take_grad[min(index, len(adopted.take_grad) - 1)]  # some groups may be new
-
-    def _take_gradients(self) -> None:
-        """Turn `take_grad` on in every group, new ones included."""
-        if self._adopted is not None:
-            for group in self._adopted.mars.param_groups:
-                group["take_grad"] = True
-
-    def clips_at(self) -> float:
-        """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
-        mars = innermost(self.optimizer)
-        own = mars.max_grad_norm if isinstance(mars, Mars) else None
-        if self._adopted is not None:
-            own = self._adopted.max_grad_norm
-        return self.args.max_grad_norm if own is None else own
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the given scheduler, or the one that Trainer builds."""
-        if self.lr_scheduler is None and self._kept_scheduler is not None:
-            self.lr_scheduler = self._kept_scheduler
-        return super().create_scheduler(num_training_steps, optimizer)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        """Leave clipping to the step if it can clip; the returned tensor holds the norm after the step."""
-        mars = innermost(self.optimizer)
-        if not isinstance(mars, Mars) or self._adopted is None or self.is_deepspeed_enabled:
-            return super()._clip_grad_norm(model)
-        if self._can_fold(mars, model):
-            mars.max_grad_norm = self.clips_at()
-            return mars.grad_norm
-        mars.max_grad_norm = None
-        given = self.args.max_grad_norm
-        self.args.max_grad_norm = self.clips_at()
-        try:
-            return super()._clip_grad_norm(model)
-        finally:
-            self.args.max_grad_norm = given
-
-    def _can_fold(self, mars: Mars, model: Any) -> bool:
-        # Exact MARS clips two gradients, and both the same way.
-        if mars.is_exact or self.accelerator.scaler is not None:
-            return False
-        known = {id(param) for group in mars.param_groups for param in group["params"]}
-        return all(id(param) in known for param in model.parameters() if param.grad is not None)
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._step_batches = batches
-        self._stale_pass.hold(batches, num_items)
-        return batches, num_items
-
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of a micro-batch."""
-        self._take_gradients()
-        note_wrapper(model)
-        with self._stale_pass.micro_batch():
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log like Trainer, but not from the stale pass: once per batch."""
-        if not self.in_stale_pass:
-            super().log(logs, *args, **kwargs)
+    Raises:
+        TypeError: not a class of trainers.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(
+            f"with_mars({trainer_class!r}): give a class of trainers, transformers.Trainer or a subclass of it; an "
+            "instance cannot be changed afterwards"
+        )
+    if issubclass(trainer_class, TrainerWithMars):
+        return trainer_class
+    if trainer_class not in _combined:
+        namespace = {"__doc__": f"{trainer_class.__name__} with MARS; see mars_hf.MarsTrainer.", "__module__": __name__}
+        made = type(f"Mars{trainer_class.__name__}", (TrainerWithMars, trainer_class), namespace)
+        made.__signature__ = inspect.signature(trainer_class)  # type: ignore[attr-defined]
+        _combined[trainer_class] = made
+    return _combined[trainer_class]
 
 
-def _guarded(callbacks: list[Any] | None, optimizer: Mars) -> list[TrainerCallback | type[TrainerCallback]]:
-    """Return the callbacks, with a LastGradientCallback added if there is none."""
-    callbacks = list(callbacks or [])
-    for callback in callbacks:
-        kind = callback if isinstance(callback, type) else type(callback)
-        # By name too: a reloaded module (a notebook's autoreload) makes a new class.
-        if issubclass(kind, LastGradientCallback) or kind.__name__ == LastGradientCallback.__name__:
-            return callbacks
-    return [*callbacks, LastGradientCallback(optimizer)]
+_combined: dict[type, type[Trainer]] = {Trainer: MarsTrainer}

@@ -128,15 +128,18 @@ def test_a_child_that_cannot_import_mars_hf_says_so_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("below", ["on its own", "below a run"])
 @pytest.mark.parametrize(
     "first",
     [
         "import mars_hf; mars_hf.register()",
         "from mars_hf import MarsTrainer",
         "import transformers.trainer, mars_hf",
+        "import mars_hf.training.callbacks",
+        "from transformers import Seq2SeqTrainer",
     ],
 )
-def test_the_trainer_module_runs_once_whatever_is_imported_first(first):
+def test_the_trainer_module_runs_once_whatever_is_imported_first(first, below):
     """The hook's action imported a half-initialized module, failed, and Python ran transformers.trainer again."""
     code = f"""
         import sys
@@ -150,9 +153,21 @@ def test_the_trainer_module_runs_once_whatever_is_imported_first(first):
         sys.addaudithook(count)
         {first}
         from transformers.trainer import DEFAULT_CALLBACKS
-        print(len(runs), [callback.__name__ for callback in DEFAULT_CALLBACKS].count("DefaultMarsCallback"))
+        own = [callback.__name__ for callback in DEFAULT_CALLBACKS].count("DefaultMarsCallback")
+        from transformers import Seq2SeqTrainer, Trainer
+        print(len(runs), own, Trainer.__name__, "MarsTrainer" in [kind.__name__ for kind in Seq2SeqTrainer.__mro__])
     """
+    environment = dict(os.environ)
+    if below == "below a run":
+        child_processes.inherit(environment)
     finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
     )
-    assert finished.stdout.split() == ["1", "1"], finished.stderr
+    expected = ["MarsTrainer", "True"] if below == "below a run" else ["Trainer", "False"]
+    own = "1" if below == "below a run" or "mars_hf" in first else "0"
+    assert finished.stdout.split() == ["1", own, *expected], finished.stderr

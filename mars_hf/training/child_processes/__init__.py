@@ -13,7 +13,7 @@ FOLDER = str(Path(__file__).resolve().parent)
 
 
 def inherit(environment: MutableMapping[str, str]) -> None:
-    """Make `--optim mars_adamw` and the other names known to processes started with this environment.
+    """Give processes started with this environment `--optim mars_adamw`, the other names, and MarsTrainer.
 
     Args:
         environment: changed in place, such as `os.environ`; PYTHONPATH keeps its entries.

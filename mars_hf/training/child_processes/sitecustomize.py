@@ -55,8 +55,9 @@ def _run_hidden() -> None:
 
 # Loaded from its file: importing it from mars_hf would import torch.
 _after_import = _load("_mars_hf_import_hooks", os.path.join(_PACKAGE, "training", "import_hooks.py")).after_import
-# Three steps, because transformers.trainer imports the other two modules during its own import.
+# In steps, because transformers.trainer imports the first two modules during its own import.
 _after_import("transformers.training_args", lambda: _call("mars_hf.training.registry", "add_names"))
 _after_import("transformers.trainer_optimizer", lambda: _call("mars_hf.training.registry", "add_handlers"))
 _after_import("transformers.trainer", lambda: _call("mars_hf.training.callbacks"))  # importing it installs
+_after_import("transformers.trainer", lambda: _call("mars_hf.training.script_trainer", "replace_trainer"))
 _run_hidden()

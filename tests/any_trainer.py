@@ -1,0 +1,129 @@
+"""Train any class of trainers with MARS, and in straight lines: autograd's gradients, the rest in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from reference import Reference
+from torch import Tensor, nn
+
+import mars_hf
+
+STEPS = 3
+LR, LR_1D = 1e-2, 5e-3
+SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.05}
+
+
+def straight_line(
+    weights: dict[str, nn.Parameter],
+    loss: Callable[[Any], Tensor],
+    batches: list[Any],
+    *,
+    exact: bool,
+    clipped: set[str],
+) -> None:
+    """Train in place: autograd's gradients of `loss`, the rest in float64.
+
+    Args:
+        weights: what is trained, by name.
+        loss: of a batch.
+        batches: one a step.
+        exact: whether the last gradient is computed on this step's batch.
+        clipped: names of the weights in the global norm, which is limited to 1.
+    """
+    rules = {
+        name: Reference(param, rule="mars-adamw", **SETTINGS)
+        if param.ndim > 1
+        else Reference(param, rule="adamw", lr=LR_1D, betas=(0.9, 0.95), eps=SETTINGS["eps"])
+        for name, param in weights.items()
+    }
+    before: dict[str, Tensor] = {}
+    for batch in batches:
+        now = {name: rule.x for name, rule in rules.items()}
+        stale = gradients(weights, before, loss, batch, clipped) if exact and before else {}
+        current = gradients(weights, now, loss, batch, clipped)
+        before = now
+        for name in current:
+            rule = rules[name]
+            zero = torch.zeros_like(rule.x) if exact else None
+            rule.step(current[name], stale.get(name, zero))
+            rule.x = rule.x.float().double()
+    place(weights, {name: rule.x for name, rule in rules.items()})
+
+
+def gradients(
+    weights: dict[str, nn.Parameter],
+    at: dict[str, Tensor],
+    loss: Callable[[Any], Tensor],
+    batch: Any,
+    clipped: set[str],
+) -> dict[str, Tensor]:
+    place(weights, at)
+    found = torch.autograd.grad(loss(copy.deepcopy(batch)), list(weights.values()), allow_unused=True)
+    named = {name: gradient.double() for name, gradient in zip(weights, found, strict=True) if gradient is not None}
+    norm = torch.stack([named[name].square().sum() for name in named if name in clipped]).sum().sqrt()
+    factor = min(1.0, 1 / (norm.item() + 1e-6))
+    return {name: gradient * (factor if name in clipped else 1.0) for name, gradient in named.items()}
+
+
+def place(weights: dict[str, nn.Parameter], at: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in weights.items():
+            param.copy_(at[name])
+
+
+def apart(found: dict[str, nn.Parameter], expected: dict[str, nn.Parameter], start: dict[str, Tensor]) -> float:
+    """Return the largest difference, relative to the farthest that a weight has moved.
+
+    Adam's steps are of one size; weights whose gradient is 0 but for rounding move by chance, and hardly.
+    """
+    moved = {name: (weight.detach() - start[name]).abs().max().item() for name, weight in expected.items()}
+    assert all(torch.equal(found[name], start[name]) for name in moved if moved[name] == 0)  # weights without use
+    farthest = max(moved.values())
+    assert sorted(moved.values())[len(moved) // 2] > farthest / 5
+    return max((found[name] - expected[name]).abs().max().item() for name in moved) / farthest
+
+
+def trained(trainer: Any) -> dict[str, nn.Parameter]:
+    """Return what a trainer trains, by name: the model, and weights of a loss."""
+    loss = getattr(trainer, "loss", None)
+    named = {param: f"0.{name}" for name, param in trainer.model.named_parameters()}
+    if isinstance(loss, nn.Module):
+        named = {param: f"1.{name}" for name, param in loss.named_parameters()} | named  # a loss may hold the model
+    return {name: param for param, name in named.items() if param.requires_grad}
+
+
+def hold_to_straight_lines(make: Callable[..., Any], kind: type, *, exact: bool, bar: float = 2e-4) -> Any:
+    """Train with `with_mars(kind)`, and in straight lines with the losses of a plain `kind`; return the trainer.
+
+    Args:
+        make: returns a trainer of a class, always with the same weights and data.
+        kind: the class.
+        exact: whether MARS is exact.
+        bar: on the difference, relative to the farthest that a weight has moved.
+    """
+    run = make(mars_hf.with_mars(kind), lambda params: optimizer_of(params, exact))
+    found = trained(run)
+    start = {name: param.detach().clone() for name, param in found.items()}
+    run.train()
+    plain = make(kind, lambda params: torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    expected = trained(plain)
+    rows = iter(plain.get_train_dataloader())
+    batches = [plain.get_batch_samples(rows, 1, plain.args.device) for _ in range(STEPS)]
+    plain.model.train()
+    straight_line(
+        expected,
+        lambda step: plain.compute_loss(plain.model, plain._prepare_inputs(step[0][0]), num_items_in_batch=step[1]),
+        batches,
+        exact=exact,
+        clipped={name for name in expected if name.startswith("0.")},
+    )
+    assert apart(found, expected, start) < bar
+    return run
+
+
+def optimizer_of(params: Any, exact: bool) -> mars_hf.Mars:
+    return mars_hf.Mars(params, **SETTINGS, lr_1d=LR_1D, clip_threshold=1.0, is_approx=not exact)
