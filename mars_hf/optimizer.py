@@ -162,6 +162,7 @@ class Mars(torch.optim.Optimizer):
     _order: Order | None = None
     _stale_gradients_given = False
     _is_made = False
+    _was_trainable = False
     _matrices: Matrices | None = None
     _process_group: Any = None
 
@@ -248,6 +249,7 @@ class Mars(torch.optim.Optimizer):
                 super().add_param_group(part)
                 for key in KEYS_1D:
                     self.param_groups[-1].pop(key)
+                self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -396,7 +398,8 @@ class Mars(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient or state MARS cannot use; raised before anything is changed.
+            RuntimeError: a gradient or state MARS cannot use, or all parameters have been frozen since the optimizer
+                was made; raised before anything is changed.
         """
         loss = None
         if closure is not None:
@@ -408,6 +411,7 @@ class Mars(torch.optim.Optimizer):
             locator, _ = self._helpers()
             placements = locate(self.param_groups, locator, self.max_grad_norm)
             if not entries and not placements:
+                self._reject_frozen()
                 self._stand_aside()
                 return loss
         with _full_precision(entries):
@@ -416,6 +420,17 @@ class Mars(torch.optim.Optimizer):
             buckets = [fill_bucket(recipe, self.param_groups, entries, placements) for recipe in recipes]
             self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
         return loss
+
+    def _reject_frozen(self) -> None:
+        """Raise RuntimeError if every parameter has been frozen since it was added."""
+        if self._was_trainable and not any(
+            param.requires_grad for group in self.param_groups for param in group["params"]
+        ):
+            raise RuntimeError(
+                "no parameter of this optimizer requires a gradient any more: all were frozen after it was made "
+                "(another adapter was made active, LoRA was applied). Make the optimizer from the model as it is "
+                "trained, with mars_hf.create(model, ...), or leave step() out while its parameters are frozen"
+            )
 
     def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
         """Return how the step before sorted its tensors, if these look the same; None if they do not."""

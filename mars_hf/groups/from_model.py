@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mars_hf import _compat
 from mars_hf.distributed.placement import shape_of
-from mars_hf.groups import heads, matrix_layouts
+from mars_hf.groups import adapters, heads, matrix_layouts
 from mars_hf.groups.param_rules import Rule, assign
 from mars_hf.groups.roles import role_of
 from mars_hf.groups.settings import ORTHOGONAL_TYPES
@@ -30,7 +30,8 @@ _NORM_MODULES = (
 
 _NORM_CLASS_NAME = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
-_BIAS_NAME = re.compile(r"(?:^|[._])bias$")
+# Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
+_VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
 
 _NO_RULE = Rule("", {})
 
@@ -56,8 +57,8 @@ def from_model(
     their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
     rules; they hold what the rule states, and its `pattern`.
 
-    - Vectors: parameters that are not matrices by `matrix_ndim`, every bias, and every parameter of a normalization
-      layer whatever its shape. They set no decay, so `weight_decay_1d` applies.
+    - Vectors: parameters that are not matrices by `matrix_ndim`, and whatever their shape every bias, every parameter
+      of a normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
     - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`; names that match a pattern
       of `no_decay` get `weight_decay` 0 as well.
     - mars-shampoo and mars-m orthogonalize a matrix only if activations are multiplied with it (see
@@ -79,9 +80,9 @@ def from_model(
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
 
     Raises:
-        ValueError: no trainable parameter, a pattern that matches nothing, a rule's role that does not fit, a
-            `split_fused` that does not fit, `lr_embeddings` for a model without embeddings or heads, or `split_fused`,
-            `orthogonalize_embeddings` or `adamw` with a rule that does not orthogonalize.
+        ValueError: no trainable parameter, trainable adapters that are merged, a pattern that matches nothing, a rule's
+            role that does not fit, a `split_fused` that does not fit, `lr_embeddings` for a model without embeddings or
+            heads, or `split_fused`, `orthogonalize_embeddings` or `adamw` with a rule that does not orthogonalize.
     """
     norms = {
         id(param)
@@ -89,6 +90,9 @@ def from_model(
         if isinstance(module, _NORM_MODULES) or _NORM_CLASS_NAME.search(type(module).__name__)
         for param in module.parameters(recurse=False)
     }
+    adapted = adapters.layers(model)
+    if (why := adapters.why_untrainable(adapted)) is not None:
+        raise ValueError(why)
     rules = assign(model, param_rules)
     kinds = {mars_type, *(rule.settings.get("mars_type", mars_type) for rule in rules.values())}
     rest = {"orthogonalize_embeddings": orthogonalize_embeddings, "adamw": adamw}
@@ -103,7 +107,7 @@ def from_model(
         rule = rules.get(id(param), _NO_RULE)
         ndim = rule.settings.get("matrix_ndim", matrix_ndim)
         orthogonal = rule.settings.get("mars_type", mars_type) in ORTHOGONAL_TYPES
-        is_vector = role_of(param, ndim) == "vector" or id(param) in norms or _BIAS_NAME.search(name) is not None
+        is_vector = role_of(param, ndim) == "vector" or id(param) in norms or bool(_VECTOR_NAME.search(name))
         role = "vector" if is_vector else "embedding" if orthogonal and name in left_out else "matrix"
         own: dict[str, Any] = {"role": _stated_role(rule, name, param) or role}
         if own["role"] == "matrix" and orthogonal:
@@ -123,12 +127,13 @@ def from_model(
         group = groups.setdefault((places.get(rule.pattern, 0), place, repr(own)), {"params": [], **own})
         group["params"].append((name, param))
         if own["role"] != "matrix" and orthogonal and name in stated:
-            reason = _reason_of_vector(param, ndim, id(param) in norms) if is_vector else left_out.get(name, "")
+            reason = _reason_of_vector(name, param, ndim, id(param) in norms) if is_vector else left_out.get(name, "")
             stated_by = f"role {own['role']!r} in param_rules" if "role" in rule.settings else ""
             group.setdefault("left_out", {})[name] = stated_by or reason
     if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained"
+            + (", or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)" if adapted else "")
         )
     found = [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
     if lr_embeddings is not None and not has_outside:
@@ -165,11 +170,11 @@ def _rate_of_embedding(role: str, rule: Rule, lr: float | None) -> dict[str, Any
     return dict.fromkeys(keys, lr)
 
 
-def _reason_of_vector(param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
+def _reason_of_vector(name: str, param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
     """Return why a parameter of two or more dimensions is a vector."""
     if role_of(param, matrix_ndim) == "vector":
         return f"matrix_ndim={matrix_ndim!r}"
-    return "normalization" if is_norm else "bias"
+    return "normalization" if is_norm else "magnitude" if "lora_magnitude_vector" in name else "bias"
 
 
 def _orthogonal(
