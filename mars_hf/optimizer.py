@@ -18,6 +18,7 @@ from mars_hf.distributed.placement import Placement
 from mars_hf.groups import matrix_layouts, saved_settings
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.groups.param_rules import rules_of
 from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_one_rate
 from mars_hf.groups.settings import DEFAULTS, GROUP_KEYS, KEYS_1D, MODEL_DEFAULTS, check, plain, reject_unknown
 from mars_hf.groups.summary import summary
@@ -31,6 +32,9 @@ from mars_hf.step.norms import take_norms
 from mars_hf.step.order import Order
 from mars_hf.step.orthogonalized import Matrices, Team
 from mars_hf.step.update import keep_gradients, update_bucket
+
+# Labels of groups that a model's modules and names give.
+_OF_MODEL = ("left_out", "pattern")
 
 
 class Mars(torch.optim.Optimizer):
@@ -158,6 +162,7 @@ class Mars(torch.optim.Optimizer):
     _order: Order | None = None
     _stale_gradients_given = False
     _is_made = False
+    _was_trainable = False
     _matrices: Matrices | None = None
     _process_group: Any = None
 
@@ -244,6 +249,7 @@ class Mars(torch.optim.Optimizer):
                 super().add_param_group(part)
                 for key in KEYS_1D:
                     self.param_groups[-1].pop(key)
+                self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -305,7 +311,7 @@ class Mars(torch.optim.Optimizer):
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        kept = ("max_grad_norm", "take_grad", "left_out")  # of the running loop and model
+        kept = ("max_grad_norm", "take_grad", *_OF_MODEL)  # of the running loop and model
         own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
@@ -315,6 +321,8 @@ class Mars(torch.optim.Optimizer):
 
         def keep(_: Any) -> None:
             for group, settings in zip(self.param_groups, own, strict=True):
+                for key in _OF_MODEL:
+                    group.pop(key, None)
                 group.update(settings)
             self._copy_states(found)
             self._matrices = self._order = None  # ranks that came apart may share their work again
@@ -337,6 +345,12 @@ class Mars(torch.optim.Optimizer):
                 raise ValueError(
                     f"param group {index} of this state has no 'role', so it was not saved by Mars (its keys: "
                     f"{', '.join(saved)}); load a checkpoint of Mars, or start with a fresh optimizer"
+                )
+            patterns = [group.get("pattern") for group in (saved, own)]
+            if None not in patterns and patterns[0] != patterns[1]:
+                raise ValueError(
+                    f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
+                    f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
                 )
             for key in ("role", "mars_type", "is_approx"):
                 if saved[key] != own[key]:
@@ -384,7 +398,8 @@ class Mars(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient or state MARS cannot use; raised before anything is changed.
+            RuntimeError: a gradient or state MARS cannot use, or all parameters have been frozen since the optimizer
+                was made; raised before anything is changed.
         """
         loss = None
         if closure is not None:
@@ -396,6 +411,7 @@ class Mars(torch.optim.Optimizer):
             locator, _ = self._helpers()
             placements = locate(self.param_groups, locator, self.max_grad_norm)
             if not entries and not placements:
+                self._reject_frozen()
                 self._stand_aside()
                 return loss
         with _full_precision(entries):
@@ -404,6 +420,17 @@ class Mars(torch.optim.Optimizer):
             buckets = [fill_bucket(recipe, self.param_groups, entries, placements) for recipe in recipes]
             self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
         return loss
+
+    def _reject_frozen(self) -> None:
+        """Raise RuntimeError if every parameter has been frozen since it was added."""
+        if self._was_trainable and not any(
+            param.requires_grad for group in self.param_groups for param in group["params"]
+        ):
+            raise RuntimeError(
+                "no parameter of this optimizer requires a gradient any more: all were frozen after it was made "
+                "(another adapter was made active, LoRA was applied). Make the optimizer from the model as it is "
+                "trained, with mars_hf.create(model, ...), or leave step() out while its parameters are frozen"
+            )
 
     def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
         """Return how the step before sorted its tensors, if these look the same; None if they do not."""
@@ -625,6 +652,7 @@ def create(
     orthogonalize_embeddings: bool = False,
     adamw: Iterable[str] = (),
     lr_embeddings: float | None = None,
+    param_rules: Iterable[tuple[str, Mapping[str, Any]] | Mapping[str, Any]] = (),
     process_group: Any = None,
     **hyperparameters_: Any,
 ) -> Mars:
@@ -649,13 +677,19 @@ def create(
         adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d` where
             they take AdamW. Needs a model.
+        param_rules: settings for parameters by name: pairs of a shell pattern and settings
+            (`[("*.lora_B.*", {"lr": 1e-3}), ("*.gate.*", {"role": "embedding"})]`), or mappings with `pattern`. The
+            first pattern that matches a parameter's name in `model.named_parameters()` decides. A rule states any
+            setting of a parameter group except `max_grad_norm`, and wins over the other arguments; `role` is
+            `"matrix"`, `"vector"` or `"embedding"`. Needs a model.
         process_group: as `Mars`.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
-        ValueError: as `Mars`; a model without trainable parameters; a pattern that matches nothing; what needs a model
-            with parameters, or a rule that orthogonalizes with another one; a `like` without settings that can be read.
+        ValueError: as `Mars`; a model without trainable parameters; a pattern that matches or decides nothing; what
+            needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
+            that can be read.
     """
     reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
     options: dict[str, Any] = {
@@ -664,8 +698,9 @@ def create(
         "orthogonalize_embeddings": orthogonalize_embeddings,
         "adamw": patterns(adamw),
         "lr_embeddings": lr_embeddings,
+        "param_rules": rules_of(param_rules),
     }
-    check({"lr_embeddings": lr_embeddings})
+    check({"lr_embeddings": lr_embeddings, "param_rules": options["param_rules"]})
     if not isinstance(model_or_params, nn.Module):
         given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
         if given:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from mars_hf import _compat
-from mars_hf.groups import heads, matrix_layouts
+from mars_hf.distributed.placement import shape_of
+from mars_hf.groups import adapters, heads, matrix_layouts
+from mars_hf.groups.param_rules import Rule, assign
 from mars_hf.groups.roles import role_of
 from mars_hf.groups.settings import ORTHOGONAL_TYPES
 
@@ -28,7 +30,10 @@ _NORM_MODULES = (
 
 _NORM_CLASS_NAME = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 
-_BIAS_NAME = re.compile(r"(?:^|[._])bias$")
+# Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
+_VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
+
+_NO_RULE = Rule("", {})
 
 # The groups of a model: role, and whether `weight_decay` applies.
 _ORDER = [("matrix", True), ("matrix", False), ("embedding", True), ("embedding", False), ("vector", True)]
@@ -44,14 +49,16 @@ def from_model(
     orthogonalize_embeddings: bool = False,
     adamw: Sequence[str] = (),
     lr_embeddings: float | None = None,
+    param_rules: Sequence[Rule] = (),
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, embeddings, vectors.
 
     Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
-    their first name). Empty groups are omitted.
+    their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
+    rules; they hold what the rule states, and its `pattern`.
 
-    - Vectors: parameters that are not matrices by `matrix_ndim`, every bias, and every parameter of a normalization
-      layer whatever its shape. They set no decay, so `weight_decay_1d` applies.
+    - Vectors: parameters that are not matrices by `matrix_ndim`, and whatever their shape every bias, every parameter
+      of a normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
     - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`; names that match a pattern
       of `no_decay` get `weight_decay` 0 as well.
     - mars-shampoo and mars-m orthogonalize a matrix only if activations are multiplied with it (see
@@ -70,11 +77,12 @@ def from_model(
         adamw: shell patterns of further parameter names that use AdamW; each must match one.
         lr_embeddings: learning rate of embeddings and heads, tied ones included, with any rule; None: that of their
             role.
+        param_rules: settings by name, checked; they win over the other arguments. See `create`.
 
     Raises:
-        ValueError: no trainable parameter, a pattern that matches nothing, a `split_fused` that does not fit,
-            `lr_embeddings` for a model without embeddings or heads, or `split_fused`, `orthogonalize_embeddings` or
-            `adamw` with a rule that does not orthogonalize.
+        ValueError: no trainable parameter, trainable adapters that are merged, a pattern that matches nothing, a rule's
+            role that does not fit, a `split_fused` that does not fit, `lr_embeddings` for a model without embeddings or
+            heads, or `split_fused`, `orthogonalize_embeddings` or `adamw` with a rule that does not orthogonalize.
     """
     norms = {
         id(param)
@@ -82,36 +90,53 @@ def from_model(
         if isinstance(module, _NORM_MODULES) or _NORM_CLASS_NAME.search(type(module).__name__)
         for param in module.parameters(recurse=False)
     }
+    adapted = adapters.layers(model)
+    if (why := adapters.why_untrainable(adapted)) is not None:
+        raise ValueError(why)
+    rules = assign(model, param_rules)
+    kinds = {mars_type, *(rule.settings.get("mars_type", mars_type) for rule in rules.values())}
     rest = {"orthogonalize_embeddings": orthogonalize_embeddings, "adamw": adamw}
-    left_out, stated = _orthogonal(model, mars_type, split_fused, **rest)
+    left_out, stated = _orthogonal(model, kinds, mars_type, split_fused, **rest)
     outside = heads.embeddings_and_heads(model) if lr_embeddings is not None else {}
-    groups: dict[tuple[int, str], dict[str, Any]] = {}
-    unused = list(no_decay)
+    groups: dict[tuple[int, int, str], dict[str, Any]] = {}
+    unused, has_outside = list(no_decay), False
+    places = {rule.pattern: index for index, rule in enumerate(param_rules, 1)}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        own: dict[str, Any] = {"role": "vector"}
-        if role_of(param, matrix_ndim) == "matrix" and id(param) not in norms and not _BIAS_NAME.search(name):
-            own = {"role": "embedding"} if name in left_out else {"role": "matrix", **stated.get(name, {})}
+        rule = rules.get(id(param), _NO_RULE)
+        ndim = rule.settings.get("matrix_ndim", matrix_ndim)
+        orthogonal = rule.settings.get("mars_type", mars_type) in ORTHOGONAL_TYPES
+        is_vector = role_of(param, ndim) == "vector" or id(param) in norms or bool(_VECTOR_NAME.search(name))
+        role = "vector" if is_vector else "embedding" if orthogonal and name in left_out else "matrix"
+        own: dict[str, Any] = {"role": _stated_role(rule, name, param) or role}
+        if own["role"] == "matrix" and orthogonal:
+            own |= stated.get(name, {})
+        if own["role"] != "vector":
             matched = [pattern for pattern in no_decay if fnmatch.fnmatchcase(name, pattern)]
             unused = [pattern for pattern in unused if pattern not in matched]
             if matched or _NO_DECAY_NAME.search(name):
                 own["weight_decay"] = 0.0
-            if id(param) in outside:
-                own["lr" if own["role"] == "matrix" else "lr_1d"] = lr_embeddings
+        if id(param) in outside and not is_vector:
+            has_outside = True
+            own |= _rate_of_embedding(own["role"], rule, lr_embeddings)
         place = _ORDER.index((own["role"], "weight_decay" not in own))
-        group = groups.setdefault((place, repr(own)), {"params": [], **own})
+        own |= rule.settings
+        if rule is not _NO_RULE:
+            own["pattern"] = rule.pattern
+        group = groups.setdefault((places.get(rule.pattern, 0), place, repr(own)), {"params": [], **own})
         group["params"].append((name, param))
-        if own["role"] != "matrix" and name in stated:
-            is_vector = own["role"] == "vector"
-            reason = _reason_of_vector(param, matrix_ndim, id(param) in norms) if is_vector else left_out[name]
-            group.setdefault("left_out", {})[name] = reason
+        if own["role"] != "matrix" and orthogonal and name in stated:
+            reason = _reason_of_vector(name, param, ndim, id(param) in norms) if is_vector else left_out.get(name, "")
+            stated_by = f"role {own['role']!r} in param_rules" if "role" in rule.settings else ""
+            group.setdefault("left_out", {})[name] = stated_by or reason
     if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained"
+            + (", or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)" if adapted else "")
         )
-    found = [groups[key] for key in sorted(groups, key=lambda key: key[0])]  # stable
-    if lr_embeddings is not None and not any("lr" in group or "lr_1d" in group for group in found):
+    found = [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
+    if lr_embeddings is not None and not has_outside:
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; leave it out"
         )
@@ -124,18 +149,47 @@ def from_model(
     return found
 
 
-def _reason_of_vector(param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
+def _stated_role(rule: Rule, name: str, param: Tensor) -> str | None:
+    """Return the role that a rule gives a parameter, if any; raise ValueError for one that it cannot have."""
+    role = rule.settings.get("role")
+    shape = tuple(shape_of(param))
+    if role == "matrix" and len(shape) < 2:
+        raise ValueError(
+            f"param_rules {rule.pattern!r}: role='matrix' for {name!r} of shape {shape}; a matrix has two or more "
+            "dimensions, narrow the pattern or put a rule for the vectors before"
+        )
+    return role
+
+
+def _rate_of_embedding(role: str, rule: Rule, lr: float | None) -> dict[str, Any]:
+    """Return the rate of an embedding or head, unless its rule states one."""
+    if "lr" in rule.settings or (role != "matrix" and "lr_1d" in rule.settings):
+        return {}
+    # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
+    keys = {"matrix": ["lr"], "embedding": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
+    return dict.fromkeys(keys, lr)
+
+
+def _reason_of_vector(name: str, param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
     """Return why a parameter of two or more dimensions is a vector."""
     if role_of(param, matrix_ndim) == "vector":
         return f"matrix_ndim={matrix_ndim!r}"
-    return "normalization" if is_norm else "bias"
+    return "normalization" if is_norm else "magnitude" if "lora_magnitude_vector" in name else "bias"
 
 
 def _orthogonal(
-    model: nn.Module, mars_type: str, split_fused: Any, **rest: Any
+    model: nn.Module, kinds: Collection[str], mars_type: str, split_fused: Any, **rest: Any
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Return, by name, why matrices use AdamW, and the keys that groups of orthogonalized matrices need."""
-    if mars_type in ORTHOGONAL_TYPES:
+    """Return, by name, why matrices use AdamW, and the keys that groups of orthogonalized matrices need.
+
+    Args:
+        model: any module.
+        kinds: every `mars_type` that a parameter has.
+        mars_type: that of parameters without a rule.
+        split_fused: see `from_model`.
+        **rest: as `matrix_layouts.left_out`.
+    """
+    if not set(ORTHOGONAL_TYPES).isdisjoint(kinds):
         found = matrix_layouts.of_model(model, split_fused=split_fused)
         stated = split_fused if isinstance(split_fused, Mapping) else ()
         left_out = matrix_layouts.left_out(model, projections=stated, **rest)

@@ -44,11 +44,13 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
     """Map parameter ids of embeddings and heads, tied ones included, to `"embedding"` or `"head"`.
 
     Heads are the model's own output embeddings or classifier, and modules with the names of heads: the whole module if
-    it is a few linear layers, otherwise its last layer.
+    it is a few linear layers, otherwise its last layer. Adapters of PEFT count as what they adapt.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     embeddings = [module for module in modules.values() if known_models.is_embedding(module)]
     found = {id(param): "embedding" for module in embeddings for param in module.parameters(recurse=False)}
+    wrappers = [module for module in modules.values() if _adapts_embedding(module)]
+    found |= {id(param): "embedding" for module in wrappers for param in module.parameters()}
     outputs = {path: _outputs(module) for path, module in modules.items()}
     heads = [head for known in outputs.values() for head in known]
     for path, module in modules.items():
@@ -64,6 +66,12 @@ def embeddings_and_heads(model: nn.Module) -> dict[int, str]:
         for param in head.parameters():
             found.setdefault(id(param), "head")
     return found
+
+
+def _adapts_embedding(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's wrapper around an embedding, or around such a wrapper."""
+    base = getattr(module, "base_layer", None)
+    return isinstance(base, nn.Module) and (known_models.is_embedding(base) or _adapts_embedding(base))
 
 
 def _outputs(module: nn.Module) -> list[nn.Module]:

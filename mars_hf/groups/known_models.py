@@ -76,13 +76,16 @@ def class_names(module: nn.Module) -> list[str]:
     return [base.__name__ for base in type(module).__mro__]
 
 
-def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """Map each parameter's id to its places: the path of the owning module, the module, the name in it.
+Places = list[tuple[str, nn.Module, str]]
+
+
+def owners(model: nn.Module) -> dict[nn.Parameter, Places]:
+    """Map each parameter to its places: the path of the owning module, the module, the name in it.
 
     The source tensor of a parametrization is at the place of the tensor that it produces.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    found: dict[nn.Parameter, Places] = {}
     for path, module in modules.items():
         for leaf, param in _compat.own_parameters(module).items():
             if param is None:
@@ -93,8 +96,20 @@ def owners(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
                 outer, parametrized, tensor = "", path, path.removeprefix("parametrizations.")
             if parametrized and "." not in tensor and _normalized(module) == leaf:
                 place = (outer, modules[outer], tensor)
-            found.setdefault(id(param), []).append(place)
+            found.setdefault(param, []).append(place)
     return found
+
+
+def places_of(known: Mapping[nn.Parameter, Places], model: nn.Module, name: str, param: nn.Parameter) -> Places:
+    """Return the places of a parameter, from `owners`.
+
+    PEFT's adapters of nn.MultiheadAttention make its frozen weights anew whenever modules are listed. Those are found
+    by name.
+    """
+    if param in known:
+        return known[param]
+    path, _, leaf = name.rpartition(".")
+    return [(path, model.get_submodule(path), leaf)]
 
 
 def _normalized(parametrizations: nn.Module) -> str | None:
@@ -272,10 +287,17 @@ _FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
 def fused_parts(
     modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Return the sizes of the projections fused in a weight of shape `matrix`; None for a single one."""
-    module = modules[path]
+    """Return the sizes of the projections fused in a weight of shape `matrix`; None for a single one.
+
+    LoRA's B has the outputs of the layer that it adapts, and is split as its weight.
+    """
     out, cols = matrix[-2:]
-    if leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention):
+    adapted, is_adapter, _ = path.rpartition(".lora_B.")
+    if is_adapter:
+        path, cols = adapted, getattr(modules[adapted], "in_features", cols)
+    module = modules[path]
+    weighted = getattr(module, "base_layer", None) if is_adapter else module if leaf == "in_proj_weight" else None
+    if isinstance(weighted, nn.MultiheadAttention):
         return _thirds(module, out)
     parent_path, _, projection = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
     parent = modules[parent_path]

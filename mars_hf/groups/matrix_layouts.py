@@ -174,7 +174,7 @@ def of_model(
         shape = shape_of(param)
         if len(shape) < 2:
             continue
-        path, _, leaf, found = _reading(places[id(param)], shape)
+        path, _, leaf, found = _reading(known_models.places_of(places, model, name, param), shape)
         layout = of_shape(shape) if isinstance(found, str) else MatrixLayout(**found)
         parts: Sequence[int] | None = None
         if split_fused == "auto":
@@ -229,7 +229,7 @@ def left_out(
         names.append(name)
         matched = {pattern for pattern in adamw if fnmatch.fnmatchcase(name, pattern)}
         used |= matched
-        _, module, _, found = _reading(places[id(param)], shape)
+        _, module, _, found = _reading(known_models.places_of(places, model, name, param), shape)
         stated = any(fnmatch.fnmatchcase(name, pattern) for pattern in projections)
         if (orthogonalize_embeddings and found == "embedding") or (stated and found == known_models.unknown(module)):
             found = asdict(of_shape(shape))

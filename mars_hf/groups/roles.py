@@ -47,6 +47,11 @@ def orthogonalizes(group: Mapping[str, Any]) -> bool:
     return rule_of(group) in ORTHOGONAL_TYPES
 
 
+def label_of(group: Mapping[str, Any]) -> str:
+    """Return the role of an optimizer's group, with the pattern of its rule in `param_rules` if it has one."""
+    return f"{group['role']} {group['pattern']!r}" if "pattern" in group else str(group["role"])
+
+
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split one parameter group into matrices, vectors and embeddings, in this order, each in the order given.
 

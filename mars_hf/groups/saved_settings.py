@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mars_hf.groups.param_rules import Rule, rules_of
 from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, UnknownHyperparameterError, check, plain, reject_unknown
 from mars_hf.groups.values import patterns
 
@@ -42,10 +43,17 @@ def write(
     if created_with is not None:
         given = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
         arguments = plain({name: given[name] for name in KEPT})
+        arguments["param_rules"] = [_kept(rule) for rule in arguments["param_rules"]]
     content = {"format": _FORMAT, "mars_hf": version, "create": arguments, "groups": list(groups)}
     path = folder / FILE
     write_whole(path, json.dumps(_as_json(content), indent=2) + "\n")
     return path
+
+
+def _kept(rule: Rule) -> Rule:
+    """Return a rule without what the loop and the machine decide; the layout of a parameter stays with its name."""
+    left_out = [name for name in _NOT_KEPT if name != "layout"]
+    return Rule(rule.pattern, {name: value for name, value in rule.settings.items() if name not in left_out})
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -170,5 +178,6 @@ def _download(name: str, where: str) -> Path:
 
 
 def normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `create` with patterns as lists: an iterator could be read once only."""
-    return {name: patterns(value) if name in ("no_decay", "adamw") else value for name, value in arguments.items()}
+    """Return arguments of `create` with patterns and rules as lists: an iterator could be read once only."""
+    made = {"no_decay": patterns, "adamw": patterns, "param_rules": rules_of}
+    return {name: made[name](value) if name in made else value for name, value in arguments.items()}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from mars_hf.arithmetic.newton_schulz import SCHEDULES, Coefficients
-from mars_hf.groups import values
+from mars_hf.groups import param_rules, values
 from mars_hf.groups.values import DTYPES, is_triple, one_of, optional, optional_dtype
 
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
@@ -48,6 +48,12 @@ class Setting:
     is_announced: bool = False
 
 
+def _check_rules(name: str, value: Any) -> None:
+    for pattern, settings in param_rules.rules_of(value):
+        _check_rule(f"{name} {pattern!r}", settings)
+
+
+_PARAM_RULES = values.Kind(_check_rules, read=lambda name, text: read_rules(param_rules.from_text(text)))
 _NON_NEGATIVE, _FLAG = values.NON_NEGATIVE, values.FLAG
 _OFTEN: dict[str, Any] = {"is_live": True, "in_card": True}
 _TABLE = (
@@ -167,6 +173,13 @@ _TABLE = (
         scope="model",
         is_orthogonal=True,
     ),
+    Setting(
+        "param_rules",
+        [],
+        _PARAM_RULES,
+        "Settings of parameters by name: pattern;key:value;key:value, rules separated by |, or a .yaml or .json file.",
+        scope="model",
+    ),
 )
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 # Defaults of `Mars`, and of the options that only `create` has.
@@ -181,8 +194,11 @@ STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if not SETTINGS[name].i
 # Names for the halves of a pair, where a value can hold neither commas nor tuples.
 PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
 # Bookkeeping keys of groups, ours and torch's; they change no arithmetic. `gamma_of_average` is the gamma of the steps
-# behind exp_avg, for states without last gradient; `left_out` maps matrices that are not orthogonalized to reasons.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out")
+# behind exp_avg, for states without last gradient; `left_out` maps matrices that are not orthogonalized to reasons;
+# `pattern` is that of the group's rule in `param_rules`.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out", "pattern")
+# What a rule of `param_rules` may state: what a group may, except for the norm of all gradients.
+RULE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
 # Other libraries' names for our settings: kept as labels, they would be ignored silently.
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "step_size"), "lr"),
@@ -258,12 +274,26 @@ def check(settings: Mapping[str, Any]) -> None:
         ns_coefficients(settings)
 
 
+def _check_rule(where: str, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that a rule of `param_rules` cannot state."""
+    if "max_grad_norm" in settings:
+        raise ValueError(f"{where}: max_grad_norm is the norm of all gradients; give it to create")
+    reject_misspelled(settings, where)
+    reject_unknown(settings, RULE_KEYS, where)
+    try:
+        check(settings)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return checked settings as plain types for checkpoints: NumPy numbers become Python's, pairs tuples."""
     return {name: _plain(name, value) for name, value in settings.items()}
 
 
 def _plain(name: str, value: Any) -> Any:
+    if name == "param_rules":
+        return [param_rules.Rule(pattern, plain(settings)) for pattern, settings in param_rules.rules_of(value)]
     if name in ("betas", "betas_1d"):
         return tuple(_plain("beta", beta) for beta in value)
     if type(value) in (int, float, bool, str, type(None)) or isinstance(value, torch.Tensor):
@@ -286,6 +316,37 @@ def read(name: str, text: str) -> Any:
         return None
     kind = values.NON_NEGATIVE if name in PAIR_KEYS else SETTINGS[name].kind
     return kind.read(name, text)
+
+
+def read_rules(given: Iterable[Any]) -> list[param_rules.Rule]:
+    """Return the rules of `param_rules` with their strings parsed, as which files hold some numbers.
+
+    Raises:
+        ValueError: an unknown setting, or a string that is not a value of its kind.
+    """
+    return [
+        param_rules.Rule(pattern, _read_rule(pattern, settings)) for pattern, settings in param_rules.rules_of(given)
+    ]
+
+
+def _read_rule(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the strings among the settings of a rule; halves of a pair become the pair."""
+    where = f"param_rules {pattern!r}"
+    reject_unknown(settings, [*RULE_KEYS, *PAIR_KEYS], where)
+    found = {}
+    for name, value in settings.items():
+        try:
+            found[name] = read(name, value) if isinstance(value, str) and name != "role" else value
+        except ValueError as error:
+            raise ValueError(f"{where}: {str(error).removeprefix('optim_args: ')}") from None
+    for pair in ("betas", "betas_1d"):
+        halves = [half for half, (of, _) in PAIR_KEYS.items() if of == pair]
+        given = [found.pop(half) for half in halves if half in found]
+        if given and (len(given) == 1 or pair in found):
+            raise ValueError(f"{where}: give both {' and '.join(halves)}, or {pair} alone in a file")
+        if given:
+            found[pair] = tuple(given)
+    return found
 
 
 def lr_1d_ratio(mars_type: str) -> float:

@@ -12,8 +12,13 @@ from mars_hf.groups.roles import rule_of
 
 
 def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`."""
-    rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay")]
+    """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`.
+
+    The table has a column of patterns if any group has one.
+    """
+    param_groups = list(param_groups)
+    with_patterns = any("pattern" in group for group in param_groups)
+    rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay", *["pattern"] * with_patterns)]
     left_out: dict[str, list[str]] = {}
     for group in param_groups:
         rows.append(
@@ -25,6 +30,7 @@ def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
                 f"{float(group['lr']):g}",
                 "({:g}, {:g})".format(*group["betas"]),
                 f"{group['weight_decay']:g}",
+                *[group.get("pattern", "")] * with_patterns,
             )
         )
         for name, reason in (group.get("left_out") or {}).items():

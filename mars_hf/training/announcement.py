@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.groups.roles import label_of, rule_of, takes_mars
 from mars_hf.groups.settings import DEFAULTS, PAIR_KEYS, SETTINGS, lr_1d_ratio
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 
+# What the line states once for all groups; those of `param_rules` may differ.
+_SHARED = ("is_approx", "gamma", "eps", "clip_threshold")
 _PLURALS = {"matrix": "matrices", "vector": "vectors", "embedding": "embeddings"}
 
 
@@ -43,11 +45,15 @@ def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
     for index, group in enumerate(mars.param_groups):
         count = len(group["params"]) if sizes is None or index >= len(sizes) else sizes[index]
         rule = rule_of(group)
-        own = "" if rule == shared["mars_type"] else f" under {rule}"
+        own = f" of {group['pattern']!r}" if "pattern" in group else ""
+        own += "" if rule == shared["mars_type"] else f" under {rule}"
         rest = (
             f"{own}: lr={origins.rate(group):g}, betas=({group['betas'][0]:g}, {group['betas'][1]:g}), "
             f"weight_decay={group['weight_decay']:g}"
         )
+        used = ("eps",) if rule == "adamw" else _SHARED
+        others = [name for name in used if "pattern" in group and group[name] != shared[name]]
+        rest += "".join(f", {name}={_text(group[name])}" for name in others)
         merged.setdefault(f"{group['role']}{rest}", [group["role"], 0, rest])[1] += count
     for role, count, rest in merged.values():
         if count:
@@ -113,7 +119,7 @@ def saved_settings_that_win(mars: Mars) -> str | None:
     rates. The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay this run's.
     """
     changes = {
-        f"{group['role']} {key}={_text(now)} (now given: {_text(before)})": None
+        f"{label_of(group)} {key}={_text(now)} (now given: {_text(before)})": None
         for group, key, before, now in origins.changes(mars)
     }
     if not changes:

@@ -23,6 +23,7 @@ from mars_hf.groups import saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.training import announcement, guard, hub
 from mars_hf.training import provenance as origins
+from mars_hf.training.adapter_watch import AdapterWatch
 from mars_hf.training.guard import innermost
 
 logger = logging.get_logger(__name__)
@@ -35,8 +36,10 @@ class LastGradientCallback(TrainerCallback):
     that the run has a Mars, or the one given.
 
     - At train begin it walks down to the optimizer that will step and raises if that is not Mars, if it lacks trainable
-      parameters of the model, or if it is an exact Mars (`is_approx=False`) in a Trainer that takes no stale gradients.
-      Then it logs one line on rank 0: rule, groups, learning rates, betas, and which settings are MARS's defaults.
+      parameters of the model, if trainable adapters of PEFT are merged, or if it is an exact Mars (`is_approx=False`)
+      in a Trainer that takes no stale gradients. Then it logs one line on rank 0: rule, groups, learning rates, betas,
+      and which settings are MARS's defaults.
+    - Before each step it raises if adapters have been merged, or others made active that the optimizer lacks.
     - After each optimizer step it calls `Mars.update_last_grad()` (nothing to do in approx mode).
     - On every log line with a training loss it adds `mars/clip_fraction`, `mars/corrected_norm_ratio`,
       `mars/grad_cosine` and `mars/update_rms` of the step just taken (`metrics.StepMetrics.read` defines them). They
@@ -58,6 +61,7 @@ class LastGradientCallback(TrainerCallback):
         """See the class."""
         self._given = optimizer
         self._mars: Mars | None = None
+        self._adapters: AdapterWatch | None = None
 
     def on_train_begin(
         self,
@@ -72,11 +76,13 @@ class LastGradientCallback(TrainerCallback):
         """Find the Mars that will step and introduce it, or raise."""
         self._mars = guard.require_mars(optimizer, self._given)
         if not _has_default_callback(guard.calling_trainer()):  # which has come before
-            _begin(self._mars, args, state, model, optimizer, lr_scheduler)
+            self._adapters = _begin(self._mars, args, state, model, optimizer, lr_scheduler)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Measure this step if it will be logged."""
+        """Measure this step if it will be logged, and stop the run if its adapters cannot be trained any more."""
         if self._mars is not None:
+            if self._adapters is not None:
+                self._adapters.check(self._mars)
             self._mars.collect_metrics(_will_log(args, state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -143,7 +149,7 @@ class DefaultMarsCallback(LastGradientCallback):
         else:
             self._mars = innermost(optimizer) if isinstance(innermost(optimizer), Mars) else None
         if self._mars is not None:
-            _begin(self._mars, args, state, model, optimizer, lr_scheduler)
+            self._adapters = _begin(self._mars, args, state, model, optimizer, lr_scheduler)
             self._do(hub.attach)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -169,16 +175,19 @@ class DefaultMarsCallback(LastGradientCallback):
 
 def _begin(
     mars: Mars, args: TrainingArguments, state: TrainerState, model: Any, optimizer: Any, lr_scheduler: Any
-) -> None:
-    """Check the Mars that will step, and say on rank 0 what it is."""
+) -> AdapterWatch | None:
+    """Check the Mars that will step, say on rank 0 what it is, and return what watches the model's adapters."""
     flattened = guard.is_flattened(optimizer)
     guard.require_stale_gradients(mars)
+    watch = None
     if model is not None:
         guard.require_parameters(mars, model, flattened=flattened)
+        watch = AdapterWatch(model, flattened=flattened)
+        watch.check(mars)
     if state.global_step > 0:
         origins.follow_checkpoint(mars)
     if not state.is_world_process_zero:
-        return
+        return watch
     logger.warning(announcement.introduce(mars, args, flattened=flattened))
     notes = [announcement.lost_ratio(mars, lr_scheduler), announcement.clipped_before(mars, args)]
     if state.global_step > 0:
@@ -186,6 +195,7 @@ def _begin(
     for note in notes:
         if note is not None:
             logger.warning(note)
+    return watch
 
 
 def _asks_for_mars(args: TrainingArguments, trainer: Any) -> bool:

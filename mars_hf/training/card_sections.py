@@ -181,7 +181,8 @@ def _optimizer_table(optimizer: Any) -> list[str]:
     rows = []
     for index, group in enumerate(groups):
         values = {**group, "lr": origins.rate(group)}
-        row = [str(group.get("role", index)), *(str(values.get(name)) for name in names)]
+        name = str(group.get("role", index)) + (f" `{group['pattern']}`" if "pattern" in group else "")
+        row = [name, *(str(values.get(name)) for name in names)]
         rows.append([*row, f"{elements[index]:,}"] if index < len(elements) else row)
     return _table(["group", *names, *(["parameters"] if elements else [])], rows)
 

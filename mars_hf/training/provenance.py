@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mars_hf.distributed.placement import shape_of
+from mars_hf.groups.param_rules import Rule
 from mars_hf.groups.roles import rule_of, takes_mars
 from mars_hf.groups.settings import GROUP_KEYS, lr_1d_ratio
 from mars_hf.optimizer import Mars
@@ -109,16 +110,22 @@ def follow_checkpoint(mars: Mars) -> None:
     if mars.created_with is None:
         return
     arguments = dict(mars.created_with)
-    found: dict[str, list[Any]] = {}
+    rules = {rule.pattern: dict(rule.settings) for rule in arguments.get("param_rules", ())}
+    found: dict[tuple[str | None, str], list[Any]] = {}
     for group, key, before, now in changes(mars):
-        found.setdefault(_argument(group, key, before, arguments), []).append(now)
+        stated = _setting_of_rule(group, key, rules)
+        place = (None, _argument(group, key, before, arguments)) if stated is None else (group["pattern"], stated)
+        found.setdefault(place, []).append(now)
     if any(not _same(value, values[0]) for values in found.values() for value in values):
         mars.created_with = None  # no call of create gives this
         return
-    arguments |= {name: values[0] for name, values in found.items()}
-    if mars.created_with.get("lr_1d") is None and "lr_1d" in found:
+    for (pattern, name), values in found.items():
+        (arguments if pattern is None else rules[pattern])[name] = values[0]
+    if rules:
+        arguments["param_rules"] = [Rule(*rule) for rule in rules.items()]
+    if mars.created_with.get("lr_1d") is None and (None, "lr_1d") in found:
         kind, lr = mars.defaults["mars_type"], arguments.get("lr", mars.defaults["lr"])
-        if math.isclose(found["lr_1d"][0], lr * lr_1d_ratio(kind), rel_tol=1e-9):
+        if math.isclose(arguments["lr_1d"], lr * lr_1d_ratio(kind), rel_tol=1e-9):
             del arguments["lr_1d"]
     mars.created_with = arguments
 
@@ -133,13 +140,21 @@ def _argument(group: Mapping[str, Any], key: str, before: Any, arguments: Mappin
     return key
 
 
+def _setting_of_rule(group: Mapping[str, Any], key: str, rules: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the setting of the group's rule that gives it this one; None if its rule states none that does."""
+    stated = rules.get(group.get("pattern", ""), {})
+    key_1d = f"{key}_1d" if key in ("lr", "betas", "weight_decay") and not takes_mars(group) else key
+    return key_1d if key in stated or key_1d in stated else None
+
+
 def trained_groups(mars: Mars) -> list[dict[str, Any]]:
-    """Return role, rule, number of parameters and settings of each group, for mars.json."""
+    """Return role, rule, pattern, number of parameters and settings of each group, for mars.json."""
     elements = of(mars).elements
     return [
         {
             "role": group["role"],
             "rule": rule_of(group),
+            **({"pattern": group["pattern"]} if "pattern" in group else {}),
             **({"parameters": elements[index]} if index < len(elements) else {}),
             **settings(group),
         }

@@ -125,6 +125,7 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
         ValueError: a value out of range, a `like` without settings that can be read; when the optimizer is made, a
             setting given here and differently in TrainingArguments.
     """
+    settings = saved_settings.normalized(settings)
     resolve(settings, args)  # complain here, where the caller can see it
     return MarsFactory, ({"args": args} if args is not None else {}) | settings
 
@@ -138,6 +139,7 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments | None) -> dict
             values = list(resolved.get(pair, DEFAULTS[pair]))
             values[index] = flat[key]
             resolved[pair] = tuple(values)
+    resolved = saved_settings.normalized(resolved)
     check(resolved)
     return resolved
 
@@ -224,7 +226,7 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
 
     Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
     `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`; `matrix_ndim` is `ge2` or `eq2`;
-    `like` is a folder or a repository.
+    `like` is a folder or a repository; `param_rules` is a file, or `pattern;key:value;key:value|pattern;key:value`.
 
     Raises:
         UnknownHyperparameterError: an unknown key; the message lists the known ones.

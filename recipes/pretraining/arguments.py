@@ -303,7 +303,7 @@ def _find(name: str) -> Path:
 def _check_optimizer(run: RunArguments, origins: agreement.Origins) -> None:
     """Raise Mistake for values that the optimizer refuses, and for patterns of names that match no parameter."""
     make, settings = optimizers.for_trainer(run.optimizer, run.training)
-    patterns = [name for name in ("no_decay", "adamw") if getattr(run.optimizer, name)]
+    patterns = [name for name in ("no_decay", "adamw", "param_rules") if getattr(run.optimizer, name)]
     if not patterns:
         return
     with torch.device("meta"):  # the names without the memory

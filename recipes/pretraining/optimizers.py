@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
+from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read, read_rules
 from pretraining.mistakes import Mistake, one_line
 from pretraining.muon import SCALES, MuonWithAdamW
 
@@ -128,6 +128,8 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
         own = _torch_settings(arguments.optimizer, settings, training)
         return TorchFactory, {"optimizer": arguments.optimizer, **shared, **own}
     settings = {name: read(name, value) if isinstance(value, str) else value for name, value in settings.items()}
+    if "param_rules" in settings:
+        settings["param_rules"] = read_rules(settings["param_rules"])
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
     try:

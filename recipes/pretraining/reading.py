@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 from transformers.activations import ACT2FN
 from transformers.hf_argparser import string_to_bool
 
-from mars_hf.groups.settings import SETTINGS
+from mars_hf.groups.settings import SETTINGS, read_rules
 from pretraining.marked import Marked
 from pretraining.mistakes import Mistake, did_you_mean, one_line
 from pretraining.ranges import FINITE, NUMBERS, Range
@@ -96,6 +96,8 @@ def as_on_command_line(action: argparse.Action, given: Value, hint: Any) -> Any:
         if type(None) not in kinds:
             raise Mistake(f"{where} has no value; give one, or remove the line")
         return None
+    if action.dest == "param_rules" and isinstance(value, (dict, list)):
+        return _rules(value, where)
     if isinstance(value, dict):
         if dict not in kinds:
             raise Mistake(f"{where} is a mapping, not {_in_words(kinds)}")
@@ -171,6 +173,15 @@ def _setting(name: str) -> Callable[[str], Any]:
         return text
 
     return read
+
+
+def _rules(value: Any, where: str) -> list[Any]:
+    """Check the rules of `param_rules` and return them as plain mappings."""
+    try:
+        SETTINGS["param_rules"].kind.check("param_rules", read_rules(value))
+    except ValueError as error:
+        raise Mistake(f"{where}: {one_line(error)}") from None
+    return [dict(rule) if isinstance(rule, dict) else rule for rule in value]
 
 
 def _json(text: str) -> str:

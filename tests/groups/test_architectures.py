@@ -1124,7 +1124,7 @@ ADAPTERS = {
         llama,
         "LoraConfig",
         {"r": 4, "target_modules": ["q_proj", "down_proj", "embed_tokens"]},
-        {"orthogonalized": "*.lora_{A,B}.default.weight", "other": "*.embed_tokens.lora_embedding_{A,B}.default"},
+        {"orthogonalized": "*.lora_{A,B}.default.weight", "embedding": "*.embed_tokens.lora_embedding_{A,B}.default"},
     ),
     "lora of rank one": (
         llama,
@@ -1160,7 +1160,7 @@ ADAPTERS = {
         llama,
         "TrainableTokensConfig",
         {"token_indices": [1, 2, 3], "target_modules": ["embed_tokens"]},
-        {"other": "*.trainable_tokens_delta.default"},
+        {"embedding": "*.trainable_tokens_delta.default"},
     ),
     "ia3": (
         llama,

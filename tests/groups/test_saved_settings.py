@@ -46,6 +46,7 @@ OTHERS = {
     **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
     **{"weight_decay_1d": 0.01, "matrix_ndim": "==2", "second_moment": "gradient", "last_grad_dtype": torch.bfloat16},
     **{"state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3, "no_decay": ["*wte*"]},
+    "param_rules": [("linear.*", {"lr": 5e-4, "betas": (0.7, 0.8)})],
 }
 ORTHOGONAL = {
     **{"mars_type": "mars-m", "ns_steps": 2, "ns_coefficients": [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]},

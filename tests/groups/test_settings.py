@@ -32,6 +32,7 @@ OTHERS = {
     **{"take_grad": "true", "last_grad_dtype": "bfloat16", "state_dtype": "bfloat16", "rounding": "kahan"},
     **{"maximize": "true", "foreach": "true", "fused": "false", "capturable": "true", "no_decay": "a|b"},
     **{"split_fused": "none", "orthogonalize_embeddings": "true", "adamw": "a|b", "lr_embeddings": "0.5"},
+    "param_rules": "a.*;lr:0.5|*.b;role:vector",
 }
 
 

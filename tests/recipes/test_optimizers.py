@@ -217,3 +217,29 @@ def test_gamma_stays_without_a_schedule():
 def test_settings_that_an_optimizer_lacks_are_refused(argv, words):
     with pytest.raises(Mistake, match=words):
         arguments.parse(["--config", "plain.yaml", *argv.split()])
+
+
+RULES = """
+use_cpu: true
+param_rules:
+  - {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}
+  - {pattern: "*.wpe.weight", role: vector, matrix_ndim: ge2}
+"""
+IN_LINE = "*.mlp.*;lr:1e-3;gamma:0.1|*.wpe.weight;role:vector;matrix_ndim:ge2"
+
+
+@pytest.mark.parametrize("place", ["config", "command line", "file"])
+def test_rules_by_name_come_from_the_config_the_command_line_or_a_file(tmp_path, place):
+    config, rules = tmp_path / "mine.yaml", tmp_path / "rules.yaml"
+    rules.write_text(RULES[RULES.index("  -") :])
+    config.write_text(RULES if place == "config" else "use_cpu: true\n")
+    argv = {"config": [], "command line": ["--param_rules", IN_LINE], "file": ["--param_rules", str(rules)]}[place]
+    run = arguments.parse(["--config", str(config), "--output_dir", str(tmp_path / "out"), *argv])
+    make, settings = optimizers.for_trainer(run.optimizer, run.training)
+    groups = [group for group in make()(gpt2(), **settings).param_groups if "pattern" in group]
+    assert [(group["pattern"], group["role"], group["gamma"]) for group in groups] == [
+        ("*.mlp.*", "matrix", 0.1),
+        ("*.mlp.*", "vector", 0.1),
+        ("*.wpe.weight", "vector", 0.025),
+    ]
+    assert groups[0]["lr"] == 1e-3
