@@ -2,12 +2,12 @@
 """Train an image classifier with MARS.
 
     python recipes/finetune_vit.py                                  # scikit-learn's digits, no network, a minute
-    python recipes/finetune_vit.py --optim mars_m                   # or adamw_torch, or another one of --optim
+    python recipes/finetune_vit.py --optim mars_adamw               # or adamw_torch, or another one of --optim
     python recipes/finetune_vit.py --image_folder photos            # a folder with a subfolder of images per class
     python recipes/finetune_vit.py --dataset food101 --model_name_or_path google/vit-base-patch16-224-in21k
 
-Without --model_name_or_path it trains a small ViT from scratch. STARTS holds the learning rates that it starts from:
-from scratch the best of a sweep on the digits (benchmarks/tune_tasks.py), for a pretrained model those that
+Without --model_name_or_path it trains a small ViT from scratch. The learning rates to start from: for the small ViT
+STARTS, the best of a sweep on the digits (benchmarks/tune_tasks.py); for a pretrained model STARTS_PRETRAINED, what
 `python -m mars_hf suggest` derives from 5e-5, a common rate of AdamW for it.
 """
 
@@ -41,13 +41,13 @@ import mars_hf
 from mars_hf.training.card_facts import CardFacts
 
 STARTS = {
-    "mars_adamw": Start(2e-3, "beta1=0.9,beta2=0.95"),
     "mars_m": Start(2e-3, "beta1=0.95"),
-    "adamw_torch": Start(1e-3),
+    "mars_adamw": Start(8e-3, "beta1=0.9,beta2=0.95"),
+    "adamw_torch": Start(2e-3),
 }
 STARTS_PRETRAINED = {
+    "mars_m": Start(6.4e-5, "beta1=0.95,lr_1d=5e-5"),
     "mars_adamw": Start(6e-5, "beta1=0.9,beta2=0.95"),
-    "mars_m": Start(6e-5, "beta1=0.95,lr_1d=5e-5"),
     "adamw_torch": Start(5e-5),
 }
 _DIGITS = "scikit-learn digits"
@@ -90,8 +90,10 @@ class VitArguments(TrainingArguments):
     """transformers.TrainingArguments with the recipe's defaults."""
 
     output_dir: str | None = field(default=None, metadata={"help": "Left out: runs/vit-OPTIM."})
-    optim: str = field(default="mars_adamw", metadata={"help": "mars_adamw, mars_m, adamw_torch or another one."})
-    learning_rate: float | None = field(default=None, metadata={"help": "Left out: STARTS of the recipe."})  # type: ignore[assignment]
+    optim: str = field(default="mars_m", metadata={"help": "mars_m, mars_adamw, adamw_torch or another one."})
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Left out: that of STARTS, or of STARTS_PRETRAINED."}
+    )  # type: ignore[assignment]
     num_train_epochs: float = 10
     per_device_train_batch_size: int = 32
     per_device_eval_batch_size: int = 128

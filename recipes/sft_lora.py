@@ -8,7 +8,8 @@
 Without --dataset_name the task is to describe a function of Python's standard library: the prompt is its signature, the
 completion the first line of its docstring. Without --model_name_or_path the model is a small GPT-2, which
 pretrain_gpt2.py makes first, in runs/sft-base; one of its finished runs does too: runs/embedded-mars_adamw.
-STARTS holds the learning rates to start from: the best of a sweep on this task (benchmarks/tune_tasks.py).
+The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that task (benchmarks/tune_tasks.py);
+for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from 2e-4, a common rate of AdamW for LoRA.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ STARTS = {
     "mars_adamw": Start(2e-3, "beta1=0.9,beta2=0.95"),
     "mars_m": Start(2e-3, "beta1=0.95"),
     "adamw_torch": Start(2e-3),
+}
+STARTS_PRETRAINED = {
+    "mars_adamw": Start(2.4e-4, "beta1=0.9,beta2=0.95"),
+    "mars_m": Start(2.5e-4, "beta1=0.95"),
+    "adamw_torch": Start(2e-4),
 }
 _BASE = "sft-base"  # folder beside the output folder
 _BASE_SETTINGS = [
@@ -76,7 +82,9 @@ class SftArguments(SFTConfig):
 
     output_dir: str | None = field(default=None, metadata={"help": "Left out: runs/sft-OPTIM."})
     optim: str = field(default="mars_adamw", metadata={"help": "mars_adamw, mars_m, adamw_torch or another one."})
-    learning_rate: float | None = field(default=None, metadata={"help": "Left out: STARTS of the recipe."})  # type: ignore[assignment]
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Left out: that of STARTS, or of STARTS_PRETRAINED."}
+    )  # type: ignore[assignment]
     max_length: int | None = field(default=None, metadata={"help": "Left out: the model's context, 1,024 at most."})
     gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # off, where TRL has it on
     max_steps: int = 150
@@ -107,7 +115,11 @@ def main(argv: list[str] | None = None) -> None:
 def train(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; see `main`."""
     script, training = command_line.parse(
-        (ScriptArguments, SftArguments), argv, description=__doc__, name="sft", starts=lambda values: STARTS
+        (ScriptArguments, SftArguments),
+        argv,
+        description=__doc__,
+        name="sft",
+        starts=lambda values: STARTS_PRETRAINED if values.model_name_or_path else STARTS,
     )
     name, train_set, held_out = load(script)
     path = script.model_name_or_path or make_base(Path(training.output_dir).absolute().parent / _BASE)

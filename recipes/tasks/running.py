@@ -71,6 +71,7 @@ def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
         trainer.evaluate()
     evaluations = [row for row in history if "eval_loss" in row]
     losses = [row["loss"] for row in history if "loss" in row]
+    groups = trainer.optimizer.param_groups
     parameters, trainable = count_parameters(trainer.model)
     metrics = {
         "optimizer": training.optim.value,
@@ -80,7 +81,7 @@ def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
         "dataset": facts.dataset,
         "parameters": parameters,
         "trainable_parameters": trainable,
-        "groups": report.groups(trainer.optimizer.param_groups),
+        "groups": report.groups(groups) if "mars_type" in groups[0] else None,
         "steps": trainer.state.global_step,
         "train_loss": losses[-1] if losses else None,
         **evaluations[-1],
