@@ -189,7 +189,7 @@ class RunArguments(NamedTuple):
     config: Path
 
 
-class _Parser(OneLine, HfArgumentParser):
+class Parser(OneLine, HfArgumentParser):
     """HfArgumentParser with messages of one line."""
 
 
@@ -206,7 +206,7 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
         Mistake: a setting is unknown, out of range, ignored, or contradicts another.
     """
     values, origins, path = read(argv)
-    sizes, data, optimizer, training = (_make(kind, values) for kind in _KINDS)
+    sizes, data, optimizer, training = (make(kind, values) for kind in _KINDS)
     run = RunArguments(sizes, data, optimizer, training, path)
     agreement.check_device(run.training, origins)
     _check_optimizer(run, origins)
@@ -226,7 +226,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
     first.add_argument("--is_approx", "--is-approx", nargs="?", const="true")
     known, _ = first.parse_known_args(argv)
 
-    parser = _Parser(_KINDS, description="Pretrain GPT-2 with MARS, AdamW, NAdamW or Muon.", allow_abbrev=False)  # type: ignore[arg-type]
+    parser = Parser(_KINDS, description="Pretrain GPT-2 with MARS, AdamW, NAdamW or Muon.", allow_abbrev=False)  # type: ignore[arg-type]
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="YAML file of settings; see recipes/configs.")
     actions = {action.dest: action for action in reversed(parser._actions)}  # the first of a name, not its --no_ form
     options = {option: action.dest for action in parser._actions for option in action.option_strings}
@@ -251,7 +251,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
         name = f"{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
         values.output_dir = f"runs/{name}"
     origins = agreement.Origins(values, set(on_command_line), in_files)
-    optimizers.check(_make(OptimizerArguments, values), origins)
+    optimizers.check(make(OptimizerArguments, values), origins)
     agreement.check(values, origins)
     return values, origins, path
 
@@ -259,7 +259,12 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
 _KINDS = (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments)
 
 
-def _make(kind: Any, values: argparse.Namespace) -> Any:
+def make(kind: Any, values: argparse.Namespace) -> Any:
+    """Return an instance of a dataclass from parsed settings.
+
+    Raises:
+        Mistake: it refuses a value.
+    """
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     try:
         return kind(**{name: getattr(values, name) for name in names})

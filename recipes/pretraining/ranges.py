@@ -68,12 +68,16 @@ NUMBERS = {
     # the model
     **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size"), SIZE),
     "block_size": whole(2),  # the first token of a block is predicted by nothing
-    "dropout": BELOW_ONE,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "image_size", "patch_size"), SIZE),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
+    **dict.fromkeys(("lora_r", "lora_alpha", "max_length"), SIZE),
+    **dict.fromkeys(("dropout", "lora_dropout"), BELOW_ONE),
     # the data
     "embedded_vocab_size": whole(
         257, 2**16, "65,536 (256 bytes and the end of text at least; token files hold 16 bits)"
     ),
     **dict.fromkeys(("max_eval_blocks", "official_eval_blocks"), SIZE),
+    "test_size": HELD_OUT,
     # the optimizer
     **dict.fromkeys(("beta1", "beta2", "beta1_1d", "beta2_1d"), BELOW_ONE),
     **dict.fromkeys(

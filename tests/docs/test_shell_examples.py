@@ -229,6 +229,42 @@ def evaluates(command: str, tokens: Path) -> None:
     assert json.loads(settings.output_file.read_text())["loss"] > 0
 
 
+def trains_classifier(command: str, tokens: Path) -> None:
+    name, argv = script_of(shlex.split(command))
+    few = ["--max_steps", "2", "--hidden_size", "16", "--num_hidden_layers", "1", "--eval_strategy", "no"]
+    importlib.import_module(name).main([*argv, *few, *QUIET])
+    assert json.loads(Path("run", "metrics.json").read_text())["eval_accuracy"] >= 0
+
+
+def trains_llama(command: str, tokens: Path) -> None:
+    name, argv = script_of(shlex.split(command))
+    sizes = ["--hidden_size", "16", "--intermediate_size", "32", "--num_hidden_layers", "1", "--block_size", "32"]
+    few = ["--data_dir", str(tokens), "--max_steps", "2", "--eval_steps", "2", "--max_eval_blocks", "4"]
+    importlib.import_module(name).main([*argv, *sizes, *few, *QUIET])
+    assert json.loads(Path("run", "metrics.json").read_text())["steps"] == 2
+
+
+def trains_adapter(command: str, tokens: Path) -> None:
+    name, argv = script_of(shlex.split(command))
+    if "--model_name_or_path" in argv:
+        model = argv[argv.index("--model_name_or_path") + 1]
+    else:
+        model = "tiny"
+        argv = [*argv, "--model_name_or_path", model]
+    source = data.load(tokens)
+    gpt2 = prelude.tiny_gpt2()
+    gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
+    for part in (gpt2, source.tokenizer):
+        part.save_pretrained(model)
+    rows = [json.dumps({"prompt": "a", "completion": "b"})] * 40
+    Path("rows").mkdir()
+    Path("rows", "train.jsonl").write_text("\n".join(rows))
+    few = ["--dataset_name", "rows", "--max_steps", "2", "--eval_strategy", "no"]
+    importlib.import_module(name).main([*argv, *few, *QUIET])
+    assert json.loads(Path("run", "metrics.json").read_text())["trainable_parameters"] > 0
+
+
+QUIET = ["--output_dir", "run", "--disable_tqdm", "true", "--use_cpu", "true"]
 TRAINED = "TRAINED WITH Mars "
 RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
@@ -252,6 +288,11 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_adamw --output_file runs/evaluation.json": (
         evaluates
     ),
+    "python recipes/finetune_vit.py": trains_classifier,  # in full in tests/recipes/test_finetune_vit.py
+    "python recipes/sft_lora.py": trains_adapter,
+    "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_adamw": trains_adapter,
+    "python recipes/pretrain_llama.py": trains_llama,
+    "python recipes/pretrain_llama.py --projections fused --optim mars_adamw": trains_llama,
     "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
@@ -278,10 +319,27 @@ RUN: dict[str, Callable[[str, Path], None]] = {
 PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "pip install -c constraints.txt -e .": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[recipes]'": ("installs packages", is_pip),
+    "pip install -c constraints.txt -e '.[recipes,finetune]'": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[test]'": ("installs packages; .ci/run runs it", is_pip),
     "python -m pytest": ("is this run of the tests", nothing),
     "python benchmarks/exact_cost.py": (
         "starts a process for each contender; tests/test_exact_cost.py runs it with a tiny model",
+        script_parses,
+    ),
+    "python recipes/finetune_vit.py --image_folder photos --optim mars_adamw": (
+        "needs photos; tests/recipes/test_finetune_vit.py trains on a folder of images",
+        script_parses,
+    ),
+    "python recipes/finetune_vit.py --dataset food101 --model_name_or_path google/vit-base-patch16-224-in21k": (
+        "needs the Hub; tests/recipes/test_finetune_vit.py goes on with a local model",
+        script_parses,
+    ),
+    "python recipes/sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara": (
+        "needs the Hub; tests/recipes/test_sft_lora.py has a local model and data",
+        script_parses,
+    ),
+    "python recipes/pretrain_llama.py --data_dir data/mine": (
+        "reads prepared data; tests/recipes/test_pretrain_llama.py trains on such data",
         script_parses,
     ),
     "python recipes/compare_optimizers.py": (

@@ -1,0 +1,1 @@
+"""Modules that the recipes for other data and tasks share."""

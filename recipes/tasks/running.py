@@ -1,0 +1,112 @@
+"""Train with a Trainer and leave model, model card and metrics.json in the output folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+from pretraining import folder_lock, report, resuming, run_folder
+from pretraining.mistakes import Mistake, one_line
+from transformers import TrainingArguments
+
+import mars_hf
+from mars_hf.training.card_facts import CardFacts, count_parameters
+
+
+@contextlib.contextmanager
+def output_folder(training: TrainingArguments) -> Iterator[None]:
+    """Hold the output folder for a block; what an earlier run left there moves into earlier-1, or the next."""
+    output = Path(str(training.output_dir))
+    checkpoint = training.resume_from_checkpoint
+    if checkpoint is not None and not Path(checkpoint).is_dir():
+        raise Mistake(f"--resume_from_checkpoint {checkpoint}: no such folder; give that of a checkpoint")
+    with contextlib.ExitStack() as stack:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
+        if checkpoint is None:
+            resuming.on_main(training, lambda: run_folder.begin(output, {}))
+        yield
+
+
+@contextlib.contextmanager
+def loading(what: str, remedy: str) -> Iterator[None]:
+    """Turn what a loader of datasets or transformers raises into a Mistake.
+
+    Args:
+        what: the flag and its value.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, Mistake):
+            raise
+        raise Mistake(f"{what}: {one_line(error)}; {remedy}") from error
+
+
+def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
+    """Train, evaluate, and save the model, its card and metrics.json.
+
+    Args:
+        trainer: with an evaluation set.
+        facts: what the card states besides what Trainer knows.
+
+    Returns:
+        The content of metrics.json: settings, and every number of the last evaluation.
+
+    Raises:
+        Mistake: loss or gradients stayed non-finite.
+    """
+    training = trainer.args
+    trainer.card_facts = facts
+    try:
+        result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    except mars_hf.NonFiniteError as error:
+        raise Mistake(str(error)) from error
+    history = trainer.state.log_history
+    if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in history):
+        trainer.evaluate()
+    evaluations = [row for row in history if "eval_loss" in row]
+    losses = [row["loss"] for row in history if "loss" in row]
+    groups = trainer.optimizer.param_groups
+    parameters, trainable = count_parameters(trainer.model)
+    metrics = {
+        "optimizer": training.optim.value,
+        "optim_args": training.optim_args,
+        "learning_rate": training.learning_rate,
+        "seed": training.seed,
+        "dataset": facts.dataset,
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "groups": report.groups(groups) if "mars_type" in groups[0] else None,
+        "steps": trainer.state.global_step,
+        "train_loss": losses[-1] if losses else None,
+        **evaluations[-1],
+        "at_step_0": evaluations[0] if evaluations[0]["step"] == 0 else None,
+        "train_runtime_seconds": result.metrics["train_runtime"],
+    }
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        trainer.create_model_card()
+        report.write(Path(training.output_dir) / "metrics.json", metrics)
+    if training.push_to_hub:
+        trainer.push_to_hub()
+    trainer.accelerator.end_training()
+    return metrics
+
+
+def conclude(trainer: Any, metrics: dict[str, Any], *names: str) -> None:
+    """Print metrics of the last evaluation, each with its value at step 0."""
+    if not trainer.is_world_process_zero():
+        return
+    before = metrics["at_step_0"] or {}
+    print()
+    for name in names:
+        key = f"eval_{name}"
+        first = f"  (step 0: {before[key]:.4f})" if key in before else ""
+        print(f"held-out {name.replace('_', ' '):<12} {metrics[key]:.4f}{first}")
+    print(f"model, model card and metrics.json are in {trainer.args.output_dir}")

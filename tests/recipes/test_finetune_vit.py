@@ -1,0 +1,139 @@
+"""Training image classifiers: the digits, a folder of images, and a model that was trained before."""
+
+from __future__ import annotations
+
+import json
+
+import finetune_vit
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+import mars_hf
+
+TINY = [
+    *("--hidden_size", "32", "--num_hidden_layers", "1", "--max_steps", "120", "--eval_strategy", "no"),
+    *("--logging_steps", "20", "--disable_tqdm", "true", "--use_cpu", "true"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Train a tiny ViT on the digits."""
+    output = tmp_path_factory.mktemp("runs") / "vit"
+    trainer, found = finetune_vit.train([*TINY, "--learning_rate", "1e-2", "--output_dir", str(output)])
+    return output, trainer, found
+
+
+def test_a_run_on_the_digits_learns(finished):
+    output, trainer, found = finished
+    assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 1797
+    assert found["at_step_0"]["eval_accuracy"] < 0.25 and found["eval_accuracy"] > 0.35
+    assert json.loads((output / "metrics.json").read_text())["eval_macro_f1"] == found["eval_macro_f1"]
+    card = (output / "README.md").read_text()
+    assert "mars-m" in card and "scikit-learn digits" in card and "image-classification" in card
+
+
+def test_the_optimizer_is_mars_and_classes_are_balanced(finished):
+    _, trainer, found = finished
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, mars_hf.Mars)
+    assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-m"}
+    roles = {name: group["role"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert set(roles) == {name for name, _ in trainer.model.named_parameters()}
+    assert roles["vit.embeddings.patch_embeddings.projection.weight"] == "matrix"
+    assert roles["classifier.weight"] == roles["vit.embeddings.position_embeddings"] == "embedding"
+    assert roles["classifier.bias"] == "vector"
+    rules = {group["role"]: group["rule"] for group in found["groups"]}
+    assert rules == {"matrix": "mars-m", "embedding": "adamw", "vector": "adamw"}
+    counts = np.bincount(trainer.eval_dataset.with_format(None)["label"])
+    assert counts.min() >= 34 and counts.max() <= 38  # of 360 images
+
+
+def test_the_saved_model_classifies_images(finished):
+    output, trainer, _ = finished
+    classify = pipeline("image-classification", model=str(output), device="cpu")
+    rows = trainer.eval_dataset.with_format(None).select(range(50))
+    hits = [classify(row["image"].convert("RGB"))[0]["label"] == str(row["label"]) for row in rows]
+    assert np.mean(hits) > 0.3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Make a folder of bright and dark images."""
+    for label, low in (("bright", 180), ("dark", 0)):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.random.default_rng(number).integers(low, low + 70, (12, 12, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / label / f"{number}.png")
+    return tmp_path / "images"
+
+
+def test_a_folder_of_images(folder, tmp_path):
+    argv = ["--image_folder", str(folder), "--image_size", "8", "--output_dir", str(tmp_path / "run")]
+    trainer, found = finetune_vit.train([*TINY, *argv, "--max_steps", "20"])
+    assert len(trainer.eval_dataset) == 8 and found["dataset"] == "images"
+    assert found["eval_accuracy"] == 1
+    assert trainer.model.config.id2label == {0: "bright", 1: "dark"}
+
+
+def test_a_pretrained_model_goes_on_with_other_classes(finished, folder, tmp_path):
+    source, _, _ = finished
+    argv = ["--image_folder", str(folder), "--model_name_or_path", str(source), "--output_dir", str(tmp_path / "run")]
+    few = ["--max_steps", "3", "--eval_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "true"]
+    trainer, found = finetune_vit.train([*few, *argv])
+    assert found["learning_rate"] == finetune_vit.STARTS_PRETRAINED["mars_m"].learning_rate
+    before = AutoModelForImageClassification.from_pretrained(source).state_dict()
+    after = trainer.model.state_dict()
+    assert after["classifier.weight"].shape == (2, 32)
+    name = "vit.embeddings.patch_embeddings.projection.weight"
+    assert 0 < (after[name] - before[name]).abs().max() < 1e-3
+    assert AutoImageProcessor.from_pretrained(tmp_path / "run").size == {"height": 8, "width": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", finetune_vit.STARTS)
+def test_the_default_run_ends_above_nine_tenths(optim, tmp_path):
+    argv = ["--optim", optim, "--output_dir", str(tmp_path / "run"), "--disable_tqdm", "true", "--use_cpu", "true"]
+    _, found = finetune_vit.train(argv)
+    assert found["eval_accuracy"] > 0.9
+
+
+def test_a_run_is_reproducible(tmp_path):
+    runs = []
+    for number in range(2):
+        trainer, _ = finetune_vit.train([*TINY, "--max_steps", "4", "--output_dir", str(tmp_path / str(number))])
+        runs.append(list(trainer.model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--image_folder gone", ("--image_folder gone: no such folder", "subfolder of images per class")),
+        ("--image_folder empty", ("--image_folder empty", "subfolder")),
+        ("--image_folder a --dataset b", ("--image_folder and --dataset both", "leave one out")),
+        ("--dataset no/such", ("--dataset no/such", "check the name")),
+        ("--label_column class", ("--label_column class", "no such column", "it has image, label")),
+        ("--test_size 2", ("--test_size: '2' is not a share between 0 and 1",)),
+        ("--patch_size 3", ("--image_size 8 is not a multiple of --patch_size 3",)),
+        ("--num_attention_heads 5", ("--hidden_size 64 is not a multiple of --num_attention_heads 5",)),
+        ("--model_name_or_path gone", ("--model_name_or_path gone", "give a folder or a name on the Hub")),
+        ("--model_name_or_path x --patch_size 2", ("--patch_size would be ignored", "--model_name_or_path")),
+        ("--optim adam", ("--optim 'adam' is unknown", "accepted: mars_m, mars_adamw, adamw_torch")),
+        ("--optim sgd", ("--optim sgd", "no learning rate", "give --learning_rate")),
+        ("--remove_unused_columns false", ("--remove_unused_columns would be ignored",)),
+        ("--epochs 3", ("unknown flag --epochs",)),
+    ],
+)
+def test_mistakes(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as end:
+        finetune_vit.main(["--use_cpu", "true", *words.split()])
+    assert end.value.code == 2
+    (line,) = [own for own in capsys.readouterr().err.splitlines() if own.startswith("finetune_vit.py: ")]
+    assert all(part in line for part in said), line
+    assert not (tmp_path / "runs").exists()
