@@ -33,10 +33,10 @@ from pretraining.launch import Diverged, pretrain  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_controls.json"
 SEED = 100
-# Rates are FIRST * 2**k: pairs of exponents for matrices and embeddings. START holds the best rates of earlier sweeps
-# for MARS-AdamW's matrices and for the embeddings under mars-m.
+# Rates are FIRST * 2**k: pairs of exponents for matrices and embeddings. START lies between the best pairs of the first
+# two arms, whose search began at (3, 4) and went down in both.
 FIRST = 1e-3
-START = (3, 4)
+START = (1, 4)
 # Evaluate once, at the end, on the whole held-out split.
 COMMON = [
     *("--max_eval_blocks", "100000", "--eval_strategy", "no", "--eval_on_start", "false", "--sample_tokens", "0"),

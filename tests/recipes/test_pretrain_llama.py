@@ -115,7 +115,7 @@ def test_other_optimizers(optim, tokens, tmp_path):
     trainer, found = pretrain_llama.train([*TINY, *argv])
     assert type(trainer.optimizer.optimizer).__name__ == ("Mars" if optim == "mars_adamw" else "AdamW")
     assert found["learning_rate"] == pretrain_llama.STARTS[optim].learning_rate
-    assert found["eval_loss"] < found["at_step_0"]["eval_loss"] - 0.2
+    assert found["eval_loss"] < found["at_step_0"]["eval_loss"] - 0.1
     assert (tmp_path / "run" / "README.md").is_file()
 
 
