@@ -256,6 +256,7 @@ def test_a_run_on_two_processes_reports_the_official_loss_of_its_weights(tmp_pat
 def test_a_model_of_the_hub(tmp_path, unigram, held_out):
     given = ["--data_dir", str(held_out), "--official_blocks", "5", "--use_cpu", "--output_file"]
     with HubServer() as hub:
+        hub.repos.add("me/x")
         hub.files = {path.name: path.read_bytes() for path in unigram.iterdir()}
         command = [sys.executable, str(SCRIPT), "--model", "me/x", *given, str(tmp_path / "hub.json")]
         environment = {**os.environ, **hub.environment(str(tmp_path / "home")), "PYTHONPATH": str(ROOT)}
