@@ -104,13 +104,16 @@ class Meter(TrainerCallback):
 
 
 class MeteredTrainer(mars_hf.MarsTrainer):
-    """MarsTrainer that marks when clipping starts."""
+    """MarsTrainer that marks when a step has its gradients."""
 
     meter: Meter
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        self.meter.gradients_are_there()
-        return super()._clip_grad_norm(model)
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward of a micro-batch; the last one ends with a mark."""
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:
+            self.meter.gradients_are_there()
+        return loss
 
 
 def make_trainer(name: str, options: argparse.Namespace, output: str) -> MeteredTrainer:

@@ -199,8 +199,10 @@ def build(sizes: ModelArguments, labels: list[str], *, is_digits: bool) -> tuple
         if given:
             raise Mistake(f"--{next(iter(given))} would be ignored: --model_name_or_path has its own; leave it out")
         with running.loading(f"--model_name_or_path {path}", "give a folder or a name on the Hub"):
-            model = AutoModelForImageClassification.from_pretrained(path, ignore_mismatched_sizes=True, **names)
-            return model, AutoImageProcessor.from_pretrained(path)
+            model = AutoModelForImageClassification.from_pretrained(
+                path, ignore_mismatched_sizes=True, trust_remote_code=False, **names
+            )
+            return model, AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     chosen: dict[str, Any] = {**(_SIZES_OF_DIGITS if is_digits else _SIZES), **given}
     for whole, part in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
         if chosen[whole] % chosen[part]:

@@ -125,8 +125,8 @@ def train(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     path = script.model_name_or_path or make_base(Path(training.output_dir).absolute().parent / _BASE)
     set_seed(training.seed)
     with running.loading(f"--model_name_or_path {path}", "give a folder or a name on the Hub"):
-        model = AutoModelForCausalLM.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     context = getattr(model.config, "max_position_embeddings", _LONGEST)
     training.max_length = min(context, _LONGEST) if training.max_length is None else training.max_length
     if training.max_length > context:

@@ -17,10 +17,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores
 import pytest
 import torch
 
+_THREADS = torch.get_num_threads()
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    """Seed, and restore the number of threads, which recipes change: it decides how sums are rounded."""
     torch.manual_seed(0)
+    torch.set_num_threads(_THREADS)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -110,7 +110,7 @@ def test_a_script_has_all_of_mars_trainer(script, tmp_path, way):
     )
     trainer.train()
     expected = [param.double().sum().item() for param in trainer.model.parameters()]
-    assert json.loads(found) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert json.loads(found) == pytest.approx(expected, rel=1e-6, abs=1e-7)  # of steps of 1e-2
 
 
 @pytest.mark.slow

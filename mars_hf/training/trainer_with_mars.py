@@ -199,7 +199,7 @@ class TrainerWithMars(_Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
-        if self._adopted is not None:
+        if self._adopted is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
             self._adopted.mars.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._step_batches = batches

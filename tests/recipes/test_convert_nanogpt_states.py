@@ -342,14 +342,11 @@ def test_recipe_goes_on_with_a_run_that_moved_over(tmp_path, tokens, monkeypatch
     path = save(tmp_path / "ckpt.pt", model, optimizer, STEPS, args, official_config())
     convert(path, tmp_path / "there", "--optimizer_state")
 
-    seen, threads = Gradients(), torch.get_num_threads()
+    seen = Gradients()
     argv = ["--config", "pretrain.yaml", "--resume_from_checkpoint", ".", "--data_dir", tokens, "--output_dir", "run"]
     argv += ["--max_steps", "8", "--use_cpu", "true", "--sample_tokens", "0", "--max_eval_blocks", "4"]
     monkeypatch.chdir(tmp_path / "there")
-    try:
-        pretrain_gpt2.train([*map(str, argv), "--disable_tqdm", "true", "--cpu_threads", "1"], [seen])
-    finally:
-        torch.set_num_threads(threads)
+    pretrain_gpt2.train([*map(str, argv), "--disable_tqdm", "true", "--cpu_threads", "1"], [seen])
     assert json.loads(Path("run/metrics.json").read_text())["steps"] == 8
     assert len(seen.seen) == 8 - STEPS
 

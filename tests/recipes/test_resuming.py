@@ -47,11 +47,7 @@ def killed(whole, tmp_path) -> Path:
 
 
 def run(output: Path, tokens: Path, *argv: str) -> None:
-    threads = torch.get_num_threads()
-    try:
-        pretrain_gpt2.main([*TINY, "--data_dir", str(tokens), "--output_dir", str(output), *argv])
-    finally:
-        torch.set_num_threads(threads)
+    pretrain_gpt2.main([*TINY, "--data_dir", str(tokens), "--output_dir", str(output), *argv])
 
 
 def rows(folder: Path) -> list[dict]:

@@ -173,9 +173,7 @@ def recorded(monkeypatch) -> Iterator[dict]:
 
     monkeypatch.setattr(model, "build", build_double)
     monkeypatch.setattr(pretrain_gpt2, "default_data_collator", collate)
-    threads = torch.get_num_threads()
-    yield seen
-    torch.set_num_threads(threads)
+    return seen
 
 
 def test_the_recipe_ends_at_the_weights_of_the_official_loop(tokens, tmp_path, recorded):

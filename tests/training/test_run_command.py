@@ -93,6 +93,7 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
     import transformers
 
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__="1.2"))
+    monkeypatch.delitem(sys.modules, "trl", raising=False)
     found = run_command.versions(SimpleNamespace(is_deepspeed_enabled=True))
     assert found["torch"] == torch.__version__ and found["transformers"] == transformers.__version__
     assert found["deepspeed"] == "1.2" and "mars_hf" in found and "trl" not in found
