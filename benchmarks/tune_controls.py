@@ -92,6 +92,13 @@ def losses_of(rows: list[dict[str, Any]]) -> dict[str, dict[Pair, float]]:
     return losses
 
 
+def best_rates() -> dict[str, dict[str, float]]:
+    """Return the best rates found so far for each arm, as settings of the recipe."""
+    found = losses_of(json.loads(RESULTS.read_text())["runs"])
+    pairs = {arm: best(own) for arm, own in found.items()}
+    return {arm: {"learning_rate": rate(pair[0]), "lr_embeddings": rate(pair[1])} for arm, pair in pairs.items()}
+
+
 def report(losses: Mapping[str, Mapping[Pair, float]]) -> str:
     """Return a Markdown table with each arm's best rates, and whether its search has ended."""
     lines = ["| arm | matrices | embeddings | held-out loss | runs |", "| --- | ---: | ---: | ---: | ---: |"]

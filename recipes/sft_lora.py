@@ -23,14 +23,12 @@ from typing import Any
 
 import datasets
 import metrics
-import pretrain_gpt2
-import torch
-from peft import LoraConfig, get_peft_model
 from pretraining import embedded
-from pretraining.mistakes import Mistake, told
-from tasks import command_line, running
+from pretraining.mistakes import told
+from tasks import adapters, base_model, command_line, running
+from tasks.adapters import AdapterArguments
 from tasks.command_line import Start
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
@@ -51,13 +49,12 @@ _BASE_SETTINGS = [
     *("--n_layer", "2", "--max_steps", "150", "--warmup_steps", "20", "--per_device_train_batch_size", "8"),
     *("--eval_steps", "75", "--max_eval_blocks", "64", "--sample_tokens", "0"),
 ]
-_LONGEST = 1024  # tokens
 _COLUMNS = ({"prompt", "completion"}, {"messages"}, {"text"})  # what SFTTrainer reads
 
 
 @dataclass
 class ScriptArguments:
-    """Model, data and adapter."""
+    """Model and data."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Causal language model: folder or name on the Hub; left out: a small GPT-2."}
@@ -68,12 +65,6 @@ class ScriptArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
     test_size: float = field(default=0.05, metadata={"help": "Share to hold out of data that hold nothing out."})
-    lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=16, metadata={"help": "Adapters are scaled by lora_alpha / lora_r."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
-    lora_target_modules: str = field(
-        default="all-linear", metadata={"help": "Names of layers with adapters, separated by commas, or all-linear."}
-    )
 
 
 @dataclass
@@ -114,34 +105,21 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; see `main`."""
-    script, training = command_line.parse(
-        (ScriptArguments, SftArguments),
+    script, adapter, training = command_line.parse(
+        (ScriptArguments, AdapterArguments, SftArguments),
         argv,
         description=__doc__,
         name="sft",
         starts=lambda values: STARTS_PRETRAINED if values.model_name_or_path else STARTS,
     )
     name, train_set, held_out = load(script)
-    path = script.model_name_or_path or make_base(Path(training.output_dir).absolute().parent / _BASE)
-    set_seed(training.seed)
-    with running.loading(f"--model_name_or_path {path}", "give a folder or a name on the Hub"):
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    context = getattr(model.config, "max_position_embeddings", _LONGEST)
-    training.max_length = min(context, _LONGEST) if training.max_length is None else training.max_length
-    if training.max_length > context:
-        raise Mistake(f"--max_length {training.max_length} is above the model's context; give at most {context}")
-    modules = script.lora_target_modules
-    adapter = LoraConfig(
-        r=script.lora_r,
-        lora_alpha=script.lora_alpha,
-        lora_dropout=script.lora_dropout,
-        target_modules=modules if modules == "all-linear" else modules.split(","),
-        task_type="CAUSAL_LM",
+    path = script.model_name_or_path or base_model.make(
+        Path(training.output_dir).absolute().parent / _BASE, _BASE_SETTINGS
     )
-    with running.loading(f"--lora_target_modules {modules}", "name linear layers of the model, or all-linear"):
-        adapted = get_peft_model(model, adapter)
-    adapted.print_trainable_parameters()
+    set_seed(training.seed)
+    model, tokenizer = base_model.load(path)
+    training.max_length = base_model.context(model, training.max_length, "--max_length")
+    adapted = adapters.add(model, adapter)
     scores: dict[str, Any] = metrics.language_modeling()
     with running.output_folder(training):
         trainer = SFTTrainer(
@@ -157,17 +135,6 @@ def train(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     return trainer, found
 
 
-def make_base(folder: Path) -> str:
-    """Pretrain the small GPT-2 that adapters are added to, unless it is there; return its folder."""
-    if not (folder / "metrics.json").is_file():
-        print(f"pretraining a small GPT-2 in {folder}, once")
-        threads = str(torch.get_num_threads())
-        pretrain_gpt2.main([*_BASE_SETTINGS, "--cpu_threads", threads, "--output_dir", str(folder)])
-    if not (folder / "metrics.json").is_file():
-        raise Mistake(f"{folder}: pretraining was stopped before its end; start again, or give --model_name_or_path")
-    return str(folder)
-
-
 def load(script: ScriptArguments) -> tuple[str, datasets.Dataset, datasets.Dataset]:
     """Return the name of the data, the training set and the held-out set.
 
@@ -178,19 +145,13 @@ def load(script: ScriptArguments) -> tuple[str, datasets.Dataset, datasets.Datas
         corpus = embedded.read_corpus()
         parts = [datasets.Dataset.from_list(list(described_functions(texts))) for texts in (corpus.train, corpus.val)]
         return "functions and docstrings of Python's standard library", parts[0], parts[1]
-    flag = f"--dataset_name {script.dataset_name}"
-    with running.loading(flag, "check the name, and that the Hub is in reach; or give a folder"):
-        splits = datasets.load_dataset(script.dataset_name, script.dataset_config)
-    first = next(iter(splits.values()))
-    if not any(columns <= set(first.column_names) for columns in _COLUMNS):
-        raise Mistake(
-            f"{flag}: columns {', '.join(first.column_names)}; accepted: prompt and completion, or messages, or text"
-        )
-    if "train" in splits and "test" in splits:
-        return script.dataset_name, splits["train"], splits["test"]
-    with running.loading(f"--test_size {script.test_size}", "give another share"):
-        split = first.train_test_split(script.test_size, seed=0)
-    return script.dataset_name, split["train"], split["test"]
+    return running.load_splits(
+        script.dataset_name,
+        script.dataset_config,
+        test_size=script.test_size,
+        accepts=lambda columns: any(kind <= set(columns) for kind in _COLUMNS),
+        accepted="prompt and completion, or messages, or text",
+    )
 
 
 def described_functions(sources: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,39 @@ def loading(what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, Mistake):
             raise
         raise Mistake(f"{what}: {one_line(error)}; {remedy}") from error
+
+
+def load_splits(
+    name: str,
+    config: str | None,
+    *,
+    test_size: float,
+    accepts: Callable[[Sequence[str]], bool],
+    accepted: str,
+) -> tuple[str, datasets.Dataset, datasets.Dataset]:
+    """Return a data set's name, its rows to train on and those held out.
+
+    Args:
+        name: folder or name on the Hub.
+        config: configuration of the data set; None: its only one.
+        test_size: share to hold out where there is no split `test`, with seed 0.
+        accepts: tells of the names of the columns whether the recipe can use them.
+        accepted: what it accepts, for the message.
+
+    Raises:
+        Mistake: there are no such data, or their columns are others.
+    """
+    flag = f"--dataset_name {name}"
+    with loading(flag, "check the name, and that the Hub is in reach; or give a folder"):
+        splits = datasets.load_dataset(name, config)
+    first = next(iter(splits.values()))
+    if not accepts(first.column_names):
+        raise Mistake(f"{flag}: columns {', '.join(first.column_names)}; accepted: {accepted}")
+    if "train" in splits and "test" in splits:
+        return name, splits["train"], splits["test"]
+    with loading(f"--test_size {test_size}", "give another share"):
+        split = first.train_test_split(test_size, seed=0)
+    return name, split["train"], split["test"]
 
 
 def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
