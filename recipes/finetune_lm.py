@@ -97,14 +97,14 @@ class FinetuneArguments(TrainingArguments):
         default=None, metadata={"help": "Left out: that of STARTS, or of STARTS_PRETRAINED."}
     )  # type: ignore[assignment]
     adam_beta2: float = 0.95
-    max_steps: int = 150
+    max_steps: int = 100
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 32
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.05
     logging_steps: float = 25
     eval_strategy: str = "steps"
-    eval_steps: float | None = 75
+    eval_steps: float | None = 50
     eval_on_start: bool = True
     save_strategy: str = "no"
     report_to: str | None = "none"
