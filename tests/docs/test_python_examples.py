@@ -13,6 +13,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from pages import PAGES, blocks, entry_points
 from transformers import Trainer, TrainingArguments
+from trl import SFTTrainer
 
 import mars_hf
 from mars_hf import universal
@@ -82,9 +83,9 @@ def test_examples_run(page, place, logged):
 def test_entry_points_of_readme(place):
     """The table's code builds a Mars where the table says."""
     names = {**prelude.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
-    names["optimizer"] = mars_hf.create(names["model"], lr=6e-3)
+    names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}
     python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]
-    assert len(python) == 6
+    assert len(python) == 7
     kinds = []
     for code in python:
         code = code.replace("(..., ", "(model, args, train_dataset=dataset, ")
@@ -96,4 +97,6 @@ def test_entry_points_of_readme(place):
         elif isinstance(made, TrainingArguments):
             make, settings = Trainer.get_optimizer_cls_and_kwargs(made, names["model"])
             assert make()(names["model"], **settings).param_groups[0]["mars_type"] == "mars-adamw"
-    assert kinds == ["Trainer", "Trainer", "MarsTrainer", "NoneType", "TrainingArguments", "Mars"]
+        elif isinstance(made, type):
+            assert issubclass(made, SFTTrainer) and made is mars_hf.with_mars(made)
+    assert kinds == ["Trainer", "Trainer", "type", "MarsTrainer", "NoneType", "TrainingArguments", "Mars"]

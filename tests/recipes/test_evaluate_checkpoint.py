@@ -213,7 +213,7 @@ def test_a_result_is_replaced_whole_or_stays(tmp_path, unigram, held_out):
     assert os.listdir(output.parent) == ["f.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the next test evaluates on two processes too
 @pytest.mark.multiprocess
 def test_two_processes_give_the_losses_of_one(tmp_path, finished, tokens):
     """Five and eleven blocks divide neither by the batch nor by the processes."""
@@ -368,7 +368,9 @@ READS_ALL = [pytest.mark.slow]  # lm_eval's own tasks: a quarter of a minute
     ("name", "line"),
     [
         ("lost", "--tasks lost: their data cannot be loaded"),
-        pytest.param("hellaswag", "--tasks hellaswag: their data cannot be loaded", marks=READS_ALL),  # we are offline
+        pytest.param(
+            "hellaswag", "--tasks hellaswag: their data cannot be loaded", marks=[pytest.mark.soak]
+        ),  # we are offline
         pytest.param(
             "tiny_chioce",
             "--tasks tiny_chioce: lm_eval has no such task (did you mean tiny_choice?)",

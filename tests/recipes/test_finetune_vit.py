@@ -94,7 +94,10 @@ def test_a_pretrained_model_goes_on_with_other_classes(finished, folder, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optim", finetune_vit.STARTS)
+@pytest.mark.parametrize(
+    "optim",
+    [optim if optim == "mars_m" else pytest.param(optim, marks=pytest.mark.soak) for optim in finetune_vit.STARTS],
+)
 def test_the_default_run_ends_above_nine_tenths(optim, tmp_path):
     argv = ["--optim", optim, "--output_dir", str(tmp_path / "run"), "--disable_tqdm", "true", "--use_cpu", "true"]
     _, found = finetune_vit.train(argv)
