@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--arms", nargs="+", help="default: all")
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast: half the time where processors know it")
     arguments = parser.parse_args()
     preset = presets.load("controls")
     result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"machine": machine.describe(), "runs": []}
@@ -125,7 +126,7 @@ def main() -> None:
     def train(arm: str, pair: Pair) -> float:
         rates = {"learning_rate": rate(pair[0]), "lr_embeddings": rate(pair[1])}
         stated = {name: value for name, value in preset.arms[arm].items() if name not in rates}
-        argv = presets.words({**stated, **rates})
+        argv = presets.words({**stated, **rates, "bf16": arguments.bf16})
         try:
             metrics = pretrain([*argv, *COMMON], Path(scratch) / f"{arm}-{pair}".replace(" ", "_"))
         except Diverged:
@@ -133,7 +134,9 @@ def main() -> None:
         keep = ("steps", "tokens", "train_loss", "eval_loss", "bits_per_byte", "tokens_per_second")
         row = {key: value if math.isfinite(value) else None for key, value in metrics.items() if key in keep}
         with lock:
-            result["runs"].append({"arm": arm, "settings": stated, **rates, "seed": SEED, **row})
+            result["runs"].append(
+                {"arm": arm, "settings": stated, **rates, "seed": SEED, "bf16": arguments.bf16, **row}
+            )
             RESULTS.write_text(json.dumps(result, indent=1) + "\n")
         return float(metrics["eval_loss"])
 

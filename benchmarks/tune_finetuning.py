@@ -64,9 +64,10 @@ RULES = {
         "mars_shampoo": (3.2e-2, "beta1=0.95"),
     },
 }
-# Evaluate once, at the end, so that runs are short.
+# Evaluate once, at the end, so that runs are short. With bfloat16 autocast a step takes half the time.
 COMMON = [
-    *("--eval_strategy", "no", "--eval_on_start", "false", "--disable_tqdm", "true", "--use_cpu", "true"),
+    *("--eval_strategy", "no", "--eval_on_start", "false", "--disable_tqdm", "true"),
+    *("--use_cpu", "true", "--bf16", "true"),
 ]
 
 
