@@ -33,7 +33,8 @@ def check_gradient_placement(param: Any, grad: Any) -> None:
         found = getattr(grad, "placements", "not a DTensor")
         raise RuntimeError(
             f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is placed as {found}, the parameter as "
-            f"{param.placements}; reduce the gradients before step()"
+            f"{param.placements}; reduce the gradients before step(): "
+            "param.grad = param.grad.redistribute(placements=param.placements)"
         )
 
 
