@@ -104,9 +104,7 @@ def _cut(tensor: Any, cuts: Sequence[_Cut], inner: Region | None) -> Region:
     for cut in reversed(cuts):
         later = math.prod(mesh.size(other.mesh_dim) for other in in_order)
         if cut.factor not in (1, later):
-            raise _unsupported(
-                tensor, f"a strided shard of factor {cut.factor} before {later} shards of dimension {dim}"
-            )
+            raise _unsupported(tensor, f"a strided shard of factor {cut.factor} with {later} later shards")
         in_order = [cut, *in_order] if cut.factor == 1 else [*in_order, cut]
     start, length = 0, tensor.shape[dim] // stripes
     for cut in in_order:
