@@ -27,15 +27,24 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def check_gradient_placement(param: Any, grad: Any) -> None:
-    """Raise RuntimeError unless a gradient has the placements of its parameter."""
-    if is_dtensor(param) and not (is_dtensor(grad) and grad.placements == param.placements):
-        found = getattr(grad, "placements", "not a DTensor")
+def place_gradient(param: Any, grad: Any) -> None:
+    """Give a DTensor parameter its gradient in its own placements; collective if they differ.
+
+    Tensor parallelism leaves some gradients as partial sums, or whole where the parameter is sharded.
+
+    Raises:
+        RuntimeError: the gradient is not a DTensor on the parameter's mesh.
+    """
+    if not is_dtensor(param):
+        return
+    if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
+        found = f"on {grad.device_mesh}" if is_dtensor(grad) else "no DTensor"
         raise RuntimeError(
-            f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is placed as {found}, the parameter as "
-            f"{param.placements}; reduce the gradients before step(): "
-            "param.grad = param.grad.redistribute(placements=param.placements)"
+            f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is {found}, the parameter is on "
+            f"{param.device_mesh}; place the gradient like its parameter before step()"
         )
+    if grad.placements != param.placements:
+        param.grad = grad.redistribute(placements=param.placements)
 
 
 def place_dtensor(tensor: Any, slot: int) -> Placement | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train import deepspeed_config, fresh_accelerate, training_arguments
 from transformers import Trainer, default_data_collator
@@ -108,14 +108,6 @@ def partial_sums(model: nn.Module) -> None:
     mars.step()
 
 
-def partial_gradient(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    param = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()]))
-    mars = mars_hf.Mars([param])
-    param.grad = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()])
-    mars.step()
-
-
 def step(wrapped: nn.Module, mars: mars_hf.Mars) -> None:
     ids = Tokens().micro_batch(0, 0, dist.get_rank(), dist.get_world_size())
     wrapped(ids, ids)["loss"].backward()
@@ -128,7 +120,6 @@ LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
         fsdp1_after_create,
         fsdp1_before_create,
         partial_sums,
-        partial_gradient,
         flat_buffer,
     )
 }

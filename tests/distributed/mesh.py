@@ -17,6 +17,7 @@ Flags:
     resumed      stopped after half of the steps, saved, built anew and loaded
     tied         the head is the embedding
     local_norms  without the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices
+    partial      gradients of parameters that tensor parallelism repeats come as partial sums
     metrics      also notes the metrics of every step
 """
 
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from train import Watched, corrected_norms, plain_results, set_lr
 from worker import main
@@ -143,12 +144,20 @@ def clip_gradients(model: Model) -> Tensor:
     return norm
 
 
+def split_gradients(model: Model) -> None:
+    """Leave gradients as partial sums where that is possible, as SequenceParallel does."""
+    for param in model.parameters():
+        if isinstance(param.grad, DTensor) and param.grad.placements == (Replicate(),):
+            mesh = param.grad.device_mesh
+            param.grad = DTensor.from_local(param.grad.to_local() / mesh.size(), mesh, [Partial()])
+
+
 class Run:
     """A model and its optimizer on a mesh."""
 
     def __init__(self, engine: str, case: Case, flags: set[str]) -> None:
         """Build both anew."""
-        self.case = case
+        self.case, self.flags = case, flags
         self.model = build_model(flags)
         mesh = make_mesh(engine)
         if mesh is not None:
@@ -191,6 +200,8 @@ class Run:
                 self.total_norms.append(clip_gradients(self.model).item())
             if not any(isinstance(param, DTensor) for param in self.names):
                 self.norms.append(corrected_norms(self.mars, self.names))
+            if "partial" in self.flags:
+                split_gradients(self.model)
             self.mars.step()
             if self.case.folded:
                 self.total_norms.append(self.mars.grad_norm.item())

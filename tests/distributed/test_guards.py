@@ -26,7 +26,6 @@ LAYOUTS = {
     "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
     "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
     "layout/partial_sums": r"Partial\(sum\).*a placement other than Shard and Replicate is not supported",
-    "layout/partial_gradient": r"placed as .Partial.sum.*param\.grad = param\.grad\.redistribute",
     "layout/flat_buffer": "a flat tensor of shape .* none of the parameters Mars was built with",
 }
 
