@@ -52,7 +52,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # softmax does not see it: its gradient is rounding noise
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.narrow, self.wide = nn.Linear(WIDTH, BOTTLENECK), nn.Linear(BOTTLENECK, WIDTH)
 
@@ -95,7 +96,7 @@ def build_model(flags: set[str]) -> Model:
     model = Model()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else 0.2)
+            nn.init.normal_(module.weight, std=0.3 if isinstance(module, nn.Embedding) else 0.2)
     if "tied" in flags:
         model.lm_head.weight = model.embedding.weight
     return model
