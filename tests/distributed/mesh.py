@@ -16,6 +16,7 @@ Flags:
     exact        with the stale gradient of every batch
     resumed      stopped after half of the steps, saved, built anew and loaded
     tied         the head is the embedding
+    llama        a Llama that transformers divides by its own plan (tp_plan="auto")
     local_norms  without the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices
     partial      gradients of parameters that tensor parallelism repeats come as partial sums
     metrics      also notes the metrics of every step
@@ -24,6 +25,7 @@ Flags:
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,25 @@ def build_model(flags: set[str]) -> Model:
     return model
 
 
+def build_llama(engine: str) -> nn.Module:
+    """Build a Llama, with the same weights at every call; transformers divides while it loads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 28, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=2))
+    if engine == "single":
+        return model
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])  # the first rank writes
+        dist.barrier()
+        model = LlamaForCausalLM.from_pretrained(folders[0], dtype=torch.float32, tp_plan="auto")
+        dist.barrier()
+    return model
+
+
 def make_mesh(engine: str) -> DeviceMesh | None:
     world = dist.get_world_size()
     if engine == "single":
@@ -132,7 +153,7 @@ def parallelize(model: Model, mesh: DeviceMesh, flags: set[str]) -> None:
         fully_shard(model, mesh=mesh[names])
 
 
-def clip_gradients(model: Model) -> Tensor:
+def clip_gradients(model: nn.Module) -> Tensor:
     """Scale gradients to a norm of at most MAX_GRAD_NORM and return it; clip_grad_norm_ takes one mesh only."""
     meshes: dict[Any, list[Tensor]] = {}
     for param in model.parameters():
@@ -145,7 +166,7 @@ def clip_gradients(model: Model) -> Tensor:
     return norm
 
 
-def split_gradients(model: Model) -> None:
+def split_gradients(model: nn.Module) -> None:
     """Leave gradients as partial sums where that is possible, as SequenceParallel does."""
     for param in model.parameters():
         if isinstance(param.grad, DTensor) and param.grad.placements == (Replicate(),):
@@ -159,9 +180,9 @@ class Run:
     def __init__(self, engine: str, case: Case, flags: set[str]) -> None:
         """Build both anew."""
         self.case, self.flags = case, flags
-        self.model = build_model(flags)
         mesh = make_mesh(engine)
-        if mesh is not None:
+        self.model: Any = build_llama(engine) if "llama" in flags else build_model(flags)
+        if mesh is not None and "llama" not in flags:
             parallelize(self.model, mesh, flags)
         names = () if mesh is None else mesh.mesh_dim_names or ()
         data = [name for name in names if name != "tp"]
@@ -181,10 +202,11 @@ class Run:
         self.tokens = Tokens()
 
     def backward(self, step: int) -> None:
-        """Leave the gradients of a step's batch, clipped unless the optimizer does that."""
+        """Leave the gradients of a step's batch."""
         for micro in range(ACCUMULATION):
             ids = self.tokens.micro_batch(step, micro, self.part, self.parts)
-            (self.model(ids) / ACCUMULATION).backward()
+            loss = self.model(ids, labels=ids).loss if "llama" in self.flags else self.model(ids)
+            (loss / ACCUMULATION).backward()
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
