@@ -85,6 +85,12 @@ PRIVATE_NAMES = (
         "No gradient counts as averaged: each rank orthogonalizes all matrices.",
     ),
     PrivateName(
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        "torch 2.9 to 2.13",
+        "Parameters that FSDP2 and tensor parallelism shard along one dimension are refused.",
+    ),
+    PrivateName(
         "deepspeed, on parameters",
         "_hp_mapping",
         "deepspeed 0.18.4 to 0.19.8",
@@ -274,6 +280,14 @@ def ddp_hooks(module: Any) -> list[str]:
 def ddp_backward_times(module: Any) -> list[int]:
     """Return when each gradient of the last backward pass was ready; empty where torch does not tell."""
     return list(getattr(module.reducer, "get_backward_stats", list)())
+
+
+def shard_of(placement: Any) -> tuple[int, int] | None:
+    """Return the dimension that a DTensor's placement shards, and its split factor, 1 for Shard; None for others."""
+    kind = type(placement).__name__
+    if kind == "Shard":
+        return placement.dim, 1
+    return (placement.dim, placement.split_factor) if kind == "_StridedShard" else None
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

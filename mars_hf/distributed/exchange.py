@@ -95,7 +95,7 @@ class Exchange:
         """Do the work and return this rank's pieces of the results.
 
         Args:
-            pieces: local piece of each slot, shaped like `region.of(whole)`, any floating dtype; not modified.
+            pieces: local piece of each slot, of `region.local_shape`, any floating dtype; not modified.
             work: maps whole tensors, by slot, to results of the same shapes; must not modify them. Called once with
                 all tensors that this rank works on, or not at all if there are none.
 
@@ -106,7 +106,9 @@ class Exchange:
         here = self._from_owners(self._work(work, self._to_owners(pieces)))
         here = self._from_replicas(here)
         return {
-            slot: here[slot].to(piece.device) if slot in here else torch.empty_like(piece, dtype=self._dtype)
+            slot: here[slot].to(piece.device).reshape(piece.shape)
+            if slot in here
+            else torch.empty_like(piece, dtype=self._dtype)
             for slot, piece in pieces.items()
         }
 
@@ -127,7 +129,7 @@ class Exchange:
             sent = self._pack([pieces[item.slot] for items in routes.sent for item in items], self._device)
             received = self._all_to_all(sent, routes.sent, routes.received)
             views = _unpack(received, routes.received)
-            kept = [(item, pieces[item.slot]) for item in routes.kept if item.slot not in routes.uncut]
+            kept = [(item, pieces[item.slot].view(item.shape)) for item in routes.kept if item.slot not in routes.uncut]
             _copy([(item.region.of(wholes[item.slot]), piece) for item, piece in [*views, *kept]])
         return wholes
 

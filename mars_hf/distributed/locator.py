@@ -142,11 +142,11 @@ class Locator:
             self._sharded_slots.add(slot)
             (region,) = [piece.region for piece in placement.pieces] or [None]
             here = tensor.to_local().shape
-            if here.numel() if region is None else here != region.shape(tensor.shape):
+            if here.numel() if region is None else here != region.local_shape(tensor.shape):
                 raise RuntimeError(
                     f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements} has a part of shape "
-                    f"{tuple(here)} on this rank, which is not how torch divides it: MARS supports what fully_shard "
-                    "and distribute_tensor make"
+                    f"{tuple(here)} on this rank, which is not how torch divides it: MARS supports what fully_shard, "
+                    "parallelize_module and distribute_tensor make"
                 )
         return placement
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,29 +18,72 @@ class Region(NamedTuple):
     """The part of a whole parameter that a rank holds.
 
     `dim=None`: elements [start, start + length) of the parameter flattened in row-major order. Otherwise indices
-    [start, start + length) along dimension `dim`.
+    [start, start + length) along dimension `dim`, of those only what `inner` says of later dimensions. With `stripes`,
+    dimension `dim` consists of that many equal blocks, and the part is [start, start + length) of each.
     """
 
     dim: int | None
     start: int
     length: int
+    inner: Region | None = None
+    stripes: int = 1
 
     @classmethod
     def everything(cls, shape: torch.Size) -> Region:
         """Return the region that is all of a parameter, in its own shape."""
         return cls(0, 0, shape[0])
 
+    @property
+    def place(self) -> int:
+        """Return a number that parts of one parameter have in common only if they are the same part."""
+        return self.start if self.inner is None else self.start + (self.inner.place + 1 << 32)
+
     def of(self, whole: Tensor) -> Tensor:
-        """Return this part of a whole parameter as a view; `dim=None` needs a contiguous tensor."""
+        """Return this part of a whole parameter as a view; `dim=None` needs a contiguous tensor.
+
+        Stripes have a dimension of their own, before that of their indices.
+        """
         if self.dim is None:
             return whole.view(-1)[self.start : self.start + self.length]
-        return whole.narrow(self.dim, self.start, self.length)
+        if self.inner is not None:
+            whole = self.inner.of(whole)
+        if self.stripes == 1:
+            return whole.narrow(self.dim, self.start, self.length)
+        return whole.unflatten(self.dim, (self.stripes, -1)).narrow(self.dim + 1, self.start, self.length)
 
     def shape(self, whole: torch.Size) -> torch.Size:
-        """Return the shape of this part of a parameter of shape `whole`."""
+        """Return the shape of `of(whole)` for a parameter of shape `whole`."""
         if self.dim is None:
             return torch.Size([self.length])
-        return torch.Size([*whole[: self.dim], self.length, *whole[self.dim + 1 :]])
+        shape = whole if self.inner is None else self.inner.shape(whole)
+        lengths = [self.length] if self.stripes == 1 else [self.stripes, self.length]
+        return torch.Size([*shape[: self.dim], *lengths, *shape[self.dim + 1 :]])
+
+    def local_shape(self, whole: torch.Size) -> torch.Size:
+        """Return the shape of this part as a rank holds it: its stripes follow each other."""
+        if self.dim is None:
+            return torch.Size([self.length])
+        shape = whole if self.inner is None else self.inner.local_shape(whole)
+        return torch.Size([*shape[: self.dim], self.stripes * self.length, *shape[self.dim + 1 :]])
+
+    def ranges(self, whole: torch.Size) -> list[list[tuple[int, int]]]:
+        """Return the first index and the one after the last of each stretch, for each dimension of a parameter.
+
+        With `dim=None` there is one dimension, of all elements.
+        """
+        if self.dim is None:
+            return [[(self.start, self.start + self.length)]]
+        found = [[(0, size)] for size in whole] if self.inner is None else self.inner.ranges(whole)
+        starts = [self.start + block * (whole[self.dim] // self.stripes) for block in range(self.stripes)]
+        found[self.dim] = [(start, start + self.length) for start in starts]
+        return found
+
+    def __str__(self) -> str:
+        """Say which part this is."""
+        kind = "elements" if self.dim is None else f"dimension {self.dim}"
+        stretch = f"{kind} [{self.start}, {self.start + self.length})"
+        blocks = "" if self.stripes == 1 else f" of each of {self.stripes} blocks"
+        return f"{stretch}{blocks}" if self.inner is None else f"{stretch}{blocks} of {self.inner}"
 
 
 class Item(NamedTuple):
@@ -177,16 +221,27 @@ def _longest_first(
 
 
 def _check_cover(slot: int, shape: torch.Size, regions: Sequence[Region]) -> None:
-    ends, dims = [0], {region.dim for region in regions}
-    for _, start, length in sorted(regions, key=lambda region: region.start):
-        ends.append(start + length if start == ends[-1] else -1)
-    dim = next(iter(dims))
-    if len(dims) > 1 or ends[-1] != (shape.numel() if dim is None else shape[dim]):
-        found = [
-            f"{'elements' if dim is None else f'dimension {dim}'} [{start}, {start + length})"
-            for dim, start, length in regions
-        ]
+    kinds = {region.dim is None for region in regions}
+    space = [shape.numel()] if True in kinds else list(shape)
+    if len(kinds) > 1 or not _is_tiled(space, [region.ranges(shape) for region in regions]):
         raise RuntimeError(
-            f"the ranks hold {' and '.join(found)} of parameter {slot}, of shape {tuple(shape)}: not each of its "
-            "elements once, so this engine lays parameters out in a way that mars_hf does not know"
+            f"the ranks hold {' and '.join(map(str, regions))} of parameter {slot}, of shape {tuple(shape)}: not each "
+            "of its elements once, so this engine lays parameters out in a way that mars_hf does not know"
         )
+
+
+def _is_tiled(space: Sequence[int], parts: Sequence[Sequence[Sequence[tuple[int, int]]]]) -> bool:
+    """Return whether parts, each with stretches along every dimension, cover each point of a space once."""
+    edges = [
+        sorted({0, size, *(end for part in parts for stretch in part[dim] for end in stretch)})
+        for dim, size in enumerate(space)
+    ]
+    if any(ends[0] < 0 or ends[-1] > size for ends, size in zip(edges, space, strict=True)):
+        return False
+    places = [{end: place for place, end in enumerate(ends)} for ends in edges]
+    # Between two edges all points are covered alike.
+    covered = torch.zeros([len(ends) - 1 for ends in edges], dtype=torch.int32, device="cpu")
+    for part in parts:
+        for box in itertools.product(*part):
+            covered[tuple(slice(own[start], own[end]) for own, (start, end) in zip(places, box, strict=True))] += 1
+    return bool((covered == 1).all())

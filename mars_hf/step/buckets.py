@@ -138,7 +138,7 @@ class Bucket:
         self.steps += [state["step"]] * count
         self.shares += shares(placement)
         self.slots += [entry.slot] if placement is None else [piece.slot for piece in placement.pieces]
-        self.starts += [0] if placement is None else [piece.region.start for piece in placement.pieces]
+        self.starts += [0] if placement is None else [piece.region.place for piece in placement.pieces]
         if placement is not None:
             self.is_sharded, self.process_group = True, placement.group
 

@@ -31,7 +31,7 @@ def check_averages(
 
 
 def check_gradient(param: Tensor) -> None:
-    """Raise RuntimeError for a gradient that MARS cannot use."""
+    """Raise RuntimeError for a gradient that MARS cannot use; place a DTensor's like its parameter."""
     grad = param.grad
     if grad is None:
         return
@@ -62,7 +62,7 @@ def check_gradient(param: Tensor) -> None:
             f"a parameter of shape {shape} is expanded (strides {param.stride()}): its elements share memory and "
             "cannot be updated; use its .clone()"
         )
-    dtensors.check_gradient_placement(param, grad)
+    dtensors.place_gradient(param, grad)
 
 
 def check_state(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -369,8 +369,10 @@ def _kind(group: Mapping[str, Any]) -> tuple[str, Any, int]:
 def _order(team: Team) -> tuple[Any, ...]:
     """Return the sort key of teams: one order on all ranks, so that ranks in several teams do not deadlock."""
     ranks = [() if group is None else tuple(dist.get_process_group_ranks(group)) for group in team[:2]]
+    # First what all ranks of a mesh have in common: the rows of one may be the columns of another.
+    steps = [tuple(rank - own[0] for rank in own) for own in ranks]
     names = ["" if group is None else group.group_name for group in team[:2]]
-    return *ranks, *names, str(team.device.type), str(team.dtype)
+    return *steps, *ranks, *names, str(team.device.type), str(team.dtype)
 
 
 def _sizes(team: Team) -> tuple[int, int]:

@@ -93,6 +93,17 @@ def along(dim: int, rank: int, ranks: int) -> dict[int, Region]:
     return regions
 
 
+def boxes(rank: int, ranks: int) -> dict[int, Region]:
+    """Cut as FSDP2 over tensor parallelism does: rows in two, columns among the others."""
+    columns, rows = along(1, rank // 2, ranks // 2), along(0, rank % 2, 2)
+    return {slot: rows[slot]._replace(inner=columns[slot]) for slot in rows.keys() & columns.keys()}
+
+
+def blocks(rank: int, ranks: int) -> dict[int, Region]:
+    """Cut columns, and those of slot 4 as transformers cuts fused projections."""
+    return {**along(1, rank, ranks), 4: Region(1, rank, 1, stripes=SHAPES[4][1] // ranks)}
+
+
 def stretches(rank: int, ranks: int) -> dict[int, Region]:
     """Cut as ZeRO-1/2 does: equal parts of one flat buffer."""
     part = -(-sum(shape.numel() for shape in SHAPES.values()) // ranks)
@@ -125,6 +136,8 @@ def everything() -> dict[int, Region]:
 LAYOUTS: dict[str, Callable[[int, int], dict[int, Region]]] = {
     "rows": lambda *place: along(0, *place),
     "columns": lambda *place: along(1, *place),
+    "boxes": boxes,
+    "blocks": blocks,
     "stretches": stretches,
     "partitions": partitions,
     "lastrank": all_on_last,
@@ -151,7 +164,7 @@ def exchange_cut(name: str) -> dict[str, Any]:
     place = (0, 1) if shards is None else (dist.get_rank(shards), dist.get_world_size(shards))
     regions = LAYOUTS[layout](*place)
     exchange = Exchange(SHAPES, COSTS, regions, **groups, device=CPU, dtype=dtype)
-    pieces = {slot: region.of(whole_parameter(slot, SHAPES[slot])) for slot, region in regions.items()}
+    pieces = {slot: part(region, whole_parameter(slot, SHAPES[slot])) for slot, region in regions.items()}
     before = {slot: piece.clone() for slot, piece in pieces.items()}
     seen: list[list[int]] = []
 
@@ -164,7 +177,7 @@ def exchange_cut(name: str) -> dict[str, Any]:
     expected = {}
     for slot, region in regions.items():
         result = make_result(whole_parameter(slot, SHAPES[slot]).to(dtype))
-        expected[slot] = region.of(result.contiguous())
+        expected[slot] = part(region, result.contiguous())
     return {
         "same": found.keys() == expected.keys() and all(same(found[slot], x) for slot, x in expected.items()),
         "untouched": all(same(pieces[slot], x) for slot, x in before.items()),
@@ -175,6 +188,11 @@ def exchange_cut(name: str) -> dict[str, Any]:
         "owners": list(exchange.owners.values()),
         "elements": sum(piece.numel() for piece in pieces.values()),
     }
+
+
+def part(region: Region, whole: Tensor) -> Tensor:
+    """Return a part of a parameter as a rank holds it."""
+    return region.of(whole).reshape(region.local_shape(whole.shape))
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -279,6 +297,7 @@ def exchange_dtensors() -> dict[str, Any]:
     """Shards are uneven, in all placements; replicated twice over a mesh of three dimensions."""
     world = dist.get_world_size()
     one = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
+    two = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     three = init_device_mesh("cpu", (world // 2, 2, 1), mesh_dim_names=("a", "b", "c"))
     wholes: dict[str, list[bool]] = {}
     for mesh, placements in (
@@ -286,6 +305,10 @@ def exchange_dtensors() -> dict[str, Any]:
         (one, [Shard(1)]),
         (one, [Shard(-1)]),
         (one, [Replicate()]),
+        (two, [Shard(0), Shard(1)]),
+        (two, [Shard(1), Shard(0)]),
+        (two, [Shard(0), Shard(0)]),
+        (two, [Shard(1), Replicate()]),
         (three, [Replicate(), Replicate(), Shard(0)]),
         (three, [Replicate(), Shard(1), Replicate()]),
     ):

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train import deepspeed_config, fresh_accelerate, training_arguments
 from transformers import Trainer, default_data_collator
@@ -92,25 +91,6 @@ def fsdp1_before_create(model: nn.Module) -> None:
     step(wrapped, mars_hf.create(wrapped, **CASE.hyperparameters()))
 
 
-def tensor_parallel(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {"narrow": ColwiseParallel()})
-    only_narrow(model, mars_hf.create(model, **CASE.hyperparameters()))
-
-
-def tensor_parallel_and_fsdp2(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "model"))
-    parallelize_module(model, mesh["model"], {"narrow": ColwiseParallel()})
-    fully_shard(model.narrow, mesh=mesh["data"])
-    only_narrow(model, mars_hf.create(model, **CASE.hyperparameters()))
-
-
-def only_narrow(model: nn.Module, mars: mars_hf.Mars) -> None:
-    """Take a step on the gradients of a layer."""
-    model.narrow(torch.ones(1, model.config.n_embd)).sum().backward()
-    mars.step()
-
-
 def flat_buffer(model: nn.Module) -> None:
     """Act like an unknown engine: replace the parameters by a flat copy."""
     mars = mars_hf.create(model, **CASE.hyperparameters())
@@ -139,8 +119,6 @@ LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
     for function in (
         fsdp1_after_create,
         fsdp1_before_create,
-        tensor_parallel,
-        tensor_parallel_and_fsdp2,
         partial_sums,
         flat_buffer,
     )

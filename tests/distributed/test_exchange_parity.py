@@ -21,9 +21,9 @@ BYTES = {"bf16": 2, "fp32": 4}
 _SHARDED = ("rows", "columns", "stretches", "partitions", "lastrank")
 _ZERO = ("zero1", "zero2", "zero3", "zero2_round_robin")
 CUT = {
-    2: [*(f"{name}_{dtype}" for name in (*_SHARDED, "replicas") for dtype in BYTES)],
+    2: [*(f"{name}_{dtype}" for name in (*_SHARDED, "blocks", "replicas") for dtype in BYTES)],
     4: [
-        *(f"{name}_bf16" for name in (*_SHARDED, "replicas")),
+        *(f"{name}_bf16" for name in (*_SHARDED, "boxes", "replicas")),
         *(f"hybrid{name}_{dtype}" for name in ("rows", "columns", "stretches") for dtype in BYTES),
     ],
 }

@@ -25,8 +25,6 @@ KEPT = ("factory/zero3", "optim/zero2", "mars_trainer/zero2_offload")
 LAYOUTS = {
     "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
     "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
-    "layout/tensor_parallel": "tensor parallelism is not supported",
-    "layout/tensor_parallel_and_fsdp2": "more than one sharded mesh dimension is not supported",
     "layout/partial_sums": r"Partial\(sum\).*a placement other than Shard and Replicate is not supported",
     "layout/flat_buffer": "a flat tensor of shape .* none of the parameters Mars was built with",
 }

@@ -67,6 +67,10 @@ def everything(shapes: dict[int, torch.Size]) -> list[dict[int, Region]]:
         (Region(1, 3, 1), [[3], [7], [11]]),
         (Region(0, 3, 0), torch.empty(0, 4).tolist()),
         (Region.everything(torch.Size([3, 4])), torch.arange(12).view(3, 4).tolist()),
+        (Region(0, 1, 2, Region(1, 2, 2)), [[6, 7], [10, 11]]),
+        (Region(0, 1, 2, Region(1, 2, 0)), torch.empty(2, 0).tolist()),
+        (Region(1, 1, 1, stripes=2), [[[1], [3]], [[5], [7]], [[9], [11]]]),
+        (Region(0, 0, 1, Region(1, 0, 1, stripes=2)), [[[0], [2]]]),
     ],
 )
 def test_a_region_is_a_view_of_the_whole(region, expected):
@@ -74,6 +78,7 @@ def test_a_region_is_a_view_of_the_whole(region, expected):
     part = region.of(whole)
     assert part.tolist() == expected
     assert part.shape == region.shape(whole.shape)
+    assert part.numel() == region.local_shape(whole.shape).numel()
     part.fill_(-1)
     assert (whole == -1).sum() == part.numel()
 
@@ -169,11 +174,32 @@ def test_what_nobody_holds_is_left_out():
         [{0: Region(0, 0, 4)}, {0: Region(0, 0, 4)}],  # all twice
         [{0: Region(None, 0, 10)}, {0: Region(None, 10, 11)}],  # more than there is
         [{0: Region(0, 0, 2)}, {0: Region(None, 10, 10)}],  # halves of two kinds
+        [{0: Region(0, 0, 2)}, {0: Region(0, 2, 2, Region(1, 0, 4))}],  # without a corner
+        [{0: Region(0, 0, 3)}, {0: Region(1, 3, 2)}],  # a row and a column cross
+        [{0: Region(0, 0, 4, Region(1, 0, 3))}, {0: Region(0, 1, 3, Region(1, 3, 2))}],
+        [{0: Region(0, 0, 1, stripes=2)}, {0: Region(0, 1, 2)}],  # row 2 twice, row 3 nowhere
     ],
 )
 def test_pieces_that_are_not_each_element_once_are_refused(held):
     with pytest.raises(RuntimeError, match=r"of parameter 0, of shape \(4, 5\): not each of its elements once"):
         Routes({0: torch.Size([4, 5])}, {0: 1.0}, held, rank=0)
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [
+        [Region(0, 0, 2), Region(0, 2, 2, Region(1, 0, 4)), Region(0, 2, 2, Region(1, 4, 1))],
+        [Region(1, 0, 3), Region(0, 0, 1, Region(1, 3, 2)), Region(0, 1, 3, Region(1, 3, 2))],
+        [Region(0, 0, 1, stripes=2), Region(0, 1, 1, Region(1, 0, 2), 2), Region(0, 1, 1, Region(1, 2, 3), 2)],
+    ],
+)
+def test_pieces_may_be_cut_along_several_dimensions(regions):
+    shape = torch.Size([4, 5])
+    held = [{0: region} for region in regions]
+    (owner,) = Routes({0: shape}, {0: 1.0}, held, rank=0).owners.values()
+    received = Routes({0: shape}, {0: 1.0}, held, rank=owner).received
+    assert sum(item.numel for items in received for item in items) == 20 - regions[owner].local_shape(shape).numel()
+    assert len({region.place for region in regions}) == len(regions)
 
 
 def test_uneven_blocks_are_as_large_as_the_largest():

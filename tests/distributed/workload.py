@@ -68,6 +68,7 @@ CASES = {
     "lion_1d_frozen": Case("mars-lion", optimize_1d=True, frozen=True),
     "adamw_unclipped": Case(clip_threshold=None),
     "adamw_folded": Case(folded=True),
+    "adamw_1d_folded": Case(optimize_1d=True, folded=True),
     "lion_1d_folded": Case("mars-lion", optimize_1d=True, folded=True),
     "shampoo": Case("mars-shampoo", ns_dtype="float32"),
     "shampoo_1d": Case("mars-shampoo", ns_dtype="float32", optimize_1d=True),
