@@ -121,7 +121,10 @@ def train(arm: Arm, rate: float, seed: int, scratch: str) -> dict[str, Any]:
 def make_base(base: str) -> dict[str, Any]:
     """Pretrain a base, unless it is there; return its settings and held-out loss."""
     settings = {**presets.load("controls").arms[base], **tune_controls.best_rates().get(base, {})}
-    metrics = pretrain([*presets.words(settings), "--eval_strategy", "no", "--cpu_threads", "1"], BASES / base)
+    finished = BASES / base / "metrics.json"
+    if not finished.is_file():
+        pretrain([*presets.words(settings), "--eval_strategy", "no", "--cpu_threads", "1"], BASES / base)
+    metrics = json.loads(finished.read_text())
     return {"settings": settings, "eval_loss": metrics["eval_loss"]}
 
 

@@ -65,7 +65,8 @@ class Mars(torch.optim.Optimizer):
     AdamW with the settings of vectors.
 
     Call `step()` after the backward pass, as with any torch optimizer, on gradients that are ready to use: accumulated,
-    averaged over ranks, globally clipped. `p.grad` is never modified or kept.
+    averaged over ranks, globally clipped. `p.grad` is never modified or kept; that of a DTensor is placed like its
+    parameter.
 
     The constructor splits every group by role: first its matrices, then its vectors, each in the order given. Groups
     hold the role and all hyperparameters, and every step reads them there. A vector group's `lr`, `betas` and

@@ -241,6 +241,14 @@ def trains_llama(command: str, tokens: Path) -> None:
 
 
 def trains_adapter(command: str, tokens: Path) -> None:
+    fine_tunes(command, tokens, {"prompt": "a", "completion": "b"})
+
+
+def trains_on_text(command: str, tokens: Path) -> None:
+    fine_tunes(command, tokens, {"text": "print(1)\n" * 20})
+
+
+def fine_tunes(command: str, tokens: Path, row: dict[str, str]) -> None:
     name, argv = script_of(shlex.split(command))
     if "--model_name_or_path" in argv:
         model = argv[argv.index("--model_name_or_path") + 1]
@@ -252,9 +260,8 @@ def trains_adapter(command: str, tokens: Path) -> None:
     gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
     for part in (gpt2, source.tokenizer):
         part.save_pretrained(model)
-    rows = [json.dumps({"prompt": "a", "completion": "b"})] * 40
     Path("rows").mkdir()
-    Path("rows", "train.jsonl").write_text("\n".join(rows))
+    Path("rows", "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
     few = ["--dataset_name", "rows", "--max_steps", "2", "--eval_strategy", "no"]
     importlib.import_module(name).main([*argv, *few, *QUIET])
     assert json.loads(Path("run", "metrics.json").read_text())["trainable_parameters"] > 0
@@ -287,6 +294,8 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/finetune_vit.py": trains_classifier,  # in full in tests/recipes/test_finetune_vit.py
     "python recipes/sft_lora.py": trains_adapter,
     "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_adamw": trains_adapter,
+    "python recipes/finetune_lm.py": trains_on_text,
+    "python recipes/finetune_lm.py --use_peft true": trains_on_text,
     "python recipes/pretrain_llama.py": trains_llama,
     "python recipes/pretrain_llama.py --projections fused --optim mars_adamw": trains_llama,
     "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
