@@ -1,0 +1,73 @@
+"""The search for the rates of fine-tuning, what it compares, and its result."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import finetune_lm
+import pytest
+import tune_controls
+import tune_finetuning
+from pretraining import presets
+from tune_finetuning import DEFAULT, OTHERS, SEARCH_SEED, SEEDS, Arm
+
+RESULT = json.loads(tune_finetuning.RESULTS.read_text())
+ROWS = RESULT["runs"]
+
+
+def row(arm: Arm, rate: float, seed: int, loss: float | None) -> dict:
+    return {**arm._asdict(), "learning_rate": rate, "seed": seed, "eval_loss": loss, "pretraining_loss": loss}
+
+
+@pytest.mark.parametrize("diverges_from", [8e-3, 2e-3])
+def test_a_search_runs_each_rate_once_and_then_the_seeds_at_the_best(diverges_from):
+    arm = Arm(DEFAULT, "full", "adamw_torch")
+    rows: list[dict] = []
+
+    def run(arm, rate, seed):
+        loss = math.log2(rate / 5e-4) ** 2 if rate < diverges_from else None
+        rows.append(row(arm, rate, seed, loss))
+
+    tune_finetuning.work_on(arm, rows, run)
+    found = [(each["learning_rate"], each["seed"]) for each in rows]
+    assert len(set(found)) == len(found)
+    assert sorted(rate for rate, seed in found if seed == SEARCH_SEED) == [2.5e-4, 5e-4, 1e-3, 2e-3]
+    assert [pair for pair in found if pair[1] != SEARCH_SEED] == [(5e-4, seed) for seed in SEEDS]
+    before = len(rows)
+    tune_finetuning.work_on(arm, rows, run)
+    assert len(rows) == before  # nothing is repeated
+
+
+def test_arms_that_only_search_run_no_further_seeds():
+    rows: list[dict] = []
+    arm = Arm(DEFAULT, "lora", "mars_m")
+    tune_finetuning.work_on(arm, rows, lambda arm, rate, seed: rows.append(row(arm, rate, seed, rate)))
+    assert {each["seed"] for each in rows} == {SEARCH_SEED}
+
+
+def test_settings_follow_the_rate():
+    assert tune_finetuning.optim_args(Arm(DEFAULT, "full", "mars_m"), 5e-4) == "beta1=0.95,lr_1d=0.0005"
+    assert tune_finetuning.optim_args(Arm(DEFAULT, "full", "mars_shampoo"), 8e-3) == "beta1=0.95,lr_1d=0.001"
+    assert tune_finetuning.optim_args(Arm(DEFAULT, "full", "adamw_torch"), 8e-3) is None
+
+
+def test_bases_have_tuned_rates():
+    arms, rates = presets.load("controls").arms, tune_controls.best_rates()
+    for base, own in RESULT["bases"].items():
+        assert base in arms and own["settings"]["optimizer"] == arms[base]["optimizer"]
+        assert {name: own["settings"][name] for name in rates.get(base, {})} == rates.get(base, {})
+    assert set(RESULT["bases"]) == {DEFAULT, *OTHERS}
+
+
+@pytest.mark.parametrize(("mode", "use_peft"), [("full", False)])
+def test_the_recipe_starts_from_the_best_rates(mode, use_peft):
+    losses = tune_finetuning.losses_of(ROWS)
+    starts = finetune_lm.STARTS[use_peft]
+    assert set(starts) == set(tune_finetuning.RULES[mode])
+    for optim, start in starts.items():
+        arm = Arm(DEFAULT, mode, optim)
+        best = tune_finetuning.best(losses[arm])
+        assert tune_finetuning.wanted(0, losses[arm]) is None, f"{optim}: the search has not ended"
+        assert start.learning_rate == best, optim
+        assert start.optim_args == tune_finetuning.optim_args(arm, best), optim
