@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -25,3 +26,10 @@ def describe() -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def note(result: dict[str, Any]) -> None:
+    """Add this machine to a result, unless the result names it: a search may go on where another machine stopped."""
+    here = describe()
+    if here not in (result.setdefault("machine", here), *result.get("further_machines", ())):
+        result.setdefault("further_machines", []).append(here)

@@ -119,6 +119,8 @@ def main() -> None:
     arguments = parser.parse_args()
     preset = presets.load("controls")
     result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"machine": machine.describe(), "runs": []}
+    if not arguments.report:
+        machine.note(result)
     losses = losses_of(result["runs"])
     arms = arguments.arms or list(preset.arms)
     lock = threading.Lock()

@@ -50,18 +50,18 @@ COMPARED = ("adamw_torch", "mars_adamw", "mars_m")  # on every base
 # Mode -> rule -> first rate and further settings; {same} and {eighth} are parts of the rate.
 RULES = {
     "full": {
-        "adamw_torch": (1e-3, None),
-        "mars_adamw": (1e-3, "beta1=0.9,beta2=0.95"),
-        "mars_m": (1e-3, "beta1=0.95,lr_1d={same:g}"),
-        "mars_lion": (2.5e-4, None),
-        "mars_shampoo": (8e-3, "beta1=0.95,lr_1d={eighth:g}"),
+        "adamw_torch": (4e-3, None),
+        "mars_adamw": (8e-3, "beta1=0.9,beta2=0.95"),
+        "mars_m": (1.6e-2, "beta1=0.95,lr_1d={same:g}"),
+        "mars_lion": (2e-3, None),
+        "mars_shampoo": (3.2e-2, "beta1=0.95,lr_1d={eighth:g}"),
     },
     "lora": {
-        "adamw_torch": (4e-3, None),
-        "mars_adamw": (4e-3, "beta1=0.9,beta2=0.95"),
-        "mars_m": (4e-3, "beta1=0.95"),
-        "mars_lion": (1e-3, None),
-        "mars_shampoo": (3.2e-2, "beta1=0.95"),
+        "adamw_torch": (1.6e-2, None),
+        "mars_adamw": (1.6e-2, "beta1=0.9,beta2=0.95"),
+        "mars_m": (1.6e-2, "beta1=0.95"),
+        "mars_lion": (4e-3, None),
+        "mars_shampoo": (6.4e-2, "beta1=0.95"),
     },
 }
 # Evaluate once, at the end, so that runs are short. With bfloat16 autocast a step takes half the time.
@@ -198,6 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     empty: dict[str, Any] = {"machine": machine.describe(), "bases": {}, "runs": []}
     result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else empty
     if not arguments.report:
+        machine.note(result)
         search(result, arguments.bases, arguments.jobs)
     print(search_table(result["runs"]))
     print()
