@@ -23,7 +23,7 @@ from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_one_rate
 from mars_hf.groups.settings import DEFAULTS, GROUP_KEYS, KEYS_1D, MODEL_DEFAULTS, check, plain, reject_unknown
 from mars_hf.groups.summary import summary
 from mars_hf.groups.values import patterns
-from mars_hf.step import exact, states
+from mars_hf.step import exact, saved_states, states
 from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
 from mars_hf.step.checks import check_averages, check_gradient, check_state
 from mars_hf.step.locate import locate
@@ -317,7 +317,7 @@ class Mars(torch.optim.Optimizer):
         found: dict[str, Any] = {}
 
         def check_loaded(_: Any, given: dict[str, Any]) -> None:
-            self._check_loaded(given)
+            saved_states.check(given, self.param_groups)
             found.update(given)
 
         def keep(_: Any) -> None:
@@ -325,7 +325,7 @@ class Mars(torch.optim.Optimizer):
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)
-            self._copy_states(found)
+            saved_states.copy_into(self.state, found, self.param_groups)
             self._matrices = self._order = None  # ranks that came apart may share their work again
 
         # The last one before torch loads, and the first one after it.
@@ -338,54 +338,6 @@ class Mars(torch.optim.Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _check_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError unless a state can be that of this optimizer."""
-        for index, (saved, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            if "role" not in saved:
-                raise ValueError(
-                    f"param group {index} of this state has no 'role', so it was not saved by Mars (its keys: "
-                    f"{', '.join(saved)}); load a checkpoint of Mars, or start with a fresh optimizer"
-                )
-            patterns = [group.get("pattern") for group in (saved, own)]
-            if None not in patterns and patterns[0] != patterns[1]:
-                raise ValueError(
-                    f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
-                    f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
-                )
-            for key in ("role", "mars_type", "is_approx"):
-                if saved[key] != own[key]:
-                    raise ValueError(
-                        f"param group {index} was saved with {key}={saved[key]!r} and is {own[key]!r} here; build the "
-                        "optimizer from the same parameters, in the same order and with the same settings, as when it "
-                        "was saved"
-                    )
-            if matrix_layouts.from_plain(saved.get("layout")) != matrix_layouts.from_plain(own["layout"]):
-                raise ValueError(
-                    f"param group {index} was saved with layout={saved.get('layout')!r} and is {own['layout']!r} here; "
-                    "build the optimizer with the split_fused it was saved with"
-                )
-            try:
-                check(saved)
-            except ValueError as error:
-                raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
-        for id_, param, _ in self._pairs(state_dict):
-            states.check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
-
-    def _copy_states(self, state_dict: dict[str, Any]) -> None:
-        for id_, param, group in self._pairs(state_dict):
-            for key, value in state_dict["state"].get(id_, {}).items():
-                if key == "step":
-                    value = states.step_of(value)
-                if isinstance(value, Tensor):
-                    device = value.device if key == "step" and not group["capturable"] else param.device
-                    self.state[param][key] = value.detach().to(device, copy=True)
-
-    def _pairs(self, state_dict: dict[str, Any]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
-        """Saved ids, and the parameters and groups they belong to."""
-        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-        params = [(param, group) for group in self.param_groups for param in group["params"]]
-        return [(id_, *pair) for id_, pair in zip(ids, params, strict=False)]  # torch complains of other lengths
 
     @_compat.without_dynamo  # sorting does not trace
     @torch.no_grad()
