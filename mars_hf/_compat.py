@@ -135,6 +135,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers:Trainer",
+        "_mixed_mesh_grad_norm",
+        "transformers 5.19 to 5.23",
+        "With tensor parallelism, a report of a NaN gradient names all gradients.",
+    ),
+    PrivateName(
+        "transformers:Trainer",
         "_tr_loss",
         "transformers 5.19 to 5.23",
         "The logged loss of a run that skips batches would include them.",
@@ -346,6 +352,7 @@ def fsdp_reduction_deferred(trainer: Any) -> AbstractContextManager[Any]:
     return trainer._defer_fsdp_gradient_reduction()
 
 
+CLIPS_SEVERAL_MESHES = "_mixed_mesh_grad_norm"  # the method of a Trainer that clips gradients on several meshes
 SAVES_CHECKPOINT = "_save_checkpoint"  # the method of a Trainer that writes a checkpoint and removes older ones
 
 

@@ -130,6 +130,21 @@ def total_norm(params: Iterable[Tensor]) -> Tensor | None:
     return torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]))
 
 
+def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients in place by a number or a plain 0-d tensor; they may be on different meshes.
+
+    Works on what this rank holds: torch multiplies no list that mixes plain tensors and DTensors, or DTensors of
+    several meshes.
+    """
+    devices: dict[torch.device, list[Tensor]] = {}
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                devices.setdefault(param.grad.device, []).append(dtensors.local(param.grad))
+        for device, grads in devices.items():
+            torch._foreach_mul_(grads, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
 def nonfinite_weights(model: nn.Module) -> list[str]:
     """Return the names of this rank's parameters and buffers that hold a non-finite value.
 

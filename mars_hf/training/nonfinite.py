@@ -106,6 +106,7 @@ class NonFiniteCallback(TrainerCallback):
         for holder, name, made in (
             (trainer, "training_step", self._watch_losses),
             (trainer.accelerator, "clip_grad_norm_", self._watch_clipping),
+            (trainer, _compat.CLIPS_SEVERAL_MESHES, self._watch_clipping_of_meshes),
             (trainer, "log", self._show_losses),
             (trainer, _compat.SAVES_CHECKPOINT, self._keep_checkpoints),
         ):
@@ -330,6 +331,19 @@ class NonFiniteCallback(TrainerCallback):
             return found
 
         return clip
+
+    def _watch_clipping_of_meshes(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """Do the same for gradients on several meshes, which Trainer clips without accelerate."""
+
+        def watched(model: nn.Module, max_norm: float) -> Any:
+            if not self._is_decided:
+                norm = finite.total_norm(model.parameters())
+                self._decide(norm)
+                if self._is_left_out:
+                    return norm
+            return clip(model, max_norm)
+
+        return watched
 
     def _show_losses(self, log: Callable[..., None]) -> Callable[..., None]:
         def shown(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

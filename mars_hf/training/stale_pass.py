@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -15,8 +15,10 @@ from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from mars_hf import _compat
+from mars_hf.arithmetic.clipping import global_scale
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
+from mars_hf.training import finite
 from mars_hf.training.guard import innermost
 from mars_hf.training.random_state import RandomState
 from mars_hf.training.snapshots import attribute_set, attributes_kept, buffers_kept, copied, difference
@@ -182,12 +184,11 @@ class StalePass:
         params = [*clipped, *(param for param in own if id(param) not in known)]  # with the weights of a loss
         scaler = trainer.accelerator.scaler
         if scaler is not None:
-            torch._foreach_mul_(_gradients(params), 1 / scaler.get_scale())
+            finite.scale_gradients(params, 1 / scaler.get_scale())
         limit = self._max_grad_norm()
-        norm: Any = nn.utils.get_total_norm(_gradients(clipped))
-        self.norm = norm.full_tensor() if dtensors.is_dtensor(norm) else norm
-        if limit > 0:
-            nn.utils.clip_grads_with_norm_(clipped, limit, norm)
+        self.norm = finite.total_norm(clipped)
+        if limit > 0 and self.norm is not None:
+            finite.scale_gradients(clipped, global_scale(self.norm, limit))
         if scaler is not None:
             self._overflows = self.norm
         mars.update_previous_grad()
@@ -205,10 +206,6 @@ class StalePass:
         ):
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
-
-
-def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
 
 
 class StalePassCallback(TrainerCallback):

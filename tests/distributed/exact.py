@@ -2,6 +2,8 @@
 
     torchrun --nproc_per_node 2 exact.py OUTPUT ENGINE-ACCUMULATION[-resumed][-m|-shampoo] ...
 
+The engine `tp` trains a Llama that transformers' own plan divides; parameters outside the plan are plain tensors.
+
 Each run writes OUTPUT/<run>.safetensors with the full weights after its last step; `refused` writes an error's text to
 OUTPUT/refused.json.
 """
@@ -12,16 +14,24 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import worker
-from accelerate import DistributedDataParallelKwargs
+from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from train import fresh_accelerate, use_fsdp2_on_cpu
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, default_data_collator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import mars_hf
 
@@ -35,7 +45,7 @@ RULES = {
     "m": {"mars_type": "mars-m", "ns_dtype": "float32"},
     "shampoo": {"mars_type": "mars-shampoo", "ns_dtype": "float32"},
 }
-WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel"}
+WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel", "tp": "LlamaForCausalLM"}
 
 
 class Rows(Dataset):
@@ -61,6 +71,21 @@ def build_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
 
 
+def build_llama() -> LlamaForCausalLM:
+    """Return a Llama with heads for two ranks."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def divided(folder: Path) -> LlamaForCausalLM:
+    """Return the Llama over all ranks; transformers divides while it loads."""
+    if dist.get_rank() == 0:
+        build_llama().save_pretrained(folder / "llama")
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32, tp_plan="auto")
+
+
 class Fsdp2Trainer(mars_hf.MarsTrainer):
     """Set up FSDP2 as accelerate does on accelerators; on CPUs accelerate would fall back to DDP."""
 
@@ -70,14 +95,22 @@ class Fsdp2Trainer(mars_hf.MarsTrainer):
         self.is_fsdp_enabled = True
 
 
+class DividedTrainer(mars_hf.MarsTrainer):
+    """Let accelerate take tensor parallelism, which it refuses on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+            super().create_accelerator_and_postprocess()
+
+
 def make_trainer(
     engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, **settings: Any
 ) -> mars_hf.MarsTrainer:
-    model = build_model()
+    model = divided(folder) if engine == "tp" else build_model()
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
-        per_device_train_batch_size=MICRO_BATCH // dist.get_world_size(),
+        per_device_train_batch_size=MICRO_BATCH // (1 if engine == "tp" else dist.get_world_size()),
         gradient_accumulation_steps=accumulation,
         train_sampling_strategy="sequential",
         lr_scheduler_type="constant",
@@ -89,7 +122,7 @@ def make_trainer(
         **{"save_strategy": "no", **settings},
     )
     mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
-    kind = Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer
+    kind = {"fsdp2": Fsdp2Trainer, "tp": DividedTrainer}.get(engine, mars_hf.MarsTrainer)
     return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
 
 

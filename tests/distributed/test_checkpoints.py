@@ -20,7 +20,7 @@ from workload import STEPS
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 SAME_BAR = 1e-6  # relative to the largest element of the tensor; 0 was measured
-BF16 = ("zero2_bf16/adamw_1d", "zero1_bf16_fp32accum/adamw")
+BF16 = ("zero2_bf16/adamw_1d", "zero1_bf16_fp32accum/adamw", "zero2_bf16/m")
 RESUMED = (
     *("ddp/lion_1d", "fsdp2/adamw", "fsdp2/lion", "trainer_ddp/adamw"),
     *("zero1/adamw_1d", "zero1/lion_1d_frozen", "zero2/adamw", "zero2/lion", "zero2_offload/adamw"),

@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 BAR = 5e-5
 ORTHOGONALIZED = ("ddp-2-m", "ddp-2-shampoo", "fsdp2-2-m", "fsdp2-2-shampoo")
-RUNS = ("ddp-1", "ddp-4", "ddp_view-2", "ddp_static-1", "fsdp2-1", "fsdp2-4", "ddp-4-resumed", "fsdp2-1-resumed")
+RUNS = (
+    *("ddp-1", "ddp-4", "ddp_view-2", "ddp_static-1", "fsdp2-1", "fsdp2-4", "ddp-4-resumed", "fsdp2-1-resumed"),
+    "tp-2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +38,22 @@ def alone(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, torch.Tensor]]:
-    """Return the parameters after the last step, by number of accumulation steps."""
+    """Return the parameters after the last step, by model and number of accumulation steps."""
     results = {}
-    for accumulation in ("1", "2", "4"):
+    for of in ("gpt2-1", "gpt2-2", "gpt2-4", "llama-2"):
+        kind, accumulation = of.split("-")
         steps = straight_line.batches(exact.Rows(), exact.MICRO_BATCH, int(accumulation), 7)[: exact.STEPS]
-        model = exact.build_model().train()
+        model = (exact.build_llama() if kind == "llama" else exact.build_model()).train()
         trajectory = straight_line.train(model, steps, settings=exact.SETTINGS, lr_1d=exact.LR_1D)
-        results[accumulation] = trajectory[-1]
+        results[of] = trajectory[-1]
     return results
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_two_processes_are_the_algorithm_in_straight_lines(trained, expected, run):
     assert not error_of(trained, run), error_of(trained, run)
-    weights = expected[run.split("-")[1]]
+    engine, accumulation, *_ = run.split("-")
+    weights = expected[f"{'llama' if engine == 'tp' else 'gpt2'}-{accumulation}"]
     found = load_file(trained / f"{run}.safetensors")
     differences = {name: ((found[name] - x).abs().max() / x.abs().max()).item() for name, x in weights.items()}
     assert max(differences.values()) <= BAR, sorted(differences.items(), key=lambda item: item[1])[-3:]
@@ -65,7 +70,7 @@ def test_matrices_are_orthogonalized_as_by_one_process(trained, alone, expected,
     differences = {name: ((found[name] - x).abs().max() / x.abs().max()).item() for name, x in wanted.items()}
     assert max(differences.values()) <= BAR, sorted(differences.items(), key=lambda item: item[1])[-3:]
     matrix = "transformer.h.0.mlp.c_fc.weight"
-    assert (found[matrix] - expected["2"][matrix]).abs().max() > 0.01 * found[matrix].abs().max()
+    assert (found[matrix] - expected["gpt2-2"][matrix]).abs().max() > 0.01 * found[matrix].abs().max()
 
 
 def test_deepspeed_is_refused_at_the_start(tmp_path):
