@@ -324,6 +324,14 @@ def zero3_optimizer(param: Any) -> Any:
     return getattr(param, "_z3_optimizer", None)
 
 
+def divides_by_unused_scale(wrapper: Any) -> bool:
+    """Tell whether this is DeepSpeed's wrapper for fp16 without ZeRO, whose scale its backward leaves out."""
+    if type(wrapper).__name__ not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        return False
+    config = getattr(wrapper, "loss_scale_config", None)  # from DeepSpeed 0.19 on; bf16 has the same wrapper
+    return bool(config.use_grad_scaling) if config is not None else getattr(wrapper, "cur_scale", 1) != 1
+
+
 def checkpoint_classes(names: Iterable[str] = tuple(CHECKPOINT_CLASSES)) -> list[type]:
     """Import classes of `CHECKPOINT_CLASSES` by name; imports DeepSpeed, which takes seconds, unless names are empty.
 

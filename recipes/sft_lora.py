@@ -158,7 +158,8 @@ def described_functions(sources: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield the signature of each function with a docstring as prompt, and the docstring's first line as completion."""
     for source in sources:
         try:
-            with warnings.catch_warnings(action="ignore"):  # of invalid escapes
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of invalid escapes
                 tree = ast.parse(source)
         except SyntaxError:  # of another Python
             continue

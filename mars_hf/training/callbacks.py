@@ -178,6 +178,7 @@ def _begin(
 ) -> AdapterWatch | None:
     """Check the Mars that will step, say on rank 0 what it is, and return what watches the model's adapters."""
     flattened = guard.is_flattened(optimizer)
+    guard.require_scaled_losses(optimizer)
     guard.require_stale_gradients(mars)
     watch = None
     if model is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mars_hf import _compat
 from mars_hf.distributed.placement import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
@@ -71,6 +72,22 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
             "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
         )
     raise RuntimeError(f"the optimizer that would step is {found}; {remedy}")
+
+
+def require_scaled_losses(optimizer: Any) -> None:
+    """Raise RuntimeError for DeepSpeed in fp16 without ZeRO: it divides gradients by a scale that no loss had.
+
+    Args:
+        optimizer: Trainer's optimizer, wrappers included.
+    """
+    while optimizer is not None:
+        if _compat.divides_by_unused_scale(optimizer):
+            raise RuntimeError(
+                "fp16 under DeepSpeed without ZeRO: its engine divides gradients by a loss scale that its backward has "
+                'not applied, so they are far too small; set "zero_optimization": {"stage": 1} in the JSON, or "bf16" '
+                'in place of "fp16"'
+            )
+        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def require_stale_gradients(mars: Mars) -> None:

@@ -39,6 +39,7 @@ DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, a
     "zero2_offload": ("zero2_offload", {}),
     "zero2_offload_forced": ("zero2_offload", FORCED),
     "zero3_offload_forced": ("zero3_offload", FORCED),
+    "fp16": ("zero2", {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}),
     "zero2_json_optimizer": ("zero2", {"optimizer": ADAMW}),
 }
 
@@ -58,7 +59,7 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
     if way == "optim":
         mars_hf.register()
         return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
-    args = training_arguments(folder, CASE, zero)
+    args = training_arguments(folder, CASE, zero, fp16=config == "fp16")
     if way == "factory":
         callbacks = [mars_hf.LastGradientCallback()]
         return Trainer(args=args, optimizer_cls_and_kwargs=mars_hf.factory(**settings), callbacks=callbacks, **shared)
@@ -70,7 +71,10 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
 
 
 def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
-    import_deepspeed().init_distributed("gloo")
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo")
+    # True of this DeepSpeed's kernels only where the CPU has fp16 instructions; torch computes in fp16 anywhere.
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     with (
