@@ -8,10 +8,9 @@
 
 Without --dataset_name the text is one in eight of the C++ headers that come with torch. Without --model_name_or_path
 the model is what pretrain_gpt2.py makes of the Python standard library, in runs/embedded-mars_adamw; the recipe makes
-it first if it is not there. The learning rates to start from: for that GPT-2 STARTS, for all weights the best of a
-sweep on that text (benchmarks/tune_finetuning.py), for LoRA a guess; for other models STARTS_PRETRAINED, what
-`python -m mars_hf suggest` derives from AdamW's usual 2e-5, and 2e-4 for LoRA. For instructions and chats there is
-sft_lora.py.
+it first if it is not there. The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that text
+(benchmarks/tune_finetuning.py); for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from
+AdamW's usual 2e-5, and 2e-4 for LoRA. For instructions and chats there is sft_lora.py.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ STARTS = {
         "mars_shampoo": Start(3.2e-2, "beta1=0.95,lr_1d=0.004"),
         "adamw_torch": Start(4e-3),
     },
-    True: {  # not tuned yet
-        "mars_adamw": Start(4e-3, "beta1=0.9,beta2=0.95"),
-        "mars_m": Start(4e-3, "beta1=0.95"),
-        "mars_lion": Start(1e-3),
-        "mars_shampoo": Start(3.2e-2, "beta1=0.95"),
-        "adamw_torch": Start(4e-3),
+    True: {
+        "mars_adamw": Start(1.6e-2, "beta1=0.9,beta2=0.95"),
+        "mars_m": Start(1.6e-2, "beta1=0.95"),
+        "mars_lion": Start(4e-3),
+        "mars_shampoo": Start(1.6e-2, "beta1=0.95"),
+        "adamw_torch": Start(1.6e-2),
     },
 }
 STARTS_PRETRAINED = {

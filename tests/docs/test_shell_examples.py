@@ -296,6 +296,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_adamw": trains_adapter,
     "python recipes/finetune_lm.py": trains_on_text,
     "python recipes/finetune_lm.py --use_peft true": trains_on_text,
+    "python recipes/finetune_lm.py --optim mars_m": trains_on_text,
     "python recipes/pretrain_llama.py": trains_llama,
     "python recipes/pretrain_llama.py --projections fused --optim mars_adamw": trains_llama,
     "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
@@ -337,6 +338,10 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     ),
     "python recipes/finetune_vit.py --dataset food101 --model_name_or_path google/vit-base-patch16-224-in21k": (
         "needs the Hub; tests/recipes/test_finetune_vit.py goes on with a local model",
+        script_parses,
+    ),
+    "python recipes/finetune_lm.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name roneneldan/TinyStories": (
+        "needs the Hub; tests/recipes/test_finetune_lm.py has a local model and data",
         script_parses,
     ),
     "python recipes/sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara": (
