@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from helpers import Blocks, arguments, gpt2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
@@ -157,6 +158,14 @@ def test_what_cannot_work_is_refused_when_the_config_is_read(plugin, settings, m
 )
 def test_what_works_is_accepted(plugin, settings):
     plugin.of.register(config(**settings))
+
+
+def test_the_config_of_the_docs_is_accepted(plugin):
+    page = (ROOT / "docs" / "elsewhere.md").read_text()
+    text = page.split("```yaml\n")[1].split("```")[0]
+    cfg = Config(yaml.safe_load(text))
+    assert cfg.plugins == ["mars_hf.AxolotlPlugin"]
+    plugin.of.register(cfg)
 
 
 CONFIG = """\
