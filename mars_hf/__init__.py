@@ -9,6 +9,7 @@ from mars_hf.optimizer import Mars, create
 from mars_hf.training import import_hooks
 
 if TYPE_CHECKING:
+    from mars_hf.training.axolotl import AxolotlPlugin as AxolotlPlugin
     from mars_hf.training.callbacks import LastGradientCallback
     from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
     from mars_hf.training.registry import factory, register
@@ -30,7 +31,9 @@ __all__ = [
 ]
 
 # Loaded when first used: they need transformers, which takes seconds to import.
+# AxolotlPlugin is not in __all__: it needs Axolotl.
 _LAZY = {
+    "AxolotlPlugin": "training.axolotl",
     "LastGradientCallback": "training.callbacks",
     "MarsTrainer": "training.trainer",
     "NonFiniteCallback": "training.nonfinite",

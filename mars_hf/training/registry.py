@@ -301,7 +301,7 @@ def add_names() -> None:
         finish(self)
         kind = OPTIM_NAMES.get(str(getattr(self.optim, "value", self.optim)))
         if kind is not None:
-            resolve(_settings_by_name(kind, split_optim_args(self.optim_args)), self)
+            resolve(settings_by_name(kind, split_optim_args(self.optim_args)), self)
 
     __post_init__._checks_mars = True  # type: ignore[attr-defined]
     TrainingArguments.__post_init__ = __post_init__  # type: ignore[method-assign]
@@ -321,13 +321,13 @@ def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[st
     """Return what transformers calls for one `--optim` name."""
 
     def handler(context: Any) -> tuple[type[MarsFactory], dict[str, Any]]:
-        made_by, settings = factory(context.args, **_settings_by_name(mars_type, context.optim_args))
+        made_by, settings = factory(context.args, **settings_by_name(mars_type, context.optim_args))
         return made_by, {"lr": context.args.learning_rate} | settings  # lr, because other handlers have it too
 
     return handler
 
 
-def _settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str, Any]:
+def settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of a run that chose MARS by `optim` and `optim_args`."""
     settings = parse_optim_args(optim_args)
     saved = saved_settings.read(settings["like"]).get("mars_type", mars_type) if "like" in settings else mars_type

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import dataclasses
 import importlib
 import json
 import os
@@ -20,11 +21,14 @@ from pathlib import Path
 import prelude
 import pytest
 import torch
+import yaml
 from accelerate.commands import launch
-from pages import PAGES, ROOT, commands, entry_points
+from pages import PAGES, ROOT, blocks, commands, entry_points
 from pretraining import arguments, data
 from tiny_nanogpt import BLOCK, VOCAB, OfficialMars, TinyGPT, gradients, save
+from transformers import TrainingArguments
 
+import mars_hf
 from mars_hf.__main__ import main
 
 TINY = [
@@ -208,6 +212,16 @@ def launch_parses(command: str) -> None:
     assert Path(script).is_file() and read.num_processes == 4
 
 
+def llama_factory_parses(command: str) -> None:
+    """Make TrainingArguments, to which LLaMA-Factory hands the config."""
+    texts = [block.text for block in blocks("elsewhere.md") if block.language == "yaml"]
+    config = next(found for found in map(yaml.safe_load, texts) if "optim" in found)
+    mars_hf.register()
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    args = TrainingArguments(**{key: value for key, value in config.items() if key in known}, use_cpu=True)
+    assert args.optim == "mars_adamw"
+
+
 def nothing(command: str) -> None:
     """Parse nothing."""
 
@@ -327,6 +341,12 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "pip install -c constraints.txt -e '.[recipes]'": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[recipes,finetune]'": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[test]'": ("installs packages; .ci/run runs it", is_pip),
+    "pip install --no-deps -e .": ("installs packages", nothing),
+    "axolotl train config.yaml": (
+        "needs Axolotl; tests/training/test_axolotl.py checks the page's config, and trains where Axolotl is installed",
+        nothing,
+    ),
+    "python -m mars_hf run -m llamafactory.cli train config.yaml": ("needs LLaMA-Factory", llama_factory_parses),
     "python -m pytest": ("is this run of the tests", nothing),
     "python benchmarks/exact_cost.py": (
         "starts a process for each contender; tests/test_exact_cost.py runs it with a tiny model",

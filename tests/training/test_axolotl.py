@@ -1,0 +1,216 @@
+"""The plugin for Axolotl: against a stand-in for the names of Axolotl that it uses, and against Axolotl itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers import Blocks, arguments, gpt2
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
+
+import mars_hf
+from mars_hf.training.trainer_with_mars import TrainerWithMars
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class BasePlugin:
+    """Axolotl's hooks that the plugin extends."""
+
+    def register(self, cfg: Any) -> None: ...
+
+    def pre_model_load(self, cfg: Any) -> None: ...
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None: ...
+
+
+class AxolotlRewardTrainer(Trainer):
+    """Known by identity in Axolotl, and without `dataset_tags`."""
+
+
+class OwnTrainer(Trainer):
+    """A class that Axolotl chooses."""
+
+    def __init__(self, *args: Any, dataset_tags: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.fixture
+def plugin(monkeypatch) -> Any:
+    """Return the plugin, as Axolotl loads it."""
+
+    class TrainerBuilderBase:
+        def __init__(self, cfg: Any) -> None:
+            self.cfg = cfg
+
+        def hook_pre_create_trainer(self, trainer_kwargs: Any, trainer_cls: Any) -> tuple[Any, Any]:
+            return trainer_kwargs, trainer_cls
+
+        def build(self, trainer_cls: Any, **given: Any) -> Any:
+            kwargs, kind = self.hook_pre_create_trainer(given, trainer_cls)
+            if kind is not AxolotlRewardTrainer:
+                kwargs["dataset_tags"] = ["rows"]
+            return kind(**kwargs)
+
+    names = {"integrations.base": {"BasePlugin": BasePlugin}, "core.builders.base": {"TrainerBuilderBase": None}}
+    names["core.builders.base"]["TrainerBuilderBase"] = TrainerBuilderBase
+    for name in ("axolotl", "axolotl.integrations", "axolotl.core", "axolotl.core.builders"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, found in names.items():
+        module = ModuleType(f"axolotl.{name}")
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, f"axolotl.{name}", module)
+    monkeypatch.delitem(sys.modules, "mars_hf.training.axolotl", raising=False)
+    made = mars_hf.AxolotlPlugin()
+    yield SimpleNamespace(of=made, builder=TrainerBuilderBase)
+    sys.modules.pop("mars_hf.training.axolotl", None)  # its base class is the stand-in
+
+
+class Config(dict):
+    """Keys as attributes, None where there is none, as in Axolotl's."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+def config(**settings: Any) -> Config:
+    return Config(optimizer="mars_adamw", learning_rate=6e-3, **settings)
+
+
+def build(plugin: Any, cfg: Config, folder: Path, kind: type = OwnTrainer, **settings: Any) -> Any:
+    """Go through a run of Axolotl, up to the trainer."""
+    plugin.of.register(cfg)
+    plugin.of.pre_model_load(cfg)
+    plugin.of.pre_model_load(cfg)
+    args = arguments(folder, optim=cfg.optimizer, max_steps=2, **settings)
+    trainer = plugin.builder(cfg).build(kind, model=gpt2(), args=args, train_dataset=Blocks())
+    plugin.of.post_trainer_create(cfg, trainer)
+    return trainer
+
+
+def test_the_trainer_has_mars(plugin, tmp_path):
+    """Exact MARS is what a trainer without it refuses."""
+    cfg = config(optim_args={"gamma": 0.05, "is_approx": False, "clip_threshold": None})
+    given = ",".join(f"{key}={value}" for key, value in cfg.optim_args.items())
+    trainer = build(plugin, cfg, tmp_path, optim_args=given)
+    assert isinstance(trainer, TrainerWithMars) and isinstance(trainer, OwnTrainer)
+    trainer.train()
+    mars = trainer.optimizer.optimizer
+    assert mars.is_exact and mars.param_groups[0]["gamma"] == 0.05
+    assert mars.param_groups[0]["clip_threshold"] is None
+
+
+def test_reward_trainers_get_no_tags(plugin, tmp_path):
+    trainer = build(plugin, config(), tmp_path, AxolotlRewardTrainer)
+    assert isinstance(trainer, TrainerWithMars) and isinstance(trainer, AxolotlRewardTrainer)
+
+
+def test_other_optimizers_keep_their_trainer(plugin, tmp_path):
+    build(plugin, config(), tmp_path)
+    cfg = Config(optimizer="adamw_torch", relora=True)
+    assert type(build(plugin, cfg, tmp_path)) is OwnTrainer
+
+
+def test_a_builder_without_the_hook_is_noticed(plugin, tmp_path):
+    cfg = config()
+    with pytest.raises(RuntimeError, match="mars_adamw trains in a OwnTrainer without MARS"):
+        plugin.of.post_trainer_create(cfg, OwnTrainer(model=gpt2(), args=arguments(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "mars-adamw"}, "optimizer: mars-adamw is none of MARS's; choose one of mars_adamw, mars_lion"),
+        ({"optim_args": {"gama": 1}}, "unknown 'gama'"),
+        ({"optim_args": {"betas": [0.9, 0.99]}}, "is not key=value"),
+        ({"optim_args": "mars_type=mars-m"}, "contradict each other"),
+        ({"fsdp_config": {"offload_params": False}}, "set fsdp_version: 2"),
+        ({"fsdp": ["full_shard"], "fsdp_version": 1}, "fsdp_version: 1 with optimizer: mars_adamw"),
+        ({"relora": True}, "remove relora"),
+        ({"deepspeed": "zero2.json", "optim_args": {"is_approx": False}}, "with deepspeed: zero2.json"),
+        ({"rl": "grpo", "optim_args": "is_approx=false"}, "with rl: grpo"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_config_is_read(plugin, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        plugin.of.register(Config({**config(), **settings}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fsdp_config": {"reshard_after_forward": True}, "fsdp_version": 2},
+        {"fsdp_config": {"fsdp_version": 2}},
+        {"deepspeed": "zero2.json"},
+        {"rl": "grpo"},
+        {"rl": "dpo", "optim_args": {"is_approx": False}},
+    ],
+)
+def test_what_works_is_accepted(plugin, settings):
+    plugin.of.register(config(**settings))
+
+
+def test_the_config_of_the_docs_is_accepted(plugin):
+    page = (ROOT / "docs" / "elsewhere.md").read_text()
+    text = page.split("```yaml\n")[1].split("```")[0]
+    cfg = Config(yaml.safe_load(text))
+    assert cfg.plugins == ["mars_hf.AxolotlPlugin"]
+    plugin.of.register(cfg)
+
+
+CONFIG = """\
+base_model: tiny
+datasets: [{path: rows.jsonl, type: completion}]
+sequence_len: 32
+plugins: [mars_hf.AxolotlPlugin]
+optimizer: mars_adamw
+optim_args: {is_approx: false}
+learning_rate: 6e-3
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+max_steps: 2
+num_epochs: 1
+logging_steps: 1
+val_set_size: 0
+bf16: false
+dataset_num_proc: 1
+dataset_prepared_path: prepared
+output_dir: out
+"""
+
+
+@pytest.mark.slow
+def test_axolotl_trains(tmp_path):
+    pytest.importorskip("axolotl", reason="axolotl is not installed; it pins other versions than the test extra has")
+    words = ["<unk>", "<eos>", *"to be or not that is the question".split()]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<eos>", "bos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(tmp_path / "tiny")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "tiny")
+    Path(tmp_path, "rows.jsonl").write_text("\n".join([json.dumps({"text": " ".join(words[2:])})] * 32))
+    Path(tmp_path, "config.yaml").write_text(CONFIG)
+    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(
+        [sys.executable, "-m", "axolotl.cli.train", "config.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output[-3000:]
+    assert "MARS trains with mars-adamw (exact" in output and "mars/grad_cosine" in output
