@@ -40,7 +40,7 @@ START = (1, 4)
 # Where the best pair of a closely related arm was known, the search begins there; it ends by the same rule.
 STARTS = {
     "mars_adamw exact": (0, 5),  # mars_adamw's
-    **dict.fromkeys(("mars_m", "mars_m, gamma 0", "mars_m, gamma 1 - beta1"), (3, 5)),  # muon's
+    **dict.fromkeys(("mars_m", "mars_m, gamma 0", "mars_m, gamma 1 - beta1"), (4, 6)),  # muon's
 }
 # Evaluate once, at the end, on the whole held-out split.
 COMMON = [
