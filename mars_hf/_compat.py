@@ -325,10 +325,10 @@ def zero3_optimizer(param: Any) -> Any:
 
 
 def divides_by_unused_scale(wrapper: Any) -> bool:
-    """Tell whether this is DeepSpeed's wrapper for fp16 without ZeRO, whose scale its backward leaves out."""
+    """Tell whether this is DeepSpeed's wrapper for half precision without ZeRO, and it has a scale to divide by."""
     if type(wrapper).__name__ not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
         return False
-    config = getattr(wrapper, "loss_scale_config", None)  # from DeepSpeed 0.19 on; bf16 has the same wrapper
+    config = getattr(wrapper, "loss_scale_config", None)  # from DeepSpeed 0.19 on; none for bf16 there
     return bool(config.use_grad_scaling) if config is not None else getattr(wrapper, "cur_scale", 1) != 1
 
 

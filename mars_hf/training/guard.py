@@ -75,7 +75,7 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
 
 
 def require_scaled_losses(optimizer: Any) -> None:
-    """Raise RuntimeError for DeepSpeed in fp16 without ZeRO: it divides gradients by a scale that no loss had.
+    """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: half precision.
 
     Args:
         optimizer: Trainer's optimizer, wrappers included.
@@ -83,9 +83,9 @@ def require_scaled_losses(optimizer: Any) -> None:
     while optimizer is not None:
         if _compat.divides_by_unused_scale(optimizer):
             raise RuntimeError(
-                "fp16 under DeepSpeed without ZeRO: its engine divides gradients by a loss scale that its backward has "
-                'not applied, so they are far too small; set "zero_optimization": {"stage": 1} in the JSON, or "bf16" '
-                'in place of "fp16"'
+                "fp16 under DeepSpeed without ZeRO (bf16 too before 0.19): its engine divides gradients by a loss "
+                "scale that its backward has not applied, so they are far too small; set "
+                '"zero_optimization": {"stage": 1} in the JSON'
             )
         optimizer = getattr(optimizer, "optimizer", None)
 

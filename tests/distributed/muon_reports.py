@@ -52,15 +52,20 @@ def make_mars(run: str, model: nn.Module) -> mars_hf.Mars:
     return mars_hf.create(params, **CASE.hyperparameters())
 
 
-def plain(run: str) -> tuple[nn.Module, mars_hf.Mars, Watched]:
-    """Train in plain torch; in bf16 with weights in float32 beside it."""
+def plain(run: str, begins_with_zeros: bool) -> tuple[nn.Module, mars_hf.Mars, Watched]:
+    """Train in plain torch; in bf16 with weights in float32 beside it.
+
+    Args:
+        run: name of the run.
+        begins_with_zeros: whether DeepSpeed made states by a step with zeros as gradients, which decays weights.
+    """
     model = build_model(CASE)
     mars = make_mars(run, model)
     watched = Watched(mars, set())
     working = build_model(CASE)
     if run.endswith("bf16"):
         working = working.to(torch.bfloat16)
-        # DeepSpeed makes states by a step with zeros as gradients, which decays weights.
+    if begins_with_zeros:
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
         mars.step()
@@ -78,8 +83,8 @@ def plain(run: str) -> tuple[nn.Module, mars_hf.Mars, Watched]:
     return model, mars, watched
 
 
-def under_deepspeed(run: str) -> tuple[dict[str, Tensor], mars_hf.Mars, Watched]:
-    """Train under DeepSpeed and return the model's weights."""
+def under_deepspeed(run: str) -> tuple[dict[str, Tensor], mars_hf.Mars, Watched, bool]:
+    """Train under DeepSpeed and return the model's weights, and whether Mars stepped before training."""
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo")
     config = {
@@ -103,6 +108,7 @@ def under_deepspeed(run: str) -> tuple[dict[str, Tensor], mars_hf.Mars, Watched]
     mars = make_mars(run, model)
     watched = Watched(mars, set())
     engine, *_ = deepspeed.initialize(model=model, optimizer=mars, config=config)
+    has_stepped = bool(mars.state)
     for step in range(STEPS):
         for micro in range(ACCUMULATION):
             ids = Tokens().micro_batch(step, micro, 0, 1)
@@ -114,13 +120,13 @@ def under_deepspeed(run: str) -> tuple[dict[str, Tensor], mars_hf.Mars, Watched]
         whole = deepspeed.zero.GatheredParameters([param]) if hasattr(param, "ds_id") else contextlib.nullcontext()
         with whole:
             weights[name] = param.detach().float().clone()
-    return weights, mars, watched
+    return weights, mars, watched, has_stepped
 
 
 def run(spec: str, file: Path) -> None:
     """Do one run."""
-    found, mars, watched = under_deepspeed(spec)
-    model, twin, expected = plain(spec)
+    found, mars, watched, has_stepped = under_deepspeed(spec)
+    model, twin, expected = plain(spec, has_stepped)
     apart = {
         name: ((found[name] - param).abs().max() / param.abs().max()).item() for name, param in model.named_parameters()
     }

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
 from launching import error_of, launch, needs_deepspeed
+from packaging.version import parse
 from torch import nn
 
 import mars_hf
@@ -42,6 +44,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
 @pytest.mark.parametrize("run", RUNS)
 def test_matrices_are_orthogonalized_once_per_step(trained, run):
     """Without ZeRO (8441), under `zero.Init` (8438), with groups (8440), for two micro-batches (8443)."""
+    if run == "stage0_bf16" and parse(version("deepspeed")) < parse("0.19"):
+        pytest.skip("DeepSpeed 0.18 divides bf16 gradients by a scale that no loss had; Trainer runs are refused there")
     notes = trained(run)
     assert max(notes["apart"].values()) <= RUNS[run], sorted(notes["apart"].items(), key=lambda item: item[1])[-3:]
     found, expected = notes["orthogonalized"]
