@@ -65,6 +65,8 @@ def wanted(losses: Mapping[Pair, float], start: Pair = START) -> list[Pair]:
     """
     if not losses:
         return [start]
+    if not math.isfinite(losses[best(losses)]):  # all diverged
+        return [min((matrices - 1, embeddings - 1) for matrices, embeddings in losses)]
     return [pair for pair in neighbours(best(losses)) if pair not in losses]
 
 

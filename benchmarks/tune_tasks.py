@@ -61,6 +61,8 @@ def wanted(first: float, losses: Mapping[float, float]) -> float | None:
     if not losses:
         return first
     middle = best(losses)
+    if not math.isfinite(losses[middle]):  # all diverged
+        return min(losses) / 2
     return next((rate for rate in (middle * 2, middle / 2) if rate not in losses), None)
 
 

@@ -26,6 +26,14 @@ def test_a_run_that_diverged_is_never_best():
     assert tune_controls.best({(1, 4): math.nan, (2, 4): 5.0}) == (2, 4)
 
 
+def test_a_search_that_diverges_goes_down_until_it_does_not():
+    found = {}
+    while pairs := tune_controls.wanted(found):
+        found[pairs[0]] = sum(number * number for number in pairs[0]) if max(pairs[0]) < 0 else math.nan
+    assert tune_controls.best(found) == (-1, -1)
+    assert len(found) < 25
+
+
 def test_rates_are_those_of_the_files():
     assert [tune_controls.rate(number) for number in (0, 1, 4, 7)] == [1e-3, 2e-3, 1.6e-2, 0.128]
     rows = [{"arm": "adamw", "learning_rate": 4e-3, "lr_embeddings": 1.6e-2, "eval_loss": None}]
