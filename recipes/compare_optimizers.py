@@ -198,6 +198,7 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
         help=f"among {', '.join(CONTENDERS)}; default: {' '.join(_DEFAULT)}",
     )
     parser.add_argument("--preset", help=f"{', '.join(presets.names())}, or a YAML file; in place of --optimizers")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="of the preset, besides its baseline; default: all")
     parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, help="default: 1 2, or the preset's")
     parser.add_argument("--jobs", type=ranges.SIZE.read, default=1, help="runs at a time; default: %(default)s")
     parser.add_argument("--output_dir", help="default: runs/compare, or runs/PRESET")
@@ -205,11 +206,15 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
     arguments, rest = parser.parse_known_args(argv)
     if arguments.preset is not None and arguments.optimizers is not None:
         raise Mistake("--preset and --optimizers both say what is compared; give one")
+    if arguments.arms is not None and arguments.preset is None:
+        raise Mistake("--arms names arms of a preset; give --preset, or --optimizers in place of it")
     for argument in rest:
         name = argument.partition("=")[0]
         if name in _OURS:
             raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
     preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
+    if arguments.arms is not None:
+        preset = preset.only(arguments.arms)
     arguments.output_dir = arguments.output_dir or (
         "runs/compare" if arguments.preset is None else f"runs/{Path(arguments.preset).stem}"
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,20 @@ class Preset:
     def argv(self, arm: str) -> list[str]:
         """Return the recipe's arguments of an arm."""
         return words(self.arms[arm])
+
+    def only(self, names: Sequence[str]) -> Preset:
+        """Return the comparison of some of the arms with the baseline.
+
+        Raises:
+            Mistake: there is no such arm.
+        """
+        for name in names:
+            if name not in self.arms:
+                raise Mistake(
+                    f"--arms {name!r}: no such arm{did_you_mean(name, self.arms)}; accepted: {_list(self.arms)}"
+                )
+        arms = {name: settings for name, settings in self.arms.items() if name in names or name == self.baseline}
+        return replace(self, arms=arms, pairs=tuple(pair for pair in self.pairs if set(pair) <= set(arms)))
 
     def place(self, arm: str) -> tuple[str, float] | None:
         """Return the line that an arm belongs to and its place on the axis; None if it has none."""
@@ -140,6 +154,10 @@ def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
         " ".join(map(_text, values)): {**shared, **dict(zip(grid, values, strict=True))}
         for values in itertools.product(*grid.values())
     }
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(f"{name!r}" if " " in name else name for name in names)
 
 
 def _text(value: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import tune_controls
+from pretraining import presets
 
 
 @pytest.mark.parametrize("center", [(2.4, 4.2), (5.2, 3.1), (0.2, 7.3), (3.0, 4.0)])
@@ -39,3 +41,13 @@ def test_rates_are_those_of_the_files():
     rows = [{"arm": "adamw", "learning_rate": 4e-3, "lr_embeddings": 1.6e-2, "eval_loss": None}]
     ((pair, loss),) = tune_controls.losses_of(rows)["adamw"].items()
     assert pair == (2, 4) and math.isnan(loss)
+
+
+def test_the_preset_has_the_best_rates_of_every_search_that_ended():
+    found = tune_controls.losses_of(json.loads(tune_controls.RESULTS.read_text())["runs"])
+    rates = tune_controls.best_rates()
+    arms = presets.load("controls").arms
+    ended = [arm for arm in arms if found.get(arm) and not tune_controls.wanted(found[arm])]
+    assert len(ended) >= 6
+    for arm in ended:
+        assert {name: arms[arm][name] for name in rates[arm]} == rates[arm], arm

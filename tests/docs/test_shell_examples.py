@@ -380,6 +380,10 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
+    "python recipes/compare_optimizers.py --preset controls --arms muon mars_m": (
+        "fifteen runs; tests/recipes/test_presets.py parses every arm",
+        passes_on,
+    ),
     "python recipes/measure_tracking.py --output_dir runs/tracking": (
         "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
         passes_on,

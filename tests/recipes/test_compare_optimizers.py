@@ -135,6 +135,11 @@ def test_a_preset_is_compared_two_runs_at_a_time(tmp_path, started, capsys):
     assert len(started) == again
 
 
+def test_arms_belong_to_a_preset(tmp_path, started):
+    with pytest.raises(SystemExit, match="--arms names arms of a preset; give --preset"):
+        compare(tmp_path, "--arms", "adamw")
+
+
 def test_a_preset_and_optimizers_exclude_each_other(tmp_path, started):
     with pytest.raises(SystemExit, match="--preset and --optimizers both say what is compared"):
         compare(tmp_path, "--preset", "gamma", "--optimizers", "adamw")

@@ -70,3 +70,18 @@ def test_mistakes_are_named(tmp_path, text, words):
 def test_an_unknown_preset_is_named_with_those_there_are():
     with pytest.raises(Mistake, match=r"--preset 'control': no such preset \(did you mean controls\?\); accepted: "):
         presets.load("control")
+
+
+def test_some_arms_of_a_preset():
+    whole = presets.load("controls")
+    found = whole.only(["muon", "mars_m"])
+    assert list(found.arms) == ["adamw", "muon", "mars_m"]  # with the baseline, in the preset's order
+    assert found.arms["muon"] == whole.arms["muon"]
+    assert found.pairs == (("mars_m", "muon"),)
+
+
+def test_an_unknown_arm_is_named_with_those_there_are():
+    with pytest.raises(
+        Mistake, match=r"--arms 'mars-m': no such arm \(did you mean mars_m\?\); accepted: adamw, nadamw, 'mars"
+    ):
+        presets.load("controls").only(["mars-m"])
