@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 # huggingface_hub and datasets read these at import, so set them before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores
 
 import pytest
 import torch
+import torch.distributed as dist
 
 _THREADS = torch.get_num_threads()
 
@@ -35,6 +37,15 @@ def frozen_imports() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """Be the one rank of a process group, which this is."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def pytest_unconfigure() -> None:

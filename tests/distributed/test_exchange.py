@@ -13,14 +13,6 @@ SHAPES = {0: torch.Size([4, 3]), 2: torch.Size([2, 3, 5]), 5: torch.Size([1, 7])
 COSTS = dict.fromkeys(SHAPES, 1.0)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def make(regions, *, shards=None, replicas=None, dtype=torch.float32) -> Exchange:
     return Exchange(SHAPES, COSTS, regions, shards=shards, replicas=replicas, device=torch.device("cpu"), dtype=dtype)
 

@@ -25,14 +25,6 @@ from mars_hf.distributed.routes import Region
 from mars_hf.distributed.whole_sums import WholeSums, wide_dtype, wire_device
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     return nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements))

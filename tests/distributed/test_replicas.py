@@ -14,14 +14,6 @@ from torch import nn
 from mars_hf.distributed import replicas
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def wrap(size: int = 8, **settings) -> nn.Module:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(size // 2)))
     return nn.parallel.DistributedDataParallel(model, **settings)

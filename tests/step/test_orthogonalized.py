@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mars_hf
 from mars_hf.step.orthogonalized import MAX_EXCHANGES
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def held_by(keeper: Any) -> list[Tensor]:

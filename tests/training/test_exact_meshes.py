@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import VOCAB
 from test_stale_pass import exact_run
 from torch import nn
@@ -19,14 +18,6 @@ import mars_hf
 from mars_hf.distributed import dtensors
 
 MAX_GRAD_NORM = 0.3
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Model(nn.Module):
