@@ -2,7 +2,7 @@
 """Fine-tune what each optimizer pretrained with each rule, at tuned learning rates.
 
     python benchmarks/tune_finetuning.py                # everything, two runs at a time on one thread each
-    python benchmarks/tune_finetuning.py --report       # the tables, from finished runs
+    python benchmarks/tune_finetuning.py --report       # the tables and the picture, from finished runs
 
 The models are default jobs of pretrain_gpt2.py, each at the best rates that benchmarks/tune_controls.py found for its
 optimizer, or, before that search reaches it, at those of the default job's config; they are made in runs/bases.
@@ -30,7 +30,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+import matplotlib
 import tune_controls
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
 from tqdm.auto import tqdm
 from tune_tasks import best, wanted
 
@@ -42,6 +46,7 @@ from pretraining.mistakes import Mistake  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_finetuning.json"
 BASES = ROOT / "runs" / "bases"
+PICTURE = ROOT / "docs" / "images" / "tune_finetuning.png"
 SEARCH_SEED = 100
 SEEDS = (1, 2)
 DEFAULT = "mars_adamw"  # the base of the recipe
@@ -188,6 +193,31 @@ def bases_table(rows: list[dict[str, Any]], bases: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the searches on the recipe's base: held-out loss over the learning rate, a panel for each mode."""
+    found = losses_of(rows)
+    figure, panels = plt.subplots(1, len(RULES), figsize=(9, 3.8), layout="constrained")
+    for axes, (mode, title) in zip(panels, (("full", "all weights"), ("lora", "LoRA")), strict=True):
+        for color, optim in enumerate(RULES[mode]):
+            losses = found.get(Arm(DEFAULT, mode, optim), {})
+            rates = sorted(losses)
+            axes.plot(rates, [losses[rate] for rate in rates], label=optim, color=f"C{color}", marker=".")
+            if losses:
+                axes.plot(best(losses), losses[best(losses)], color=f"C{color}", marker="o", markersize=8)
+        axes.set(xscale="log", title=title, xlabel="learning rate")
+        drawn = {rate: loss for arm, losses in found.items() if arm.mode == mode for rate, loss in losses.items()}
+        ticks = sorted(drawn)[::2]
+        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        if drawn:
+            axes.set_ylim(top=min(drawn.values()) + 1.2)  # what is worse leaves the panel
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.supylabel("held-out loss (nats per token)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(RULES["full"]))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,6 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     print(search_table(result["runs"]))
     print()
     print(bases_table(result["runs"], result["bases"]))
+    draw(result["runs"], PICTURE)
 
 
 def search(result: dict[str, Any], bases: list[str], jobs: int) -> None:

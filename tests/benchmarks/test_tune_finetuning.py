@@ -10,6 +10,7 @@ import finetune_lm
 import pytest
 import tune_controls
 import tune_finetuning
+from PIL import Image
 from pretraining import presets
 from tune_finetuning import DEFAULT, OTHERS, SEARCH_SEED, SEEDS, Arm
 
@@ -84,6 +85,13 @@ def test_the_page_shows_these_results():
     page = (tune_finetuning.ROOT / "docs" / "finetuning.md").read_text()
     assert tune_finetuning.search_table(ROWS) in page
     assert tune_finetuning.bases_table(ROWS, RESULT["bases"]) in page
+
+
+@pytest.mark.parametrize("rows", [ROWS, []], ids=["all runs", "no run yet"])
+def test_the_report_draws_the_searches(rows, tmp_path):
+    tune_finetuning.draw(rows, tmp_path / "rates.png")
+    with Image.open(tmp_path / "rates.png") as picture:
+        picture.verify()
 
 
 @pytest.mark.parametrize(("mode", "use_peft"), [("full", False), ("lora", True)])
