@@ -66,6 +66,7 @@ def comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> 
     right.set(
         xlabel="nats per token; line: 95% interval, dots: seeds", title=f"final loss against {baseline}'s {goal:.3f}"
     )
+    right.locator_params(axis="x", nbins=6)  # labels with signs are wide
     right.grid(alpha=0.3, axis="x")
     right.set_axisbelow(True)
     _save(figure, path)
