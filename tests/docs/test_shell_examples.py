@@ -392,6 +392,11 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
         passes_on,
     ),
+    "python recipes/measure_tracking.py --output_dir runs/tracking --clips 0 --gammas 0 0.025 0.1 "
+    "--learning_rate 0.001 --lr_embeddings 0.032": (
+        "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
+        passes_on,
+    ),
     "python recipes/prepare_data.py --dataset openwebtext --output_dir data/openwebtext": (
         "downloads 54 GB",
         script_parses,
