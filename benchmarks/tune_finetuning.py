@@ -205,11 +205,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             if losses:
                 axes.plot(best(losses), losses[best(losses)], color=f"C{color}", marker="o", markersize=8)
         axes.set(xscale="log", title=title, xlabel="learning rate")
-        drawn = {rate: loss for arm, losses in found.items() if arm.mode == mode for rate, loss in losses.items()}
-        ticks = sorted(drawn)[::2]
+        drawn = [found.get(Arm(DEFAULT, mode, optim), {}) for optim in RULES[mode]]
+        ticks = sorted({rate for losses in drawn for rate in losses})[::2]
         axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-        if drawn:
-            axes.set_ylim(top=min(drawn.values()) + 1.2)  # what is worse leaves the panel
+        finite = [loss for losses in drawn for loss in losses.values() if math.isfinite(loss)]
+        if finite:
+            axes.set_ylim(top=min(finite) + 1.2)  # what is worse leaves the panel
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.supylabel("held-out loss (nats per token)")
