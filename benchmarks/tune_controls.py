@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast: half the time where processors know it")
     arguments = parser.parse_args()
     preset = presets.load("controls")
-    result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"machine": machine.describe(), "runs": []}
+    result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"runs": []}
     if not arguments.report:
         machine.note(result)
     losses = losses_of(result["runs"])

@@ -226,8 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--bases", nargs="+", choices=(DEFAULT, *OTHERS), default=[DEFAULT, *OTHERS])
     arguments = parser.parse_args(argv)
-    empty: dict[str, Any] = {"machine": machine.describe(), "bases": {}, "runs": []}
-    result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else empty
+    result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"bases": {}, "runs": []}
     if not arguments.report:
         machine.note(result)
         search(result, arguments.bases, arguments.jobs)

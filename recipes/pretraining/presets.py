@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretraining.comparison import baseline_of
 from pretraining.marked import Marked, read_yaml
 from pretraining.mistakes import Mistake, did_you_mean
 
@@ -51,11 +53,12 @@ class Preset:
         """
         for name in names:
             if name not in self.arms:
-                raise Mistake(
-                    f"--arms {name!r}: no such arm{did_you_mean(name, self.arms)}; accepted: {_list(self.arms)}"
-                )
-        arms = {name: settings for name, settings in self.arms.items() if name in names or name == self.baseline}
-        return replace(self, arms=arms, pairs=tuple(pair for pair in self.pairs if set(pair) <= set(arms)))
+                accepted = ", ".join(map(shlex.quote, self.arms))
+                raise Mistake(f"--arms {name!r}: no such arm{did_you_mean(name, self.arms)}; accepted: {accepted}")
+        base = self.baseline or baseline_of(list(self.arms))  # of all arms, before some are gone
+        arms = {name: settings for name, settings in self.arms.items() if name in names or name == base}
+        pairs = tuple(pair for pair in self.pairs if set(pair) <= set(arms))
+        return replace(self, arms=arms, pairs=pairs, baseline=base)
 
     def place(self, arm: str) -> tuple[str, float] | None:
         """Return the line that an arm belongs to and its place on the axis; None if it has none."""
@@ -154,10 +157,6 @@ def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
         " ".join(map(_text, values)): {**shared, **dict(zip(grid, values, strict=True))}
         for values in itertools.product(*grid.values())
     }
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(f"{name!r}" if " " in name else name for name in names)
 
 
 def _text(value: Any) -> str:

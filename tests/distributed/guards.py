@@ -40,6 +40,7 @@ DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, a
     "zero2_offload_forced": ("zero2_offload", FORCED),
     "zero3_offload_forced": ("zero3_offload", FORCED),
     "fp16": ("zero2", {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}),
+    "bf16": ("zero2", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}),
     "zero2_json_optimizer": ("zero2", {"optimizer": ADAMW}),
 }
 
@@ -59,7 +60,8 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
     if way == "optim":
         mars_hf.register()
         return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
-    args = training_arguments(folder, CASE, zero, fp16=config == "fp16")
+    half = {config: True} if config in ("fp16", "bf16") else {}
+    args = training_arguments(folder, CASE, zero, **half)
     if way == "factory":
         callbacks = [mars_hf.LastGradientCallback()]
         return Trainer(args=args, optimizer_cls_and_kwargs=mars_hf.factory(**settings), callbacks=callbacks, **shared)

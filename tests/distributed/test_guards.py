@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from launching import error_of, launch, needs_deepspeed
+from packaging.version import parse
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -24,6 +26,7 @@ SWAPS = {
     **dict.fromkeys(("factory/fp16", "mars_trainer/fp16"), UNSCALED),
 }
 KEPT = ("factory/zero3", "optim/zero2", "mars_trainer/zero2_offload")
+BF16_WITHOUT_ZERO = "mars_trainer/bf16"
 LAYOUTS = {
     "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
     "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
@@ -43,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
             needs_deepspeed()
         if deepspeed not in folders:
             folders[deepspeed] = tmp_path_factory.mktemp("guards")
-            launch("guards.py", folders[deepspeed], [*SWAPS, *KEPT] if deepspeed else [*LAYOUTS], 2)
+            launch("guards.py", folders[deepspeed], [*SWAPS, *KEPT, BF16_WITHOUT_ZERO] if deepspeed else [*LAYOUTS], 2)
         error = error_of(folders[deepspeed], run)
         assert error is None, error
         return json.loads((folders[deepspeed] / f"{run.replace('/', '-')}.json").read_text())
@@ -63,6 +66,14 @@ def test_goes_on_with_mars_where_the_remedy_was_taken(outcomes, run):
     for outcome in outcomes(run):
         assert outcome["error"] is None
         assert outcome["steps"] > 0
+
+
+def test_bf16_without_zero_stops_where_deepspeed_divides_it_too(outcomes):
+    for outcome in outcomes(BF16_WITHOUT_ZERO):
+        if parse(version("deepspeed")) < parse("0.19"):
+            assert re.search(UNSCALED, outcome["error"])
+        else:
+            assert outcome["error"] is None and outcome["steps"] > 0
 
 
 def test_a_launch_that_hangs_fails_soon(tmp_path):

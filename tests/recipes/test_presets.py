@@ -80,6 +80,14 @@ def test_some_arms_of_a_preset():
     assert found.pairs == (("mars_m", "muon"),)
 
 
+def test_some_arms_of_a_preset_without_a_baseline_keep_the_one_of_all_arms(tmp_path):
+    arms = "arms: {a: {optimizer: muon}, b: {optimizer: mars_m}, c: {optimizer: mars_lion}}"
+    found = preset(tmp_path, arms).only(["c"])
+    assert (list(found.arms), found.baseline) == (["a", "c"], "a")
+    found = preset(tmp_path, arms.replace("b: {optimizer: mars_m}", "adamw: {optimizer: adamw}")).only(["c"])
+    assert (list(found.arms), found.baseline) == (["adamw", "c"], "adamw")
+
+
 def test_an_unknown_arm_is_named_with_those_there_are():
     with pytest.raises(
         Mistake, match=r"--arms 'mars-m': no such arm \(did you mean mars_m\?\); accepted: adamw, nadamw, 'mars"
