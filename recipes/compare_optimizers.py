@@ -220,8 +220,6 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
     )
     agreement.check_folder(Path(arguments.output_dir))
     arguments.seeds = list(dict.fromkeys(arguments.seeds or preset.seeds))
-    if preset.equal == "seconds" and arguments.jobs > 1:
-        raise Mistake(f"--jobs {arguments.jobs}: runs at the same time slow each other; this preset counts seconds")
     for name in preset.arms:
         read([*rest, *preset.argv(name)])  # a mistake ends the comparison before its first run
     return arguments, preset, rest

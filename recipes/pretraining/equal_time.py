@@ -23,7 +23,8 @@ _SHORT = ["--max_steps", str(_STEPS), "--warmup_steps", "0", "--eval_strategy", 
 def steps_of(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:
     """Return `--max_steps` of each arm; measured once and kept in speeds.json, so that a resumed comparison agrees.
 
-    Speeds are medians of short runs, arm after arm in turn, so that a machine that slows down slows all of them.
+    Speeds are medians of short runs, arm after arm in turn, so that a machine that slows down slows all of them. They
+    run one at a time; the arms' own runs have a number of steps, and may run several at a time.
 
     Args:
         preset: the arms.

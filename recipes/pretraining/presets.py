@@ -26,7 +26,7 @@ class Preset:
         baseline: the arm that all others are compared with; None: adamw, or the first.
         pairs: further pairs to compare, each an arm and the one that it is measured against.
         axis: the setting that the picture's lines run over; None: the picture has a bar for each arm.
-        lines: the setting that names a line.
+        lines: the setting that names a line; "name": the arm's name without its last word.
         equal: "tokens", or "seconds": arms train as many steps as take the time of the baseline's.
         seeds: seeds if none are given.
         about: one line for the page.
@@ -65,7 +65,11 @@ class Preset:
         settings = self.arms[arm]
         if self.axis is None or self.axis not in settings:
             return None
-        return _text(settings.get(self.lines, "")) if self.lines else "", float(settings[self.axis])
+        if self.lines == "name":
+            line = arm.rpartition(" ")[0]
+        else:
+            line = _text(settings.get(self.lines, "")) if self.lines else ""
+        return line, float(settings[self.axis])
 
 
 def load(name: str) -> Preset:

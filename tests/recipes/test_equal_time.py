@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import compare_optimizers
 import pytest
@@ -47,7 +48,31 @@ def test_speeds_are_measured_once(measured, tmp_path):
     assert json.loads((tmp_path / "speeds.json").read_text()) == {"adamw": 100.0, "exact one": 40.0}
 
 
-def test_runs_at_the_same_time_are_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        compare_optimizers.main(["--preset", "time", "--jobs", "2", "--output_dir", str(tmp_path)])
-    assert "--jobs 2: runs at the same time slow each other" in capsys.readouterr().err
+def test_speeds_are_measured_one_at_a_time_and_runs_take_the_steps_they_give(tmp_path, monkeypatch):
+    running, most, steps = [], [], {}
+    both_run = threading.Barrier(2)
+
+    def measured(argv, folder, launcher):
+        running.append(folder.name)
+        most.append(len(running))
+        running.pop()
+        return {"tokens_per_second": 100.0 if folder.name.startswith("adamw") else 40.0}
+
+    def trained(argv, folder, launcher):
+        both_run.wait(timeout=60)  # --jobs 2
+        steps[folder.name] = argv[argv.index("--seed") - 1]
+        (folder / "trainer_state.json").write_text('{"log_history": []}')
+        metrics = {"learning_rate": 0.1, "eval_loss": 4.0, "tokens_per_second": 1.0}
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+
+    monkeypatch.setattr(equal_time, "pretrain", measured)
+    monkeypatch.setattr(compare_optimizers, "pretrain", trained)
+    (tmp_path / "mine.yaml").write_text(f"arms: {json.dumps(ARMS)}\nequal: seconds\n")
+    compare_optimizers.main(
+        [
+            *("--preset", str(tmp_path / "mine.yaml"), "--seeds", "1", "--jobs", "2", "--max_steps", "500"),
+            *("--output_dir", str(tmp_path / "out")),
+        ]
+    )
+    assert len(most) == 6 and max(most) == 1
+    assert steps == {"adamw-1": "500", "exact_one-1": "200"}

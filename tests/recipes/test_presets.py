@@ -47,6 +47,12 @@ def test_a_grid_has_an_arm_for_every_combination(tmp_path):
     assert found.place("muon 0.002") == ("muon", 0.002)
 
 
+def test_lines_can_have_the_names_of_their_arms(tmp_path):
+    arms = "arms: {one 0.9: {beta1: 0.9, gamma: 0.1}, 'one, too 0.8': {beta1: 0.8, gamma: 0.2}}"
+    found = preset(tmp_path, f"{arms}\naxis: beta1\nlines: name\n")
+    assert [found.place(arm) for arm in found.arms] == [("one", 0.9), ("one, too", 0.8)]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
