@@ -123,6 +123,12 @@ class _Wanted(NamedTuple):
             curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
         )
 
+    def data(self) -> dict[str, Any]:
+        """Return the data of a finished run: name, vocabulary and the hashes of its token files."""
+        run = run_folder.read(self.folder)
+        found: dict[str, Any] = run.settings.get("data", {}) if run is not None else {}
+        return found
+
     def _can_resume(self) -> bool:
         run = run_folder.read(self.folder)
         return run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
@@ -153,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
             for one in wanted:
                 one.refuse_other_settings()
             runs = _run(wanted, arguments.jobs, preset)
-            _conclude(runs, output, preset, rest)
+            _conclude(runs, _data(wanted), output, preset, rest)
     except RunFailed as failure:
         raise SystemExit(str(failure)) from None
 
@@ -238,7 +244,19 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _conclude(runs: Sequence[comparison.Run], output: Path, preset: Preset, rest: Sequence[str]) -> None:
+def _data(wanted: Sequence[_Wanted]) -> list[dict[str, Any]]:
+    """Return each data that finished runs had, once; arms may differ in it."""
+    found: list[dict[str, Any]] = []
+    for one in wanted:
+        data = one.data()
+        if data and data not in found:
+            found.append(data)
+    return found
+
+
+def _conclude(
+    runs: Sequence[comparison.Run], data: Sequence[dict[str, Any]], output: Path, preset: Preset, rest: Sequence[str]
+) -> None:
     """Print the result, and write comparison.json, .md and .png."""
     rows = comparison.summarize(runs, preset.baseline)
     table = comparison.table(rows, preset.baseline)
@@ -253,6 +271,7 @@ def _conclude(runs: Sequence[comparison.Run], output: Path, preset: Preset, rest
     notes = [f"{name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in sensitivities.items()]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
     about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
+    about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
     if preset.equal == "seconds":
         about += f" Arms train for as long as {preset.baseline or comparison.baseline_of(list(preset.arms))} does."
     sections = [preset.about, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]
@@ -261,6 +280,7 @@ def _conclude(runs: Sequence[comparison.Run], output: Path, preset: Preset, rest
         output / "comparison.json",
         {
             "arguments": list(rest),
+            "data": list(data),
             "arms": {name: dict(settings) for name, settings in preset.arms.items()},
             "rows": [row.as_json() for row in rows],
             "verdicts": verdicts,

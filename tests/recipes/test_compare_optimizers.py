@@ -101,6 +101,22 @@ def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):
         picture.verify()
 
 
+def test_the_result_names_its_data(tmp_path, started, monkeypatch):
+    trained = compare_optimizers.pretrain
+    data = {"dataset": "words", "vocabulary": 8, "train tokens": "0123456789abcdef", "val tokens": "fedc"}
+
+    def pretrain(argv, output, launcher):
+        trained(argv, output, launcher)
+        run_folder.begin(output / "made", {"data": data | ({"dataset": "other"} if "mars_m" in argv else {})})
+        (output / "made" / "run.json").rename(output / "run.json")
+
+    monkeypatch.setattr(compare_optimizers, "pretrain", pretrain)
+    result = compare(tmp_path, "--optimizers", "adamw", "mars_lion", "mars_m", "--seeds", "1")
+    assert result["data"] == [data, data | {"dataset": "other"}]
+    page = (tmp_path / "compare" / "comparison.md").read_text()
+    assert "Data: words, SHA-256 0123456789ab. Data: other, SHA-256 0123456789ab." in page
+
+
 def test_every_optimizer_is_compared_by_default(tmp_path, started):
     result = compare(tmp_path, "--seeds", "1")
     rows = [row["contender"] for row in result["rows"]]
