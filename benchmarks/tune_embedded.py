@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Tune each optimizer's learning rate on the default job, with the same seeds and budget: does MARS help?
+"""Tune each optimizer's learning rate on the default job, with one rate for all matrices, embeddings included.
 
     python benchmarks/tune_embedded.py                # all runs, two at a time on one thread each
     python benchmarks/tune_embedded.py --report       # table and picture from finished runs
@@ -109,11 +109,18 @@ COMMON = [
 ]
 
 
+def argv(contender: str, lr: float, seed: int) -> list[str]:
+    """Return a run's arguments: one rate for all matrices, embeddings included, or lr_1d for embeddings and vectors."""
+    own = CONTENDERS[contender].argv
+    embeddings = own[own.index("--lr_1d") + 1] if "--lr_1d" in own else str(lr)
+    gamma = ["--gamma", "0.025"] if own[1].startswith("mars") else []  # the class's default; the config has another
+    return [*own, *gamma, "--learning_rate", str(lr), "--lr_embeddings", embeddings, "--seed", str(seed)]
+
+
 def run(contender: str, lr: float, seed: int, scratch: str) -> dict[str, Any]:
     """Train once and return the run's row."""
     output = Path(scratch) / f"{contender.replace(' ', '')}-{lr:g}-{seed}"
-    argv = [*CONTENDERS[contender].argv, "--learning_rate", str(lr), "--seed", str(seed), "--cpu_threads", "1", *COMMON]
-    metrics = pretrain(argv, output)
+    metrics = pretrain([*argv(contender, lr, seed), "--cpu_threads", "1", *COMMON], output)
     keep = ("steps", "tokens", "train_loss", "eval_loss", "bits_per_byte", "tokens_per_second")
     return {
         "contender": contender,

@@ -5,13 +5,12 @@
     python benchmarks/tune_finetuning.py --report       # the tables and the picture, from finished runs
 
 The models are default jobs of pretrain_gpt2.py, each at the best rates that benchmarks/tune_controls.py found for its
-optimizer, or, before that search reaches it, at those of the default job's config; they are made in runs/bases.
-recipes/finetune_lm.py trains them on C++ headers. First, every rule searches
-its rate on the model of MARS-AdamW, for all weights and for LoRA: in factors of two, from a first rate to the
-neighbours of the best one, until that has both. These are the rates that the recipe starts from. Then three rules
-search theirs on the other models, from there, and run with further seeds at the best rate. Each run is also evaluated
-on the text of pretraining, to see what is forgotten. Results go to benchmarks/results/tune_finetuning.json; runs that
-are in it are not repeated.
+optimizer, made in runs/bases. recipes/finetune_lm.py trains them on C++ headers. First, every rule searches its rate on
+the model of MARS-AdamW, for all weights and for LoRA: in factors of two, from a first rate to the neighbours of the
+best one, until that has both. These are the rates that the recipe starts from. Then three rules search theirs on the
+other models, from there, and run with further seeds at the best rate. Each run is also evaluated on the text of
+pretraining, to see what is forgotten. Results go to benchmarks/results/tune_finetuning.json; runs that are in it are
+not repeated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Evaluate a causal language model: held-out loss, and zero-shot tasks.
 
-    python recipes/evaluate_checkpoint.py --model runs/embedded-mars_adamw --output_file evaluation.json
+    python recipes/evaluate_checkpoint.py --model runs/embedded-mars_m --output_file evaluation.json
     python recipes/evaluate_checkpoint.py --model runs/mine --data_dir data/mine --output_file mine.json
     python recipes/evaluate_checkpoint.py --model openai-community/gpt2 --tasks paper --output_file gpt2.json
 

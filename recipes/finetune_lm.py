@@ -7,8 +7,8 @@
     python recipes/finetune_lm.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name roneneldan/TinyStories
 
 Without --dataset_name the text is one in eight of the C++ headers that come with torch. Without --model_name_or_path
-the model is what pretrain_gpt2.py makes of the Python standard library, in runs/embedded-mars_adamw; the recipe makes
-it first if it is not there. The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that text
+the model is a GPT-2 that pretrain_gpt2.py trains on the Python standard library first, in runs/finetune-base, unless it
+is there. The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that text
 (benchmarks/tune_finetuning.py); for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from
 AdamW's usual 2e-5, and 2e-4 for LoRA. For instructions and chats there is sft_lora.py.
 """
@@ -63,7 +63,10 @@ STARTS_PRETRAINED = {
         "adamw_torch": Start(2e-4),
     },
 }
-_BASE = "embedded-mars_adamw"  # folder beside the output folder
+_BASE = "finetune-base"  # folder beside the output folder
+_BASE_SETTINGS = [  # the model that STARTS was tuned on
+    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.001", "--lr_embeddings", "0.032"),
+]
 _ONE_IN = 8  # headers
 
 
@@ -126,7 +129,9 @@ def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str,
         starts=lambda values: (STARTS_PRETRAINED if values.model_name_or_path else STARTS)[values.use_peft],
     )
     name, train_text, held_out_text = load(script)
-    path = script.model_name_or_path or base_model.make(Path(training.output_dir).absolute().parent / _BASE, [])
+    path = script.model_name_or_path or base_model.make(
+        Path(training.output_dir).absolute().parent / _BASE, _BASE_SETTINGS
+    )
     set_seed(training.seed)
     model, tokenizer = base_model.load(path)
     block = base_model.context(model, script.block_size, "--block_size")

@@ -4,7 +4,7 @@
     accelerate launch recipes/pretrain_gpt2.py                       # 2 CPU cores, no network, a few minutes
     accelerate launch recipes/pretrain_gpt2.py --optimizer adamw     # the same budget with torch's AdamW
     accelerate launch recipes/pretrain_gpt2.py --is_approx false     # exact MARS: two gradients a step
-    accelerate launch recipes/pretrain_gpt2.py --optimizer mars_m    # or mars_shampoo, mars_lion
+    accelerate launch recipes/pretrain_gpt2.py --optimizer mars_adamw    # or mars_lion, mars_shampoo
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain_gpt2.py \
         --config gpt2-small --data_dir data/openwebtext              # the paper's run, on prepared tokens
 

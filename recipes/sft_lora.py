@@ -7,7 +7,7 @@
 
 Without --dataset_name the task is to describe a function of Python's standard library: the prompt is its signature, the
 completion the first line of its docstring. Without --model_name_or_path the model is a small GPT-2, which
-pretrain_gpt2.py makes first, in runs/sft-base; one of its finished runs does too: runs/embedded-mars_adamw.
+pretrain_gpt2.py makes first, in runs/sft-base; one of its finished runs does too: runs/embedded-mars_m.
 The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that task (benchmarks/tune_tasks.py);
 for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from 2e-4, a common rate of AdamW for LoRA.
 """
@@ -48,6 +48,7 @@ _BASE = "sft-base"  # folder beside the output folder
 _BASE_SETTINGS = [
     *("--n_layer", "2", "--max_steps", "150", "--warmup_steps", "20", "--per_device_train_batch_size", "8"),
     *("--eval_steps", "75", "--max_eval_blocks", "64", "--sample_tokens", "0"),
+    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.008", "--lr_embeddings", "0.008"),
 ]
 _COLUMNS = ({"prompt", "completion"}, {"messages"}, {"text"})  # what SFTTrainer reads
 

@@ -32,7 +32,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch
             "controls": (0.2, of("print('all well')")),
         },
     )
-    ends = on_a_gpu.main(["--output_dir", str(tmp_path), "--minutes", "0.08"])
+    ends = on_a_gpu.main(["--output_dir", str(tmp_path), "--minutes", "0.25"])
     assert ends == {"tests": "failed", "step_cost": "out of time", "controls": "done"}
     assert "no GPU" in (tmp_path / "tests.log").read_text()
     assert "all well" in (tmp_path / "controls.log").read_text()

@@ -10,7 +10,7 @@ import pytest
 import tune_controls
 import tune_finetuning
 from PIL import Image
-from pretraining import presets
+from pretraining import arguments, presets
 from tune_finetuning import DEFAULT, OTHERS, SEARCH_SEED, SEEDS, Arm
 
 RESULT = json.loads(tune_finetuning.RESULTS.read_text())
@@ -100,6 +100,14 @@ def test_the_report_draws_the_searches(rows, tmp_path):
     tune_finetuning.draw(rows, tmp_path / "rates.png")
     with Image.open(tmp_path / "rates.png") as picture:
         picture.verify()
+
+
+def test_the_recipes_model_is_that_of_the_search():
+    searched = presets.words(RESULT["bases"][DEFAULT]["settings"])
+    mine, theirs = (arguments.parse([*argv, "--output_dir", "x"]) for argv in (finetune_lm._BASE_SETTINGS, searched))
+    assert mine.optimizer == theirs.optimizer and mine.model == theirs.model
+    assert mine.training.learning_rate == theirs.training.learning_rate == 0.001
+    assert mine.training.weight_decay == theirs.training.weight_decay
 
 
 @pytest.mark.parametrize(("mode", "use_peft"), [("full", False), ("lora", True)])

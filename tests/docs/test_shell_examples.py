@@ -288,7 +288,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py --optimizer adamw": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --save_strategy steps --save_steps 100": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --is_approx false": pretrains,
-    "accelerate launch recipes/pretrain_gpt2.py --optimizer mars_m": pretrains,
+    "accelerate launch recipes/pretrain_gpt2.py --optimizer mars_adamw": pretrains,
     "python -m mars_hf run train.py --optim mars_adamw --learning_rate 6e-3": runs_as_written(
         SCRIPT, TRAINED + "mars-adamw"
     ),
@@ -302,12 +302,12 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/convert_nanogpt.py runs/pretrain-mars_adamw/checkpoint-60000 out --to_nanogpt --optimizer_state": (
         converts_nanogpt
     ),
-    "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_adamw --output_file runs/evaluation.json": (
+    "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_m --output_file runs/evaluation.json": (
         evaluates
     ),
     "python recipes/finetune_vit.py": trains_classifier,  # in full in tests/recipes/test_finetune_vit.py
     "python recipes/sft_lora.py": trains_adapter,
-    "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_adamw": trains_adapter,
+    "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_m": trains_adapter,
     "python recipes/finetune_lm.py": trains_on_text,
     "python recipes/finetune_lm.py --use_peft true": trains_on_text,
     "python recipes/finetune_lm.py --optim mars_m": trains_on_text,
@@ -393,7 +393,7 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         passes_on,
     ),
     "python recipes/measure_tracking.py --output_dir runs/tracking --clips 0 --gammas 0 0.025 0.1 "
-    "--learning_rate 0.001 --lr_embeddings 0.032": (
+    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.001 --lr_embeddings 0.032": (
         "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
         passes_on,
     ),

@@ -18,14 +18,14 @@ def parse(tmp_path, *argv):
 def test_the_default_is_the_embedded_job():
     run = arguments.parse([])
     assert run.config.name == "embedded.yaml"
-    assert run.optimizer.optimizer == "mars_adamw"
-    assert run.training.output_dir == "runs/embedded-mars_adamw"
+    assert run.optimizer.optimizer == "mars_m"
+    assert run.training.output_dir == "runs/embedded-mars_m"
     assert arguments.parse(["--optimizer", "adamw"]).training.output_dir == "runs/embedded-adamw"
 
 
 def test_exact_runs_go_to_a_folder_of_their_own(tmp_path):
-    assert arguments.parse(["--is_approx", "false"]).training.output_dir == "runs/embedded-mars_adamw-exact"
-    assert arguments.parse(["--is_approx", "true"]).training.output_dir == "runs/embedded-mars_adamw"
+    assert arguments.parse(["--is_approx", "false"]).training.output_dir == "runs/embedded-mars_m-exact"
+    assert arguments.parse(["--is_approx", "true"]).training.output_dir == "runs/embedded-mars_m"
     config = tmp_path / "mine.yaml"
     config.write_text("use_cpu: true\noptimizers: {mars_lion: {is_approx: false}}\n")
     argv = ["--config", str(config), "--optimizer", "mars_lion"]
@@ -80,14 +80,14 @@ def test_settings_of_mars_are_refused_for_adamw(tmp_path, name, value):
 
 @pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
 def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
-    argv = ["--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none"]
+    argv = ["--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none", "--lr_embeddings", "0.5"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", optimizer, *argv))
     groups = make()(gpt2(), **settings).param_groups
     assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
     assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
     assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
     embeddings = [group for group in groups if group["role"] == "embedding"]
-    assert embeddings and embeddings[0]["lr"] == settings["lr_1d"]
+    assert embeddings and embeddings[0]["lr"] == 0.5
     argv = ["--optimizer", optimizer, "--orthogonalize_embeddings", "true"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     groups = make()(gpt2(), **settings).param_groups

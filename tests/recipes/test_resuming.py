@@ -244,9 +244,9 @@ def test_a_new_run_moves_an_earlier_one_aside(whole, killed, tmp_path, tokens, a
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--optimizer", "adamw"], r"optimizer=mars_adamw \(now adamw\)"),
-        (["--learning_rate", "1e-3"], r"learning_rate=0\.008 \(now 0\.001\)"),
-        (["--gamma", "0.05"], r"gamma=None \(now 0\.05\)"),
+        (["--optimizer", "adamw"], r"optimizer=mars_m \(now adamw\)"),
+        (["--learning_rate", "1e-3"], r"learning_rate=0\.016 \(now 0\.001\)"),
+        (["--gamma", "0.02"], r"gamma=0\.05 \(now 0\.02\)"),
         (["--weight_decay", "0.2"], r"weight_decay=0\.1 \(now 0\.2\)"),
         (["--n_layer", "2"], r"n_layer=1 \(now 2\)"),
         (["--is_approx", "false"], r"is_approx=None \(now False\)"),
@@ -271,7 +271,7 @@ def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tok
     folder = tmp_path / "checkpoint-6"
     shutil.copytree(whole / "checkpoint-6", folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(SystemExit, match="was trained with mars_adamw, not mars_lion; give --optimizer mars_adamw"):
+    with pytest.raises(SystemExit, match="was trained with mars_m, not mars_lion; give --optimizer mars_m"):
         run(tmp_path / "lion", tokens, "--resume_from_checkpoint", str(folder), "--optimizer", "mars_lion")
     run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(folder))
     assert "has no manifest.json, so its files and settings are taken as they are" in capsys.readouterr().out
@@ -349,9 +349,12 @@ def test_steps_of_epochs_are_those_that_trainer_takes(tmp_path, drop_last, accum
 
 def test_metrics_say_what_trained(whole):
     groups = results(whole)["groups"]
-    assert [group["role"] for group in groups] == ["matrix", "vector"]
-    assert groups[0]["learning_rate"] == 8e-3 and groups[0]["gamma"] == 0.025 and groups[0]["weight_decay"] == 0.1
-    assert groups[1]["rule"] == "adamw" and groups[1]["learning_rate"] == 4e-3 and "gamma" not in groups[1]
+    by_role = {group["role"]: group for group in groups}
+    assert set(by_role) == {"matrix", "embedding", "vector"}
+    matrix, embedding, vector = by_role["matrix"], by_role["embedding"], by_role["vector"]
+    assert (matrix["learning_rate"], matrix["gamma"], matrix["weight_decay"]) == (1.6e-2, 0.05, 0.1)
+    assert (embedding["rule"], embedding["learning_rate"]) == ("adamw", 3.2e-2)
+    assert (vector["rule"], vector["learning_rate"]) == ("adamw", 1.6e-2) and "gamma" not in vector
 
 
 # --- one run a folder ------------------------------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""The shipped comparisons: their runs are those of the presets, and the page shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from pretraining import comparison, presets
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
+# Name of the file in benchmarks/results to its preset and least number of seeds.
+SHIPPED = {"controls_embedded": ("controls", 5)}
+
+
+class Shipped(NamedTuple):
+    """A comparison as its file has it, and the preset that it ran."""
+
+    result: dict[str, Any]
+    runs: list[comparison.Run]
+    preset: presets.Preset
+    seeds: int
+
+
+@pytest.fixture(params=SHIPPED)
+def shipped(request) -> Shipped:
+    name, seeds = SHIPPED[request.param]
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{request.param}.json").read_text())
+    runs = [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    return Shipped(result, runs, presets.load(name).only(list(result["arms"])), seeds)
+
+
+def test_every_arm_has_the_settings_of_the_preset_and_all_seeds(shipped):
+    by_name = comparison.by_contender(shipped.runs)
+    assert set(by_name) == set(shipped.result["arms"]) == set(shipped.preset.arms)
+    seeds = {run.seed for run in shipped.runs}
+    assert len(seeds) >= shipped.seeds
+    for name, own in by_name.items():
+        assert shipped.result["arms"][name] == shipped.preset.arms[name]
+        assert {run.seed for run in own} == seeds and len(own) == len(seeds)
+        assert {run.learning_rate for run in own} == {shipped.preset.arms[name]["learning_rate"]}
+
+
+def test_data_and_machine_are_stated(shipped):
+    (data,) = shipped.result["data"]
+    assert data["dataset"] and len(data["train tokens"]) == 64
+    assert {"cpu", "torch", "transformers"} <= set(shipped.result["machine"])
+
+
+def test_verdicts_follow_from_the_runs(shipped):
+    found = comparison.verdicts(shipped.runs, shipped.preset.baseline, shipped.preset.pairs)
+    assert shipped.result["verdicts"] == found
+
+
+def test_the_page_shows_every_arm(shipped):
+    for row in comparison.summarize(shipped.runs, shipped.preset.baseline):
+        gap = row.against_baseline
+        numbers = f"{row.loss:.3f} ({row.lowest:.3f} to {row.highest:.3f})"
+        is_baseline = row.contender == shipped.preset.baseline
+        against = "" if is_baseline else f" {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+        assert f"| {numbers} |{against} |" in PAGE, row.contender
+
+
+def test_the_page_shows_the_pairs(shipped):
+    by_name = comparison.by_contender(shipped.runs)
+    for one, other in shipped.preset.pairs:
+        gap = comparison.difference(by_name[one], by_name[other])
+        assert f"| {one} | {other} | {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f}) |" in PAGE
