@@ -135,8 +135,8 @@ FLAGS = of(
     ("--n_embd 130", "--n_embd 130 is not a multiple of", "n_head 4"),
     ("--gamma 0.1 --optimizer adamw", "--gamma 0.1", "adamw has no gamma", "it takes beta1, beta2, eps"),
     ("--is_approx false --optimizer adamw", "adamw has no is_approx"),
-    ("--ns_steps 3", "mars_adamw has no ns_steps, which mars_shampoo and mars_m have"),
-    ("--no_decay *.nothing", "matches no matrix", "transformer.wte.weight"),
+    ("--optimizer mars_adamw --ns_steps 3", "mars_adamw has no ns_steps, which mars_shampoo and mars_m have"),
+    ("--no_decay *.nothing", "matches no matrix", "transformer.h.0.attn.c_attn.weight"),
     (
         "--param_rules *.nothing;lr:1",
         "--param_rules *.nothing;lr:1",
