@@ -12,7 +12,7 @@ from pretraining import comparison, presets
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
 # Name of the file in benchmarks/results to its preset and least number of seeds.
-SHIPPED = {"controls_embedded": ("controls", 5)}
+SHIPPED = {"controls_embedded": ("controls", 5), "controls_headers": ("controls", 3)}
 
 
 class Shipped(NamedTuple):
@@ -68,3 +68,12 @@ def test_the_page_shows_the_pairs(shipped):
     for one, other in shipped.preset.pairs:
         gap = comparison.difference(by_name[one], by_name[other])
         assert f"| {one} | {other} | {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f}) |" in PAGE
+
+
+def test_the_second_corpus_is_another_one():
+    """None of its tokens were seen by the search for rates."""
+    first, second = (
+        json.loads((ROOT / "benchmarks" / "results" / f"controls_{name}.json").read_text())["data"][0]
+        for name in ("embedded", "headers")
+    )
+    assert first["dataset"] != second["dataset"] and first["train tokens"] != second["train tokens"]
