@@ -88,6 +88,11 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
     assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
     embeddings = [group for group in groups if group["role"] == "embedding"]
     assert embeddings and embeddings[0]["lr"] == 0.5
+    config = tmp_path / "own.yaml"  # without a rate of embeddings
+    config.write_text(f"use_cpu: true\noptimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
+    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--config", str(config)))
+    groups = make()(gpt2(), **settings).param_groups
+    assert {group["lr"] for group in groups if group["role"] == "embedding"} == {settings["lr_1d"]} == {0.02}
     argv = ["--optimizer", optimizer, "--orthogonalize_embeddings", "true"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     groups = make()(gpt2(), **settings).param_groups

@@ -78,6 +78,20 @@ def test_an_unknown_preset_is_named_with_those_there_are():
         presets.load("control")
 
 
+@pytest.mark.parametrize(("name", "ending"), [("time", ""), ("batch", " 2048"), ("parts", "")])
+def test_other_presets_have_the_rates_of_the_controls(name, ending):
+    def facts(arm):
+        return tuple(arm.get(key) for key in ("optimizer", "gamma", "is_approx"))
+
+    tuned = {facts(arm): arm for arm in presets.load("controls").arms.values()}
+    arms = {arm: own for arm, own in presets.load(name).arms.items() if arm.endswith(ending)}
+    compared = {arm: own for arm, own in arms.items() if facts(own) in tuned and "second_moment" not in own}
+    assert len(compared) >= 5
+    for arm, own in compared.items():
+        for key in ("learning_rate", "lr_embeddings"):
+            assert own[key] == tuned[facts(own)][key], (arm, key)
+
+
 def test_some_arms_of_a_preset():
     whole = presets.load("controls")
     found = whole.only(["muon", "mars_m"])

@@ -127,6 +127,7 @@ def test_a_licence_that_the_hub_refuses_is_refused_before_the_run(tmp_path, toke
 def test_the_card_names_the_optimizer_and_its_settings(finished):
     card = (finished / "README.md").read_text()
     assert "mars-m" in card and "library_name: transformers" in card
+    assert "| ns_steps | ns_coefficients |" in card
     row = next(line for line in card.splitlines() if line.startswith("| matrix"))
     assert "(0.95, 0.99)" in row and "| 0.05 |" in row  # of configs/embedded.yaml
 
