@@ -168,14 +168,15 @@ def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[compariso
     """Return the results in the order asked for; the table so far stands above the progress bar."""
     done: dict[tuple[str, int], comparison.Run] = {}
     waits = [one.key for one in wanted if not one.is_finished]
-    with tqdm(total=len(wanted), unit="run") as progress, ThreadPoolExecutor(jobs) as pool:
+    there = len(wanted) - len(waits)
+    with tqdm(total=len(wanted), initial=there, unit="run") as progress, ThreadPoolExecutor(jobs) as pool:
         try:
             futures = {pool.submit(one.run): one for one in wanted}
             for future in as_completed(futures):
                 one = futures[future]
                 done[one.key] = future.result()
-                progress.update()
                 if one.key in waits:
+                    progress.update()
                     progress.set_description(str(done[one.key]))
                     progress.write(_so_far([done[known.key] for known in wanted if known.key in done], preset))
         except BaseException:
@@ -264,6 +265,7 @@ def _conclude(
     figures.comparison(runs, output / "comparison.png", preset.baseline)
     pictures = ["![Losses](comparison.png)"]
     lines = _lines(runs, preset)
+    grid = comparison.grid(lines, str(preset.axis)) if lines else ""
     if lines:
         figures.along_axis(lines, output / "axis.png", str(preset.axis))
         pictures.append("![Losses along the axis](axis.png)")
@@ -274,7 +276,7 @@ def _conclude(
     about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
     if preset.equal == "seconds":
         about += f" Arms train for as long as {preset.baseline or comparison.baseline_of(list(preset.arms))} does."
-    sections = [preset.about, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]
+    sections = [preset.about, grid, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]
     report.write_text(output / "comparison.md", "\n\n".join(filter(None, sections)) + "\n")
     report.write(
         output / "comparison.json",
@@ -288,7 +290,16 @@ def _conclude(
             "runs": [run.as_json() for run in runs],
         },
     )
-    printed = ["", table, "", *verdicts, *notes, "", f"comparison.json, .md and .png are in {output}"]
+    printed = [
+        "",
+        table,
+        *(["", grid] if grid else []),
+        "",
+        *verdicts,
+        *notes,
+        "",
+        f"comparison.json, .md and .png are in {output}",
+    ]
     print("\n".join(printed))
 
 

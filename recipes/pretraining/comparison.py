@@ -200,6 +200,26 @@ def table(rows: Sequence[Row], baseline: str | None = None) -> str:
                 "-" if is_baseline or not math.isfinite(row.speed) else f"{row.speed:.2f}x",
             )
         )
+    return _markdown(cells)
+
+
+def grid(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
+    """Return the mean losses along an axis as a Markdown table: one row for each line, one column for each place.
+
+    Args:
+        lines: name to the places on the axis, each with its losses; a place may be missing.
+        axis: name of the setting.
+    """
+    places = sorted({place for line in lines.values() for place, _ in line})
+    cells = [(axis, *(f"{place:g}" for place in places))]
+    for name, line in lines.items():
+        means = {place: statistics.fmean(losses) for place, losses in line}
+        shown = {place: f"{mean:.3f}" if math.isfinite(mean) else "diverged" for place, mean in means.items()}
+        cells.append((name, *(shown.get(place, "") for place in places)))
+    return _markdown(cells)
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])

@@ -142,10 +142,13 @@ def test_a_preset_is_compared_two_runs_at_a_time(tmp_path, started, capsys):
     assert judged == ["adamw 0.001", "mars_m 0.001", "mars_m 0.002", "mars_m 0.002"]
     assert result["arms"]["mars_m 0.001"] == {"optimizer": "mars_m", "learning_rate": 1e-3}
     page = (tmp_path / "compare" / "comparison.md").read_text()
-    assert page.startswith("Which rate?\n\n| optimizer") and "![Losses along the axis](axis.png)" in page
+    assert page.startswith("Which rate?\n\n| learning_rate | 0.001 |") and "\n| optimizer" in page
+    assert "![Losses along the axis](axis.png)" in page
     with Image.open(tmp_path / "compare" / "axis.png") as picture:
         picture.verify()
-    assert capsys.readouterr().out.count("| adamw 0.002 ") > 1  # while it runs, and at the end
+    printed = capsys.readouterr().out
+    assert printed.count("| adamw 0.002 ") > 1  # while it runs, and at the end
+    assert printed.count("| learning_rate | 0.001 |") == 1
     again = len(started)
     assert compare(tmp_path, "--preset", str(path)) == result
     assert len(started) == again

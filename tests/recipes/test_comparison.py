@@ -144,6 +144,16 @@ def test_picture_of_a_setting(tmp_path):
         assert picture.size[0] > 800
 
 
+def test_grid_of_a_setting():
+    lines = {"adamw": [(4e-3, [4.6, 4.7]), (1e-3, [5.0, 5.1])], "mars_m": [(4e-3, [math.nan]), (2e-2, [4.5])]}
+    assert comparison.grid(lines, "learning_rate").splitlines() == [
+        "| learning_rate | 0.001 |    0.004 |  0.02 |",
+        "| ------------- | ----: | -------: | ----: |",
+        "| adamw         | 5.050 |    4.650 |       |",
+        "| mars_m        |       | diverged | 4.500 |",
+    ]
+
+
 def test_the_picture_shows_the_end_of_the_curves():
     low, high = figures._window([[(0, 8.0), (10, 7.0), (50, 5.0), (100, 4.0)], [(0, 8.0), (50, math.nan)]])
     assert (low, high) == (pytest.approx(3.95), pytest.approx(5.05))
