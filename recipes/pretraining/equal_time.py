@@ -13,11 +13,16 @@ from pretraining import report
 from pretraining.arguments import read
 from pretraining.comparison import baseline_of
 from pretraining.launch import pretrain
+from pretraining.mistakes import Mistake
 from pretraining.presets import Preset, folder_name
 
 # Long enough that the first steps, which compile and warm up, weigh little.
 _STEPS, _REPEATS = 60, 3
-_SHORT = ["--max_steps", str(_STEPS), "--warmup_steps", "0", "--eval_strategy", "no", "--eval_on_start", "false"]
+# Evaluate once, at the end: other strategies would refuse a comparison's --eval_steps.
+_SHORT = [
+    *("--max_steps", str(_STEPS), "--warmup_steps", "0"),
+    *("--eval_strategy", "steps", "--eval_steps", str(_STEPS), "--eval_on_start", "false"),
+]
 
 
 def steps_of(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:
@@ -34,14 +39,17 @@ def steps_of(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequ
 
     Raises:
         RunFailed: a run ended with an error.
+        Mistake: the baseline trains by epochs.
     """
+    baseline = preset.baseline or baseline_of(list(preset.arms))
+    steps = read([*shared, *preset.argv(baseline)])[0].max_steps
+    if steps < 1:
+        raise Mistake(f"max_steps {steps}: equal seconds are counted in steps of {baseline}; give --max_steps")
     file = output / "speeds.json"
     speeds = (
         json.loads(file.read_text(encoding="utf-8")) if file.is_file() else _measure(preset, shared, output, launcher)
     )
     report.write(file, speeds)
-    baseline = preset.baseline or baseline_of(list(preset.arms))
-    steps = read([*shared, *preset.argv(baseline)])[0].max_steps
     return {name: ["--max_steps", str(max(1, round(steps * speeds[name] / speeds[baseline])))] for name in preset.arms}
 
 

@@ -8,6 +8,8 @@ import threading
 import compare_optimizers
 import pytest
 from pretraining import equal_time
+from pretraining.arguments import read
+from pretraining.mistakes import Mistake
 from pretraining.presets import Preset
 
 ARMS = {"adamw": {"optimizer": "adamw"}, "exact one": {"optimizer": "mars_adamw", "is_approx": False}}
@@ -37,6 +39,26 @@ def test_slower_arms_take_fewer_steps(measured, tmp_path):
     assert order == ["adamw", "mars_adamw"] * 3  # in turn
     assert all(argv[argv.index("--max_steps") + 1] == "500" for argv in measured)  # and, later on the line, 60
     assert all(argv[-len(equal_time._SHORT) - 2 : -2] == equal_time._SHORT for argv in measured)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        ["--eval_steps", "100", "--eval_on_start", "true"],
+        ["--eval_strategy", "no"],
+        ["--eval_strategy", "epoch", "--warmup_steps", "100"],
+    ],
+)
+def test_short_runs_take_any_setting_of_the_comparison(measured, tmp_path, shared):
+    equal_time.steps_of(Preset(ARMS, equal="seconds"), shared, tmp_path, ["python"])
+    assert {read(argv)[0].max_steps for argv in measured} == {60}
+
+
+def test_equal_seconds_need_steps(measured, tmp_path):
+    with pytest.raises(Mistake, match="max_steps -1: equal seconds are counted in steps of adamw; give --max_steps"):
+        shared = ["--max_steps", "-1", "--num_train_epochs", "2"]
+        equal_time.steps_of(Preset(ARMS, equal="seconds"), shared, tmp_path, ["python"])
+    assert not measured
 
 
 def test_speeds_are_measured_once(measured, tmp_path):
