@@ -384,9 +384,9 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
-    "python recipes/compare_optimizers.py --preset controls --embedded_corpus torch-headers --seeds 1 2 3 "
+    "python recipes/compare_optimizers.py --preset controls --embedded_corpus torch-headers "
     "--bf16 true --jobs 2 --cpu_threads 1 --eval_steps 100": (
-        "thirty runs; tests/recipes/test_presets.py parses every arm",
+        "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --arms muon mars_m": (
