@@ -40,6 +40,13 @@ class Run:
         """Return the fields by name; None where a number is not finite."""
         return _finite(dataclasses.asdict(self))
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Run:
+        """Return the run that `as_json` described; None becomes NaN."""
+        found: dict[str, Any] = {name: math.nan if value is None else value for name, value in fields.items()}
+        found["curve"] = tuple((step, loss) for step, loss in fields["curve"])
+        return cls(**found)
+
     def __str__(self) -> str:
         """Return one line."""
         result = f"{self.eval_loss:.4f}" if math.isfinite(self.eval_loss) else "diverged"

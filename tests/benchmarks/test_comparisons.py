@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import compare_optimizers
 import pytest
 from pretraining import comparison, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
 # Name of the file in benchmarks/results to its preset and least number of seeds.
-SHIPPED = {"controls_embedded": ("controls", 5), "controls_headers": ("controls", 5)}
+SHIPPED = {
+    "controls_embedded": ("controls", 5),
+    "controls_headers": ("controls", 5),
+    "gamma_embedded": ("gamma", 3),
+}
 
 
 class Shipped(NamedTuple):
@@ -28,7 +33,7 @@ class Shipped(NamedTuple):
 def shipped(request) -> Shipped:
     name, seeds = SHIPPED[request.param]
     result = json.loads((ROOT / "benchmarks" / "results" / f"{request.param}.json").read_text())
-    runs = [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    runs = [comparison.Run.from_json(run) for run in result["runs"]]
     return Shipped(result, runs, presets.load(name).only(list(result["arms"])), seeds)
 
 
@@ -55,6 +60,9 @@ def test_verdicts_follow_from_the_runs(shipped):
 
 
 def test_the_page_shows_every_arm(shipped):
+    if shipped.preset.axis is not None:
+        assert comparison.grid(compare_optimizers._lines(shipped.runs, shipped.preset), shipped.preset.axis) in PAGE
+        return
     for row in comparison.summarize(shipped.runs, shipped.preset.baseline):
         gap = row.against_baseline
         numbers = f"{row.loss:.3f} ({row.lowest:.3f} to {row.highest:.3f})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -142,6 +143,14 @@ def test_picture_of_a_setting(tmp_path):
     figures.along_axis(lines, tmp_path / "axis.png", "learning_rate")
     with Image.open(tmp_path / "axis.png") as picture:
         assert picture.size[0] > 800
+
+
+def test_runs_survive_json():
+    whole = run("mars_m", 1, [8.0, 6.0])
+    assert comparison.Run.from_json(json.loads(json.dumps(whole.as_json()))) == whole
+    diverged = comparison.Run("mars_lion", 2, 0.1, math.nan, math.nan, ())
+    again = comparison.Run.from_json(json.loads(json.dumps(diverged.as_json())))
+    assert (again.contender, again.seed, again.curve) == ("mars_lion", 2, ()) and math.isnan(again.eval_loss)
 
 
 def test_grid_of_a_setting():
