@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pretraining.comparison import Run, baseline_of, by_contender, difference, mean_curve
@@ -25,7 +26,8 @@ def comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> 
     """Draw held-out loss over steps, and the paired differences to the baseline, as a PNG file.
 
     Bars show mean differences and start at zero, whiskers are 95% intervals, dots are seeds. Bars of whole losses would
-    start at zero too and hide differences of a hundredth. The names stand beside the bars, in the curves' colors.
+    start at zero too and hide differences of a hundredth. The names stand beside the bars, in the curves' colors. Runs
+    with one evaluation have no curves, so the picture has the bars alone.
 
     Args:
         runs: all runs.
@@ -35,41 +37,51 @@ def comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> 
     by_name = by_contender(runs)
     baseline = baseline or baseline_of(list(by_name))
     colors = _colors(list(by_name), baseline)
-    goal = statistics.fmean(run.eval_loss for run in by_name[baseline])
     height = max(3.8, 1.2 + 0.32 * len(by_name))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, height), layout="constrained", width_ratios=[1.1, 1])
+    if any(len(mean_curve(own)) > 1 for own in by_name.values()):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, height), layout="constrained", width_ratios=[1.1, 1])
+        _draw_curves(left, by_name, colors)
+    else:
+        figure, right = plt.subplots(figsize=(6.8, height), layout="constrained")
+    _draw_differences(right, by_name, baseline, colors)
+    _save(figure, path)
+
+
+def _draw_curves(axes: Axes, by_name: Mapping[str, Sequence[Run]], colors: Mapping[str, str]) -> None:
     for name, own in by_name.items():
         if len(own) > 1 and len(by_name) <= _FEW:
             for run in own:
-                left.plot(*zip(*run.curve, strict=True), linewidth=0.6, alpha=0.45, color=colors[name])
-        left.plot(*zip(*mean_curve(own), strict=True), linewidth=1.6, marker=".", markersize=4, color=colors[name])
-    several = len(runs) > len(by_name)
+                axes.plot(*zip(*run.curve, strict=True), linewidth=0.6, alpha=0.45, color=colors[name])
+        axes.plot(*zip(*mean_curve(own), strict=True), linewidth=1.6, marker=".", markersize=4, color=colors[name])
+    several = any(len(own) > 1 for own in by_name.values())
     title = "over steps" if not several else "mean of seeds" + ("; thin: each seed" if len(by_name) <= _FEW else "")
-    left.set(xlabel="step", ylabel="held-out loss (nats per token)", title=title)
-    left.set_ylim(*_window([mean_curve(own) for own in by_name.values()]))
-    left.grid(alpha=0.3)
+    axes.set(xlabel="step", ylabel="held-out loss (nats per token)", title=title)
+    axes.set_ylim(*_window([mean_curve(own) for own in by_name.values()]))
+    axes.grid(alpha=0.3)
 
+
+def _draw_differences(
+    axes: Axes, by_name: Mapping[str, Sequence[Run]], baseline: str, colors: Mapping[str, str]
+) -> None:
     theirs = {run.seed: run.eval_loss for run in by_name[baseline]}
+    goal = statistics.fmean(theirs.values())
     for place, (name, own) in enumerate(by_name.items()):
         gaps = [run.eval_loss - theirs[run.seed] for run in own if run.seed in theirs]
         gap = difference(own, by_name[baseline])
-        right.barh(place, gap.mean, height=0.6, color=colors[name], alpha=0.6)
+        axes.barh(place, gap.mean, height=0.6, color=colors[name], alpha=0.6)
         if math.isfinite(gap.low) and name != baseline:
-            right.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
-        right.scatter(gaps, [place] * len(gaps), s=9, color="black", zorder=3)
-    right.axvline(0, color=_BASELINE_COLOR, linewidth=1)
-    right.set_yticks(range(len(by_name)), list(by_name))
-    for label in right.get_yticklabels():
+            axes.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
+        axes.scatter(gaps, [place] * len(gaps), s=9, color="black", zorder=3)
+    axes.axvline(0, color=_BASELINE_COLOR, linewidth=1)
+    axes.set_yticks(range(len(by_name)), list(by_name))
+    for label in axes.get_yticklabels():
         label.set_color(colors[label.get_text()])
         label.set_fontweight("bold")
-    right.invert_yaxis()
-    right.set(
-        xlabel="nats per token; line: 95% interval, dots: seeds", title=f"final loss against {baseline}'s {goal:.3f}"
-    )
-    right.locator_params(axis="x", nbins=6)  # labels with signs are wide
-    right.grid(alpha=0.3, axis="x")
-    right.set_axisbelow(True)
-    _save(figure, path)
+    axes.invert_yaxis()
+    axes.set(xlabel="nats per token (line: 95%, dots: seeds)", title=f"final loss against {baseline}'s {goal:.3f}")
+    axes.locator_params(axis="x", nbins=6)  # labels with signs are wide
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
 
 
 def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], path: Path, axis: str) -> None:

@@ -17,6 +17,7 @@ SHIPPED = {
     "controls_embedded": ("controls", 5),
     "controls_headers": ("controls", 5),
     "gamma_embedded": ("gamma", 3),
+    "time_embedded": ("time", 3),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -136,6 +137,14 @@ def test_picture(tmp_path, end):
         colors = {color for _, color in picture.convert("RGB").getcolors(maxcolors=1 << 20)}
         assert picture.size[0] > 800
     assert {(31, 119, 180), (64, 64, 64)} <= colors  # the lines of mars_adamw and adamw
+
+
+def test_a_picture_without_curves_has_the_bars_alone(tmp_path):
+    once = [replace(run, curve=run.curve[-1:]) for run in RUNS]
+    figures.comparison(RUNS, tmp_path / "curves.png")
+    figures.comparison(once, tmp_path / "bars.png")
+    with Image.open(tmp_path / "curves.png") as both, Image.open(tmp_path / "bars.png") as bars:
+        assert bars.size[0] < 0.7 * both.size[0] and bars.size[1] == both.size[1]
 
 
 def test_picture_of_a_setting(tmp_path):
