@@ -389,8 +389,8 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
-    "python recipes/compare_optimizers.py --preset gamma --bf16 true --jobs 2 --cpu_threads 1": (
-        "45 runs; tests/recipes/test_presets.py parses every arm",
+    "python recipes/compare_optimizers.py --preset gamma --seeds 1 2 3 --bf16 true --jobs 2 --cpu_threads 1": (
+        "27 runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --arms muon mars_m": (
