@@ -52,6 +52,8 @@ CONTENDERS |= {
 _DEFAULT = ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
+# From this many intervals on, the page says how many of them miss the truth.
+_MANY = 10
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
@@ -274,6 +276,8 @@ def _conclude(
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
     about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
     about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
+    if len({run.seed for run in runs}) > 1 and len(verdicts) >= _MANY:
+        about += f" Of {len(verdicts)} intervals at 95%, {len(verdicts) / 20:.1f} miss the truth on average."
     if preset.equal == "seconds":
         about += f" Arms train for as long as {preset.baseline or comparison.baseline_of(list(preset.arms))} does."
     sections = [preset.about, grid, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]

@@ -154,6 +154,16 @@ def test_a_preset_is_compared_two_runs_at_a_time(tmp_path, started, capsys):
     assert len(started) == again
 
 
+def test_many_intervals_come_with_a_warning(tmp_path, started):
+    for count, expected in ((9, False), (11, True)):
+        path = tmp_path / f"grid{count}.yaml"
+        rates = ", ".join(f"{rate}e-4" for rate in range(1, count + 1))
+        path.write_text(f"grid: {{optimizer: [adamw], learning_rate: [{rates}]}}\n")
+        compare_optimizers.main(["--preset", str(path), "--seeds", "1", "2", "--output_dir", str(tmp_path / path.stem)])
+        page = (tmp_path / path.stem / "comparison.md").read_text()
+        assert ("Of 10 intervals at 95%, 0.5 miss the truth on average." in page) is expected
+
+
 def test_arms_belong_to_a_preset(tmp_path, started):
     with pytest.raises(SystemExit, match="--arms names arms of a preset; give --preset"):
         compare(tmp_path, "--arms", "adamw")
