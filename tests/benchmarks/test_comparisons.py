@@ -18,6 +18,7 @@ SHIPPED = {
     "controls_headers": ("controls", 5),
     "gamma_embedded": ("gamma", 3),
     "time_embedded": ("time", 3),
+    "lr_embedded": ("lr", 1),
     "parts_embedded": ("parts", 5),
 }
 
