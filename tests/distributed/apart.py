@@ -16,6 +16,7 @@ import gc
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from worker import main
 
@@ -444,28 +446,27 @@ def run_alive(name: str) -> dict[str, Any]:
     mars, params = run.mars, list(run.model.parameters())
     tensors = [*params, *(p.grad for p in params), *(x for p in params for x in mars.state[p].values())]
     tensors += [t.to_local() for t in tensors if isinstance(t, DTensor)]
-    # By their memory: a weak reference sees only one of several Python objects.
-    storages = {t.untyped_storage()._cdata for t in tensors if torch.is_tensor(t) and not isinstance(t, DTensor)}
+    # By their memory: a weak reference to a tensor sees only one of several Python objects. One to a storage also keeps
+    # its address from being used again, which would look like the same storage.
+    storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t) and not isinstance(t, DTensor)]
+    sizes = {StorageWeakRef(storage): storage.nbytes() for storage in storages}
     layout, keeper = mars._locator, mars._matrices
-    before = live_bytes(storages)
+    before = live_bytes(sizes)
     mars.state.clear()
     mars.param_groups.clear()
-    run.model = run.wrapped = run.mars = mars = params = tensors = None  # type: ignore[assignment]
+    run.model = run.wrapped = run.mars = mars = params = tensors = storages = None  # type: ignore[assignment]
+    deadline = time.monotonic() + 10
     gc.collect()
-    after = live_bytes(storages)
+    while live_bytes(sizes) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread of the backend lets go of a collective's tensors a moment after its end
+    after = live_bytes(sizes)
     assert layout is not None and keeper is not None
     return {"before": before, "after": after}
 
 
-def live_bytes(storages: set[int]) -> int:
-    """Return the bytes of those storages that any tensor of this process still uses."""
-    found = {}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
-            storage = candidate.untyped_storage()
-            if storage._cdata in storages:
-                found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+def live_bytes(sizes: dict[StorageWeakRef, int]) -> int:
+    """Return the bytes of those storages that something in this process still uses."""
+    return sum(size for storage, size in sizes.items() if not storage.expired())
 
 
 KINDS = {
