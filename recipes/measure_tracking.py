@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from pretraining import figures, ranges, report
+from pretraining import arguments, figures, ranges, report
 from pretraining.mistakes import Mistake, OneLine, told
 
 import mars_hf
@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ValueError as error:
         raise Mistake(f"--{error}") from None
+    if arguments.read(rest)[0].resume_from_checkpoint is not None:
+        raise Mistake("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
     run = pretrain_gpt2.train(rest, [probe])
     if not probe.rows:
         raise Mistake(

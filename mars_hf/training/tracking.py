@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,12 @@ class TrackingProbe(TrainerCallback):
     gradients of the same halves too. At every measured step the gradient of the whole training set is estimated from
     many micro-batches, in two independent halves as well, so that lag and noise can be told apart without bias.
 
+    Micro-batches of a step weigh equally, and `max_grad_norm` does not apply: moments are those of unclipped gradients.
+    After a resume, averages start anew.
+
     A step then costs two more passes over its batch (four halves; two without exact moments), a measured one `batches`
     micro-batches. Memory: five copies of the gradients, and of the grid six for each beta1 and two for each clipped
-    moment.
+    moment; 77 copies with the defaults.
 
     Args:
         every: steps between measurements.
@@ -47,10 +50,11 @@ class TrackingProbe(TrainerCallback):
         seed: of the micro-batches that are measured on.
 
     Attributes:
-        rows: one dict for each measured step, moment and scope (`"all"`, a role, or a layer of the model), with the
-            keys `step`, `scope`, `beta1`, `gamma`, `form`, `clip`, `error` (squared distance to the true gradient, over
-            its squared norm), `lag` and `noise` (whose sum it is), `cosine`, `variance_ratio` (corrected gradient over
-            gradient) and `noise_scale`, in samples.
+        rows: of the last training: one dict for each measured step, moment and scope (`"all"`, a role, or a layer of
+            the model), with the keys `step`, `scope`, `beta1`, `gamma`, `form`, `clip`, `error` (squared distance to
+            the true gradient, over its squared norm), `lag` and `noise` (whose sum it is), `cosine`, `variance_ratio`
+            (corrected gradient over gradient) and `noise_scale`, in samples. Numbers are NaN where the norm of the true
+            gradient drowns in its noise.
 
     Raises:
         ValueError: a setting out of range; in training, a step of one sample.
@@ -101,15 +105,17 @@ class TrackingProbe(TrainerCallback):
             )
         if args.world_size > 1:
             raise RuntimeError(f"TrackingProbe runs in one process, and there are {args.world_size}; start one")
-        if not hasattr(trainer.train_dataset, "__len__"):
+        data = trainer.get_train_dataloader()  # with the columns that the model takes
+        if not hasattr(data.dataset, "__len__"):
             raise RuntimeError("TrackingProbe draws from the training data, which has no length; give one that has")
         self._trainer = trainer
+        self.rows = []
         named = [(name, param) for name, param in trainer.model.named_parameters() if param.requires_grad]
         self._params = [param for _, param in named]
         self._scopes = _scopes(trainer.model, [name for name, _ in named])
         self._shadow = ShadowMoments(self.moments)
         self._previous: list[Tensor] = []
-        self._draws = self._micro_batches(args)
+        self._draws = self._micro_batches(args, data.dataset, data.collate_fn)
         self._samples = 0
 
     def on_step_begin(
@@ -182,16 +188,15 @@ class TrackingProbe(TrainerCallback):
         for param, value in zip(self._params, values, strict=True):
             param.copy_(value)
 
-    def _micro_batches(self, args: TrainingArguments) -> Iterator[dict[str, Any]]:
+    def _micro_batches(self, args: TrainingArguments, dataset: Any, collate: Any) -> Iterator[dict[str, Any]]:
         """Yield micro-batches of the training data, shuffled anew whenever all were drawn."""
-        trainer = self._trainer
         loader = DataLoader(
-            trainer.train_dataset,
+            dataset,
             batch_size=args.per_device_train_batch_size,
             shuffle=True,
-            drop_last=len(trainer.train_dataset) >= args.per_device_train_batch_size,
+            drop_last=len(dataset) >= args.per_device_train_batch_size,
             generator=torch.Generator().manual_seed(self._seed),
-            collate_fn=trainer.data_collator,
+            collate_fn=collate,
         )
         for _ in itertools.count():
             for inputs in loader:
@@ -223,7 +228,7 @@ class TrackingProbe(TrainerCallback):
         self._shadow.restart_window()
 
     def means(self, scope: str = "all") -> dict[Moment, dict[str, float]]:
-        """Return each moment's measurements, the medians over the measured steps.
+        """Return each moment's measurements, the medians over the measured steps; NaN if no step gave a number.
 
         Args:
             scope: `"all"`, a role, or a layer.
@@ -240,37 +245,51 @@ class TrackingProbe(TrainerCallback):
             known = sorted({row["scope"] for row in self.rows}) or "none: no step was measured"
             raise ValueError(f"scope={scope!r} was not measured; there are {known}")
         names = ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")
-        return {
-            moment: {name: statistics.median(row[name] for row in own) for name in names}
-            for moment, own in found.items()
-        }
+        return {moment: {name: median(row[name] for row in own) for name in names} for moment, own in found.items()}
 
     def table(self, scope: str = "all") -> str:
-        """Return the medians over the measured steps as a Markdown table, one line a moment; see `means`."""
+        """Return the medians over the measured steps as a Markdown table, one line a moment, and the noise scale.
+
+        Args:
+            scope: `"all"`, a role, or a layer.
+
+        Raises:
+            ValueError: see `means`.
+        """
         lines = [
             "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |",
             "| --- | ---: | ---: | ---: | ---: | ---: |",
         ]
-        for moment, own in self.means(scope).items():
+        means = self.means(scope)
+        for moment, own in means.items():
             cells = [f"{own[name]:.4g}" for name in ("error", "lag", "noise", "cosine", "variance_ratio")]
             lines.append(f"| {moment} | {' | '.join(cells)} |")
+        errors = {row["step"]: row["error"] for row in self.rows if row["scope"] == scope}
+        clear = sum(map(math.isfinite, errors.values()))
+        lines += ["", f"Simple noise scale: {next(iter(means.values()))['noise_scale']:,.0f} samples."]
+        if clear < len(errors):
+            lines[-1] += f" At {len(errors) - clear} of {len(errors)} steps the gradient drowned in its noise."
         return "\n".join(lines)
 
     def conclusion(self, beta1: float | None = None) -> str:
-        """Return one line: what would have tracked best here.
+        """Return one line: what would have tracked best here, among the moments without clipping if there are any.
 
         Args:
             beta1: what the run trained with, whose moments are compared; None compares all.
         """
         if not self.rows:
             return f"no step was measured: the run ended before step {self._every}"
-        means = {
+        clip = shown_clip(self.rows)
+        compared = {
             moment: own["error"]
             for moment, own in self.means().items()
-            if moment.clip_threshold is None and (beta1 is None or moment.beta1 == beta1)
+            if moment.clip_threshold == clip and (beta1 is None or moment.beta1 == beta1)
         }
+        if not compared:
+            return f"no moment at beta1 {beta1} was followed"
+        means = {moment: error for moment, error in compared.items() if math.isfinite(error)}
         if not means:
-            return f"no moment without clipping at beta1 {beta1:g} was followed"
+            return f"the gradient drowned in its noise: measure with more than {self._batches} micro-batches"
         best = min(means, key=means.__getitem__)
         rivals = (
             [moment for moment in means if moment.gamma and moment.is_approx],
@@ -281,6 +300,17 @@ class TrackingProbe(TrainerCallback):
         named = [f"{moment} {means[moment]:.3g}" for moment in nearest]
         others = f" ({'; '.join(named)})" if named else ""
         return f"{best} would have tracked the gradient best here: error {means[best]:.3g}{others}"
+
+
+def shown_clip(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the clip threshold of the moments that stand for all: None, or else the largest."""
+    clips = {row["clip"] for row in rows}
+    return None if None in clips else max(clips)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of the finite values; NaN without any."""
+    return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
 
 
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:

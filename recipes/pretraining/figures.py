@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mars_hf.training.tracking import median, shown_clip
 from pretraining.comparison import Run, baseline_of, by_contender, difference, mean_curve
 
 _BASELINE_COLOR = "0.25"
@@ -115,10 +116,12 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the tracking error over gamma, split in lag and noise, for each beta1 and form, and the cosine, as a PNG.
 
     Args:
-        rows: of TrackingProbe; those of the whole model without clipping are drawn, as medians over the steps.
+        rows: of TrackingProbe; those of the whole model without clipping (else with the largest threshold) are drawn,
+            as medians over the steps.
         path: PNG file to write.
     """
-    drawn = [row for row in rows if row["scope"] == "all" and row["clip"] is None]
+    clip = shown_clip(rows)
+    drawn = [row for row in rows if row["scope"] == "all" and row["clip"] == clip]
     betas = sorted({row["beta1"] for row in drawn})
     figure, panels = plt.subplots(
         2, len(betas), figsize=(max(5.5, 3.4 * len(betas)), 6), layout="constrained", sharex=True, squeeze=False
@@ -147,7 +150,7 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _medians(rows: Sequence[Mapping[str, Any]], gammas: Sequence[float], name: str) -> list[float]:
-    return [statistics.median(row[name] for row in rows if row["gamma"] == gamma) for gamma in gammas]
+    return [median(row[name] for row in rows if row["gamma"] == gamma) for gamma in gammas]
 
 
 def _window(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, float]:

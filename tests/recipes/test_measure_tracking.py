@@ -23,12 +23,21 @@ def test_a_run_is_measured_and_not_changed(tokens, tmp_path, capsys):
     assert {"all", "matrix", "embedding", "vector", "layer 0"} == {row["scope"] for row in found["rows"]}
     page = (output / "tracking.md").read_text()
     assert found["conclusion"] in page and "| beta1 0.95 gamma 0.05 exact |" in page and "## layer 0" in page
+    assert page.count("Simple noise scale: ") == 5
     with Image.open(output / "tracking.png") as picture:
         assert picture.size[0] > 600
 
     run(tmp_path / "plain", tokens, "--beta1", "0.9")
     measured, plain = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "plain"))
     assert all(torch.equal(measured[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_moments_that_are_all_clipped_at_another_beta1(tokens, tmp_path):
+    output = tmp_path / "clipped"
+    grid = ["--every", "4", "--batches", "4", "--betas", "0.8", "--gammas", "0", "0.05", "--clips", "0.5", "1"]
+    measure_tracking.main([*grid, *TINY, "--data_dir", str(tokens), "--output_dir", str(output)])
+    assert " clip 1 would have tracked" in json.loads((output / "tracking.json").read_text())["conclusion"]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +48,7 @@ def test_a_run_is_measured_and_not_changed(tokens, tmp_path, capsys):
         (["--betas", "1.5"], "--betas=[1.5]: give one value or more"),
         (["--forms", "both"], "--forms=['both']: give one value or more"),
         (["--optimizer", "sgd"], "--optimizer 'sgd' is unknown"),
+        (["--resume_from_checkpoint", "true"], "resume_from_checkpoint: checkpoints hold no averages"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path, argv, line, capsys):

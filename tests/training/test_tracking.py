@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import datasets
 import pytest
 import torch
 from helpers import gpt2
@@ -51,9 +52,9 @@ def arguments(tmp_path, **settings):
     )
 
 
-def probe_of(tmp_path, steps_by=0.0, **settings):
+def probe_of(tmp_path, steps_by=0.0, accumulation=1, **settings):
     """Train the quadratic along x_t = 0.5 - t * steps_by, with the probe; return it."""
-    probe = TrackingProbe(every=STEPS, batches=2, betas=(0.9,), clips=(None,), **settings)
+    probe = TrackingProbe(every=STEPS, batches=2, betas=(0.9,), **{"clips": (None,), **settings})
     model = Quadratic()
 
     class Steps(TrainerCallback):
@@ -63,7 +64,11 @@ def probe_of(tmp_path, steps_by=0.0, **settings):
 
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = mars_hf.MarsTrainer(
-        model, arguments(tmp_path), train_dataset=Noise(), optimizers=(sgd, None), callbacks=[probe, Steps()]
+        model,
+        arguments(tmp_path, gradient_accumulation_steps=accumulation),
+        train_dataset=Noise(),
+        optimizers=(sgd, None),
+        callbacks=[probe, Steps()],
     )
     trainer.train()
     return probe
@@ -95,6 +100,60 @@ def test_a_quadratic_has_its_closed_forms(tmp_path):
     best = min(probe.means(), key=lambda moment: probe.means()[moment]["error"])
     assert line.startswith(f"{best} would have tracked the gradient best here")
     assert str(Moment(0.9, 0.05, True, None)) in probe.table()
+
+
+@pytest.mark.slow
+def test_a_clipped_moment_has_its_closed_forms(tmp_path):
+    """Within 2%. In many dimensions the norm of a corrected gradient is a constant, and clipping scales by it."""
+    probe = probe_of(tmp_path, gammas=(0.0, 0.05), forms=("approx",), clips=(50.0,))
+    truth, variance, average = CURVATURE * 0.5, NOISE**2 / BATCH, 0.1 / 1.9
+    for moment, found in probe.means().items():
+        weight = moment.gamma * 9
+        factor = 50 / math.sqrt(SIZE * (truth**2 + ((1 + weight) ** 2 + weight**2) * variance))
+        gamma = moment.gamma
+        noise = ((1 - gamma) ** 2 * average + gamma**2 + 2 * gamma * (1 - gamma) * 0.1) * variance * factor**2
+        assert found["noise"] == pytest.approx(noise / truth**2, rel=0.02)
+        assert found["lag"] == pytest.approx((1 - factor) ** 2, rel=0.02)
+        assert found["error"] == pytest.approx(noise / truth**2 + (1 - factor) ** 2, rel=0.02)
+    assert {moment.clip_threshold for moment in probe.means()} == {50.0} and len(probe.means()) == 2
+    assert " clip 50 would have tracked" in probe.conclusion()
+
+
+@pytest.mark.slow
+def test_the_noise_scale_counts_the_samples_of_all_micro_batches(tmp_path):
+    probe = probe_of(tmp_path, accumulation=2, gammas=(0.0,))
+    (found,) = probe.means().values()
+    assert found["noise_scale"] == pytest.approx(NOISE**2 / (CURVATURE * 0.5) ** 2, rel=0.02)
+    assert "Simple noise scale: 9 samples." in probe.table()
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    rows = [{**{name: ids.tolist() for name, ids in Tokens()[index].items()}, "idx": index} for index in range(16)]
+    probe = TrackingProbe(every=2, batches=2, betas=(0.9,), gammas=(0.0,))
+    settings = arguments(tmp_path, max_steps=2)
+    mars_hf.MarsTrainer(gpt2(), settings, train_dataset=datasets.Dataset.from_list(rows), callbacks=[probe]).train()
+    assert {row["step"] for row in probe.rows} == {2}
+
+
+def test_steps_whose_gradient_drowns_in_noise_are_left_out_of_medians():
+    probe = TrackingProbe(betas=(0.9,), gammas=(0.0, 0.1), forms=("approx",), clips=(None,))
+    for gamma, errors in ((0.0, (1.0, math.nan, 2.0, 0.5)), (0.1, (math.nan,) * 4)):
+        for step, error in enumerate(errors):
+            numbers = dict.fromkeys(("lag", "noise", "cosine", "variance_ratio", "noise_scale"), error)
+            row = {"step": step, "scope": "all", "beta1": 0.9, "gamma": gamma, "form": "approx", "clip": None}
+            probe.rows.append({**row, **numbers, "error": error})
+    assert probe.means()[Moment(0.9, 0.0, True, None)]["error"] == 1.0
+    assert probe.conclusion().startswith("beta1 0.9 gamma 0 would have tracked the gradient best here: error 1")
+    del probe.rows[:4]
+    assert probe.conclusion() == "the gradient drowned in its noise: measure with more than 64 micro-batches"
+    assert "At 4 of 4 steps the gradient drowned in its noise." in probe.table()
+
+
+def test_a_second_training_is_measured_anew(tmp_path):
+    probe = TrackingProbe(every=2, batches=2, betas=(0.9,), gammas=(0.0,), clips=(None,))
+    for _ in range(2):
+        mars_hf.MarsTrainer(gpt2(), arguments(tmp_path, max_steps=2), train_dataset=Tokens(), callbacks=[probe]).train()
+        assert [row["step"] for row in probe.rows if row["scope"] == "all"] == [2]
 
 
 class Tokens(Dataset):
