@@ -68,6 +68,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
     # Unbuffered, so that a traceback is at the log's end.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
     with log.open("a", encoding="utf-8") as file:
+        begin = log.stat().st_size  # an earlier attempt may have logged another end
         try:
             finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         except OSError as error:
@@ -75,7 +76,8 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
                 f"cannot start {launcher[0]!r} ({error.strerror}); give a command, such as 'accelerate launch'"
             ) from None
     if finished.returncode:
-        lines = re.split(r"[\r\n]+", log.read_text(encoding="utf-8", errors="replace").strip())
+        text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
+        lines = re.split(r"[\r\n]+", text.strip())
         for line in lines[-_TAIL_LINES:]:
             if line.startswith(f"{SCRIPT.name}: "):
                 said = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
