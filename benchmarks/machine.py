@@ -1,31 +1,15 @@
-"""Describe the machine that a result was measured on."""
+"""State the machine of a result that several machines may have made."""
 
 from __future__ import annotations
 
-import os
-import platform
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+from pretraining.machine import describe
 
-
-def describe() -> dict[str, str | int]:
-    """Return processor, cores, accelerator and versions."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count() or 1,
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+__all__ = ["describe", "note"]
 
 
 def note(result: dict[str, Any]) -> None:

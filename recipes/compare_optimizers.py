@@ -9,8 +9,8 @@
 
 All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
 `optimizers` of a config; recipes/presets holds whole comparisons. Table, verdicts and picture go to comparison.json,
-.md and .png in the output folder. The script skips runs that are finished there, so start an interrupted comparison
-again to resume it.
+.md and .png in the output folder, and are there from the first runs on. The script skips runs that are finished there,
+so start an interrupted comparison again to resume it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import shlex
-import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,9 +29,10 @@ from pretraining import (
     agreement,
     checkpoints,
     comparison,
+    comparison_page,
     equal_time,
-    figures,
     folder_lock,
+    identity,
     presets,
     ranges,
     report,
@@ -49,11 +49,9 @@ CONTENDERS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in O
 CONTENDERS |= {
     f"{name}_exact": {"optimizer": name, "is_approx": False} for name in OPTIMIZERS if name.startswith("mars_")
 }
-_DEFAULT = ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
+_DEFAULT = ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon"]
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
-# From this many intervals on, the page says how many of them miss the truth.
-_MANY = 10
 _OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
@@ -72,8 +70,13 @@ class _Wanted(NamedTuple):
         return self.contender, self.seed
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def _command(self) -> dict[str, Any]:
         return {"launcher": self.launcher, "argv": self.argv}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Return all settings, those of a config too, which may have changed under its name."""
+        return identity.chosen(read(self.argv)[0])
 
     @property
     def is_finished(self) -> bool:
@@ -94,11 +97,19 @@ class _Wanted(NamedTuple):
             raise Mistake(
                 f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
             ) from None
-        if there != self._settings:
+        remedy = "give another --output_dir, or remove that folder"
+        settings = there.pop("settings", {})
+        if there != self._command:
             raise Mistake(
-                f"{self.folder} holds a run with other settings; give another --output_dir, or remove that folder; "
-                f"there: {_command(there)}; asked: {_command(self._settings)}"
+                f"{self.folder} holds a run with other settings; {remedy}; there: {_command(there)}; asked: "
+                f"{_command(self._command)}"
             )
+        now = self._settings
+        changed = [
+            f"{key} {settings[key]}, now {now[key]}" for key in settings if key in now and settings[key] != now[key]
+        ]
+        if changed:
+            raise Mistake(f"{self.folder} holds a run with other settings: {'; '.join(changed)}; {remedy}")
 
     def run(self) -> comparison.Run:
         """Start or resume the run, and return its result; a finished run is only read."""
@@ -106,7 +117,7 @@ class _Wanted(NamedTuple):
             self.folder.mkdir(exist_ok=True)
         if not self.is_finished:
             resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
-            report.write(self.folder / "arguments.json", self._settings)
+            report.write(self.folder / "arguments.json", {**self._command, "settings": self._settings})
             try:
                 pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
             except Diverged as failure:
@@ -151,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         with folder_lock.held(output, "compares"):
             steps = {}
             if preset.equal == "seconds":
-                steps = equal_time.steps_of(preset, [*_QUIET, *rest], output, launcher or [sys.executable])
+                steps = equal_time.steps_of(preset, [*_QUIET, *rest], output, launcher)
             wanted = [
                 _Wanted(name, seed, output / f"{presets.folder_name(name)}-{seed}", launcher, argv)
                 for seed in arguments.seeds
@@ -160,14 +171,15 @@ def main(argv: list[str] | None = None) -> None:
             ]
             for one in wanted:
                 one.refuse_other_settings()
-            runs = _run(wanted, arguments.jobs, preset)
-            _conclude(runs, _data(wanted), output, preset, rest)
+            result = _run(wanted, arguments.jobs, comparison_page.Result(preset, [], len(wanted), [], rest), output)
+            print(f"\n{comparison_page.text(result)}\n\ncomparison.json, .md and .png are in {output}")
     except RunFailed as failure:
         raise SystemExit(str(failure)) from None
 
 
-def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[comparison.Run]:
-    """Return the results in the order asked for; the table so far stands above the progress bar."""
+def _run(wanted: Sequence[_Wanted], jobs: int, result: comparison_page.Result, output: Path) -> comparison_page.Result:
+    """Run what is missing; the table so far stands above the progress bar, and the page has it too."""
+    _data([one for one in wanted if one.is_finished])
     done: dict[tuple[str, int], comparison.Run] = {}
     waits = [one.key for one in wanted if not one.is_finished]
     there = len(wanted) - len(waits)
@@ -177,24 +189,24 @@ def _run(wanted: Sequence[_Wanted], jobs: int, preset: Preset) -> list[compariso
             for future in as_completed(futures):
                 one = futures[future]
                 done[one.key] = future.result()
+                finished = [known for known in wanted if known.key in done]
+                result = result._replace(runs=[done[known.key] for known in finished], data=_data(finished))
                 if one.key in waits:
                     progress.update()
                     progress.set_description(str(done[one.key]))
-                    progress.write(_so_far([done[known.key] for known in wanted if known.key in done], preset))
+                    if result.comparable:
+                        progress.write(_so_far(result))
+                        comparison_page.write(result, output)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [done[one.key] for one in wanted]
+    comparison_page.write(result, output)
+    return result
 
 
-def _so_far(runs: Sequence[comparison.Run], preset: Preset) -> str:
-    """Return the table of what is finished, or a line while the baseline is not."""
-    base = preset.baseline or comparison.baseline_of(list(preset.arms))
-    seeds = {run.seed for run in runs if run.contender == base}
-    shown = [run for run in runs if run.seed in seeds]
-    if not shown:
-        return str(runs[-1])
-    return comparison.table(comparison.summarize(shown, base), base) + "\n"
+def _so_far(result: comparison_page.Result) -> str:
+    rows = comparison.summarize(result.comparable, result.baseline)
+    return comparison.table(rows, result.baseline) + "\n"
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
@@ -218,10 +230,17 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
     if arguments.arms is not None and arguments.preset is None:
         raise Mistake("--arms names arms of a preset; give --preset, or --optimizers in place of it")
     for argument in rest:
-        name = argument.partition("=")[0]
+        name = _flag(argument)
         if name in _OURS:
             raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
     preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
+    stated = {f"--{name}" for settings in preset.arms.values() for name in settings}
+    for argument in rest:
+        if _flag(argument) in stated:
+            raise Mistake(
+                f"{_flag(argument)}: the arms of {arguments.preset} state it themselves; leave it out, or give a YAML "
+                f"file of your own, like those in {presets.FOLDER}"
+            )
     if arguments.arms is not None:
         preset = preset.only(arguments.arms)
     arguments.output_dir = arguments.output_dir or (
@@ -232,6 +251,12 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
     for name in preset.arms:
         read([*rest, *preset.argv(name)])  # a mistake ends the comparison before its first run
     return arguments, preset, rest
+
+
+def _flag(argument: str) -> str:
+    """Return the name of a flag, whose words may be joined by dashes."""
+    name = argument.partition("=")[0]
+    return f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
 
 
 def _chosen(names: Sequence[str] | None) -> Preset:
@@ -247,85 +272,21 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _data(wanted: Sequence[_Wanted]) -> list[dict[str, Any]]:
-    """Return each data that finished runs had, once; arms may differ in it."""
-    found: list[dict[str, Any]] = []
-    for one in wanted:
+def _data(finished: Sequence[_Wanted]) -> list[dict[str, Any]]:
+    """Return each data that finished runs had, once.
+
+    Raises:
+        Mistake: runs of one arm read different data.
+    """
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for one in finished:
         data = one.data()
-        if data and data not in found:
-            found.append(data)
-    return found
-
-
-def _conclude(
-    runs: Sequence[comparison.Run], data: Sequence[dict[str, Any]], output: Path, preset: Preset, rest: Sequence[str]
-) -> None:
-    """Print the result, and write comparison.json, .md and .png."""
-    rows = comparison.summarize(runs, preset.baseline)
-    table = comparison.table(rows, preset.baseline)
-    verdicts = comparison.verdicts(runs, preset.baseline, preset.pairs)
-    figures.comparison(runs, output / "comparison.png", preset.baseline)
-    pictures = ["![Losses](comparison.png)"]
-    lines = _lines(runs, preset)
-    grid = comparison.grid(lines, str(preset.axis)) if lines else ""
-    if lines:
-        figures.along_axis(lines, output / "axis.png", str(preset.axis))
-        pictures.append("![Losses along the axis](axis.png)")
-    sensitivities = _sensitivities(runs, preset) if preset.axis == "learning_rate" else {}
-    notes = [f"{name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in sensitivities.items()]
-    seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.seed for run in runs))
-    about = f"Seeds {seeds}; settings: {shlex.join(rest) or 'those of the default job'}."
-    about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
-    if len({run.seed for run in runs}) > 1 and len(verdicts) >= _MANY:
-        about += f" Of {len(verdicts)} intervals at 95%, {len(verdicts) / 20:.1f} miss the truth on average."
-    if preset.equal == "seconds":
-        about += f" Arms train for as long as {preset.baseline or comparison.baseline_of(list(preset.arms))} does."
-    sections = [preset.about, grid, table, "\n".join(f"- {line}" for line in (*verdicts, *notes)), about, *pictures]
-    report.write_text(output / "comparison.md", "\n\n".join(filter(None, sections)) + "\n")
-    report.write(
-        output / "comparison.json",
-        {
-            "arguments": list(rest),
-            "data": list(data),
-            "arms": {name: dict(settings) for name, settings in preset.arms.items()},
-            "rows": [row.as_json() for row in rows],
-            "verdicts": verdicts,
-            "sensitivity": sensitivities,
-            "runs": [run.as_json() for run in runs],
-        },
-    )
-    printed = [
-        "",
-        table,
-        *(["", grid] if grid else []),
-        "",
-        *verdicts,
-        *notes,
-        "",
-        f"comparison.json, .md and .png are in {output}",
-    ]
-    print("\n".join(printed))
-
-
-def _lines(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
-    """Return the lines of a picture over the preset's axis: places and the losses of all seeds."""
-    lines: dict[str, list[tuple[float, list[float]]]] = {}
-    for name, own in comparison.by_contender(runs).items():
-        place = preset.place(name)
-        if place is not None:
-            lines.setdefault(place[0], []).append((place[1], [run.eval_loss for run in own]))
-    return lines
-
-
-def _sensitivities(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, float]:
-    """Return `comparison.sensitivity` of each line, where the loss before training is known."""
-    found: dict[str, float] = {}
-    start = max((run.curve[0][1] for run in runs if run.curve and run.curve[0][0] == 0), default=None)
-    if start is not None:
-        for name, line in _lines(runs, preset).items():
-            losses = {place: statistics.fmean(own) for place, own in line}
-            found[name] = comparison.sensitivity(losses, start)
-    return found
+        if not data:
+            continue
+        folder, before = found.setdefault(one.contender, (one.folder, data))
+        if before != data:
+            raise Mistake(f"{folder} and {one.folder} read different data; remove the one whose data are gone")
+    return [json.loads(text) for text in dict.fromkeys(json.dumps(data) for _, data in found.values())]
 
 
 if __name__ == "__main__":

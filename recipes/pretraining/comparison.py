@@ -87,12 +87,13 @@ class Row(NamedTuple):
 
     `against_baseline` is the paired difference to the baseline's losses, `steps_to_baseline` the first evaluated step
     whose mean loss is not above the baseline's final one (None: never), `speed` the ratio of tokens per second to the
-    baseline's. Numbers are NaN if a run diverged, and `steps` is 0.
+    baseline's. If a run diverged, numbers are NaN, `lowest` and `highest` those of the others, and `steps` is 0.
     """
 
     contender: str
     learning_rate: float
     seeds: int
+    diverged: int
     loss: float
     lowest: float
     highest: float
@@ -158,6 +159,7 @@ def summarize(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
                 contender=name,
                 learning_rate=own[0].learning_rate,
                 seeds=len(own),
+                diverged=_diverged(own),
                 loss=statistics.fmean(losses),
                 lowest=min(filter(math.isfinite, losses), default=math.nan),
                 highest=max(filter(math.isfinite, losses), default=math.nan),
@@ -168,6 +170,10 @@ def summarize(runs: Sequence[Run], baseline: str | None = None) -> list[Row]:
             )
         )
     return rows
+
+
+def _diverged(runs: Sequence[Run]) -> int:
+    return sum(not math.isfinite(run.eval_loss) for run in runs)
 
 
 def _median_speed(runs: Sequence[Run]) -> float:
@@ -191,11 +197,14 @@ def table(rows: Sequence[Row], baseline: str | None = None) -> str:
     for row in rows:
         is_baseline = row.contender == baseline
         reached = row.steps_to_baseline
-        seeds = f" ({row.lowest:.3f}-{row.highest:.3f})" if row.seeds > 1 else ""
+        spread = f"{row.lowest:.3f}-{row.highest:.3f}"
+        seeds = f" ({spread})" if row.seeds > 1 else ""
         gap = row.against_baseline
         interval = f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else ""
-        if not math.isfinite(row.loss):
-            cells.append((row.contender, f"{row.learning_rate:g}", "diverged", "-", "-", "-"))
+        if row.diverged:
+            many = f"{row.diverged} of {row.seeds} diverged" if row.seeds > 1 else "diverged"
+            others = f" (others {spread})" if row.diverged < row.seeds else ""
+            cells.append((row.contender, f"{row.learning_rate:g}", many + others, "-", "-", "-"))
             continue
         cells.append(
             (
@@ -234,7 +243,7 @@ def _markdown(cells: Sequence[Sequence[str]]) -> str:
 
 
 def verdicts(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Return one sentence for each contender against the baseline, and for each further pair.
+    """Return one sentence for each contender against the baseline, and for each further pair that shares a seed.
 
     Args:
         runs: all runs.
@@ -244,16 +253,17 @@ def verdicts(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[t
     by_name = by_contender(runs)
     base = baseline or baseline_of(list(by_name))
     asked = [*((name, base) for name in by_name if name != base), *pairs]
-    return [verdict(by_name[one], by_name[other]) for one, other in dict.fromkeys(asked)]
+    seeds = {name: {run.seed for run in own} for name, own in by_name.items()}
+    shared = [pair for pair in dict.fromkeys(asked) if set.intersection(*(seeds.get(name, set()) for name in pair))]
+    return [verdict(by_name[one], by_name[other]) for one, other in shared]
 
 
 def verdict(runs: Sequence[Run], against: Sequence[Run]) -> str:
     """Return what the runs of two contenders show."""
     one, other = runs[0].contender, against[0].contender
     for name, own in ((other, against), (one, runs)):
-        worst = next((run.eval_loss for run in own if not math.isfinite(run.eval_loss)), None)
-        if worst is not None:
-            return f"{one}: nothing to compare, {name} diverged (held-out loss {worst})"
+        if diverged := _diverged(own):
+            return f"{one}: nothing to compare, {name} diverged with {diverged} of {len(own)} seeds"
     gap = difference(runs, against)
     side = "ahead of" if gap.mean < 0 else "behind"
     if gap.is_shown:

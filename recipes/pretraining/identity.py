@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from pretraining.arguments import RunArguments
+from pretraining.arguments import DataArguments, ModelArguments, OptimizerArguments, RunArguments
 
 # A resume takes these from the checkpoint: state, group settings and base rates are loaded.
 _OPTIMIZER = ("learning_rate", "weight_decay", "adam_epsilon")
@@ -45,6 +46,15 @@ def settings_of(run: RunArguments, data: dict[str, Any], world_size: int) -> dic
         "training": training | {key: model[key] for key in _FREE_MODEL} | {"processes": world_size},
     }
     plain: dict[str, Any] = json.loads(json.dumps(sections, default=str))  # as they are read back
+    return plain
+
+
+def chosen(values: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a run that is not started yet, by name, the data as it is named; see `arguments.read`."""
+    kinds = (ModelArguments, DataArguments, OptimizerArguments)
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind) if field.init]
+    found = {name: getattr(values, name) for name in (*names, *_OPTIMIZER, *_TRAINING)}
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=str))
     return plain
 
 

@@ -373,7 +373,7 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         script_parses,
     ),
     "python recipes/compare_optimizers.py": (
-        "twelve runs; tests/recipes/test_compare_optimizers.py runs it with two small ones",
+        "sixteen runs; tests/recipes/test_compare_optimizers.py runs it with two small ones",
         script_parses,
     ),
     "python recipes/compare_optimizers.py --preset controls --jobs 2 --cpu_threads 1": (

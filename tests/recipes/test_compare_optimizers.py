@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import compare_optimizers
 import pytest
 from PIL import Image
 from pretraining import checkpoints, folder_lock, run_folder
+from pretraining.arguments import OPTIMIZERS
 from pretraining.launch import Diverged, pretrain
 from pretraining.mistakes import Mistake
 from test_pretrain_gpt2 import TINY
@@ -56,10 +58,10 @@ def test_a_run_that_diverges_is_a_result(tmp_path, diverging, started, capsys):
     lion, mars, _ = result["rows"]
     assert (lion["loss"], lion["learning_rate"], lion["steps"], lion["speed"]) == (None, 0.5, 0, None)
     assert mars["against_baseline"]["mean"] == -1
-    assert result["verdicts"][0].startswith("mars_lion: nothing to compare, mars_lion diverged")
+    assert result["verdicts"][0] == "mars_lion: nothing to compare, mars_lion diverged with 2 of 2 seeds"
     assert result["runs"][0]["eval_loss"] is None and result["runs"][0]["curve"] == []
     table = capsys.readouterr().out
-    assert "| diverged |" in " ".join(table.split()) and "nan" not in table.replace("(held-out loss nan)", "")
+    assert "| 2 of 2 diverged |" in " ".join(table.split()) and "nan" not in table
     with Image.open(tmp_path / "compare" / "comparison.png") as picture:
         picture.verify()
     # It is not trained again.
@@ -101,28 +103,47 @@ def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):
         picture.verify()
 
 
-def test_the_result_names_its_data(tmp_path, started, monkeypatch):
+DATA = {"dataset": "words", "vocabulary": 8, "train tokens": "0123456789abcdef", "val tokens": "fedc"}
+
+
+def name_data(monkeypatch, name_of) -> None:
+    """Let runs name their data, as real ones do."""
     trained = compare_optimizers.pretrain
-    data = {"dataset": "words", "vocabulary": 8, "train tokens": "0123456789abcdef", "val tokens": "fedc"}
 
     def pretrain(argv, output, launcher):
         trained(argv, output, launcher)
-        run_folder.begin(output / "made", {"data": data | ({"dataset": "other"} if "mars_m" in argv else {})})
+        run_folder.begin(output / "made", {"data": DATA | {"dataset": name_of(argv)}})
         (output / "made" / "run.json").rename(output / "run.json")
 
     monkeypatch.setattr(compare_optimizers, "pretrain", pretrain)
+
+
+def test_the_result_names_data_and_machine(tmp_path, started, monkeypatch):
+    name_data(monkeypatch, lambda argv: "other" if "mars_m" in argv else "words")
     result = compare(tmp_path, "--optimizers", "adamw", "mars_lion", "mars_m", "--seeds", "1")
-    assert result["data"] == [data, data | {"dataset": "other"}]
+    assert result["data"] == [DATA, DATA | {"dataset": "other"}]
+    assert {"cpu", "cores", "torch", "mars_hf"} <= set(result["machine"])
     page = (tmp_path / "compare" / "comparison.md").read_text()
     assert "Data: words, SHA-256 0123456789ab. Data: other, SHA-256 0123456789ab." in page
+    assert f"{result['machine']['cpu']}, torch {result['machine']['torch']}" in page
+
+
+def test_runs_of_one_arm_on_different_data_are_refused(tmp_path, started, monkeypatch):
+    name_data(monkeypatch, lambda argv: f"words {len(started)}")
+    with pytest.raises(SystemExit, match=r"adamw-1 and .*adamw-2 read different data; remove the one"):
+        compare(tmp_path, "--optimizers", "adamw", "--seeds", "1", "2")
+    assert len(started) == 2
+    with pytest.raises(SystemExit, match="read different data"):
+        compare(tmp_path, "--optimizers", "adamw", "--seeds", "1", "2", "3")
+    assert len(started) == 2
 
 
 def test_every_optimizer_is_compared_by_default(tmp_path, started):
     result = compare(tmp_path, "--seeds", "1")
     rows = [row["contender"] for row in result["rows"]]
-    assert rows == ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
-    chosen = [argv[argv.index("--optimizer") + 1] for argv in started]
-    assert chosen == ["mars_adamw", "mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "adamw"]
+    assert rows == ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon"]
+    chosen = {argv[argv.index("--optimizer") + 1] for argv in started}
+    assert chosen == set(OPTIMIZERS)
 
 
 def test_a_preset_is_compared_two_runs_at_a_time(tmp_path, started, capsys):
@@ -179,6 +200,51 @@ def test_an_interrupted_comparison_goes_on(tmp_path, started):
     result = compare(tmp_path, "--optimizers", "mars_adamw", "adamw", "--seeds", "1", "2")
     assert len(started) == 4 and len(result["runs"]) == 4
     assert all("--resume_from_checkpoint" not in argv for argv in started)
+
+
+@pytest.mark.parametrize(("finished", "rows"), [(1, []), (3, ["adamw", "mars_m"]), (4, ["adamw", "mars_m"])])
+def test_what_is_finished_is_on_the_page_at_once(tmp_path, started, monkeypatch, finished, rows):
+    finish = compare_optimizers.pretrain
+    page = tmp_path / "compare" / "comparison.md"
+
+    def pretrain(argv, output, launcher):
+        if len(started) == finished:
+            while rows and not (page.exists() and f"{finished} of 6" in page.read_text()):
+                time.sleep(0.01)  # as a real run takes its time
+            raise KeyboardInterrupt
+        finish(argv, output, launcher)
+
+    monkeypatch.setattr(compare_optimizers, "pretrain", pretrain)
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "arms: {mars_m: {optimizer: mars_m}, adamw: {optimizer: adamw}, muon: {optimizer: muon}}\n"
+        "pairs: [[muon, mars_m]]\n"
+    )
+    with pytest.raises(SystemExit, match="130"):
+        compare(tmp_path, "--preset", str(path))
+    assert page.exists() == bool(rows)
+    if rows:
+        assert f"{finished} of 6 runs so far." in page.read_text()
+        found = json.loads((tmp_path / "compare" / "comparison.json").read_text())
+        assert len(found["runs"]) == finished and {row["contender"] for row in found["rows"]} == {*rows, "muon"}
+
+
+def test_a_config_that_changed_under_its_name_is_refused(tmp_path, started):
+    config = tmp_path / "mine.yaml"
+    argv = ["--config", str(config), "--optimizers", "adamw"]
+    config.write_text("max_steps: 5\noptimizers: {adamw: {learning_rate: 1.0e-3}}\n")
+    compare(tmp_path, *argv, "--seeds", "1")
+    config.write_text("max_steps: 5\noptimizers: {adamw: {learning_rate: 2.0e-3}}\n")
+    with pytest.raises(SystemExit, match=r"adamw-1 holds a run with other settings: learning_rate 0\.001, now 0\.002;"):
+        compare(tmp_path, *argv, "--seeds", "1", "2")
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("flag", ["--max_steps", "--max-steps", "--weight_decay=0"])
+def test_what_the_arms_state_is_no_setting_of_all_runs(tmp_path, started, flag):
+    with pytest.raises(SystemExit, match="the arms of batch state it themselves; leave it out, or give a YAML"):
+        compare(tmp_path, "--preset", "batch", flag, *([] if "=" in flag else ["7"]))
+    assert not started
 
 
 def test_a_run_with_checkpoints_is_taken_up(tmp_path, started):

@@ -36,6 +36,18 @@ def test_rows_are_measured_against_adamw():
     assert (adamw.against_baseline.mean, adamw.steps_to_baseline, adamw.speed) == (0, 30, 1)
 
 
+def test_a_contender_that_diverged_with_some_seeds_shows_the_others():
+    runs = [replace(RUNS[0], eval_loss=math.nan, curve=()), *RUNS[1:]]
+    mars, _ = comparison.table(comparison.summarize(runs)).splitlines()[2:]
+    assert "| 1 of 2 diverged (others 4.200-4.200) |" in " ".join(mars.split())
+
+
+def test_pairs_without_a_common_seed_have_no_verdict():
+    runs = [run("adamw", 1, [4.4]), run("adamw", 2, [4.5]), run("muon", 1, [4.0]), run("mars_m", 2, [4.1])]
+    judged = [line.split(":")[0] for line in comparison.verdicts(runs, "adamw", [("mars_m", "muon")])]
+    assert judged == ["muon", "mars_m"]
+
+
 def test_the_first_is_the_baseline_without_adamw():
     runs = [run("mars_lion", 1, [8.0, 5.0]), run("mars_adamw", 1, [8.0, 4.0])]
     lion, mars = comparison.summarize(runs)
@@ -106,8 +118,8 @@ def test_one_seed_shows_nothing():
         # The spread of the seeds is large and cancels in pairs; here it does not.
         ([4.2, 4.3], [4.3, 4.6], "mars_adamw: no difference from adamw shown; -0.200 (95% interval -1.471 to +1.071"),
         ([4.0], [4.4], "mars_adamw: no difference from adamw shown; -0.400 (one seed, no interval)"),
-        ([math.nan, 4.0], [4.4, 4.5], "mars_adamw: nothing to compare, mars_adamw diverged"),
-        ([4.0, 4.1], [math.inf, 4.5], "mars_adamw: nothing to compare, adamw diverged"),
+        ([math.nan, 4.0], [4.4, 4.5], "mars_adamw: nothing to compare, mars_adamw diverged with 1 of 2 seeds"),
+        ([4.0, 4.1], [math.inf, 4.5], "mars_adamw: nothing to compare, adamw diverged with 1 of 2 seeds"),
     ],
 )
 def test_verdicts(mars, adamw, expected):

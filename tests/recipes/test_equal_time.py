@@ -34,7 +34,8 @@ def measured(monkeypatch) -> list[list[str]]:
 def test_slower_arms_take_fewer_steps(measured, tmp_path):
     preset = Preset(ARMS, equal="seconds")
     found = equal_time.steps_of(preset, ["--max_steps", "500"], tmp_path, ["python"])
-    assert found == {"adamw": ["--max_steps", "500"], "exact one": ["--max_steps", "200"]}
+    assert found["adamw"] == ["--max_steps", "500", "--warmup_steps", "50"]
+    assert found["exact one"] == ["--max_steps", "200", "--warmup_steps", "20"]  # a tenth of the run, as before
     order = [argv[argv.index("--optimizer") + 1] for argv in measured]
     assert order == ["adamw", "mars_adamw"] * 3  # in turn
     assert all(argv[argv.index("--max_steps") + 1] == "500" for argv in measured)  # and, later on the line, 60
@@ -61,13 +62,36 @@ def test_equal_seconds_need_steps(measured, tmp_path):
     assert not measured
 
 
+def test_a_warmup_that_is_a_share_of_the_run_stays_one(measured, tmp_path):
+    found = equal_time.steps_of(Preset(ARMS, equal="seconds"), ["--warmup_steps", "0.1"], tmp_path, [])
+    assert found["exact one"] == ["--max_steps", "200"]
+
+
 def test_speeds_are_measured_once(measured, tmp_path):
     preset = Preset(ARMS, equal="seconds")
     first = equal_time.steps_of(preset, [], tmp_path, ["python"])
     assert len(measured) == 6
     assert equal_time.steps_of(preset, [], tmp_path, ["python"]) == first
     assert len(measured) == 6
-    assert json.loads((tmp_path / "speeds.json").read_text()) == {"adamw": 100.0, "exact one": 40.0}
+    kept = json.loads((tmp_path / "speeds.json").read_text())
+    assert {name: arm["speed"] for name, arm in kept.items()} == {"adamw": 1.0, "exact one": 0.4}
+
+
+def test_further_arms_are_measured_beside_the_baseline(measured, tmp_path, monkeypatch):
+    equal_time.steps_of(Preset(ARMS, equal="seconds"), [], tmp_path, [])
+    measured.clear()
+    monkeypatch.setitem(SPEEDS, "nadamw", [80.0, 80.0, 80.0])
+    more = Preset({**ARMS, "nadamw": {"optimizer": "nadamw"}}, equal="seconds")
+    found = equal_time.steps_of(more, [], tmp_path, [])
+    assert {name: words[1] for name, words in found.items()} == {"adamw": "500", "exact one": "200", "nadamw": "400"}
+    assert [argv[argv.index("--optimizer") + 1] for argv in measured] == ["adamw", "nadamw"] * 3
+
+
+def test_speeds_with_other_settings_are_measured_anew(measured, tmp_path):
+    preset = Preset(ARMS, equal="seconds")
+    for count, shared in enumerate((["--bf16", "true"], ["--bf16", "false"]), start=1):
+        equal_time.steps_of(preset, shared, tmp_path, [])
+        assert len(measured) == 6 * count
 
 
 def test_speeds_are_measured_one_at_a_time_and_runs_take_the_steps_they_give(tmp_path, monkeypatch):
@@ -82,7 +106,7 @@ def test_speeds_are_measured_one_at_a_time_and_runs_take_the_steps_they_give(tmp
 
     def trained(argv, folder, launcher):
         both_run.wait(timeout=60)  # --jobs 2
-        steps[folder.name] = argv[argv.index("--seed") - 1]
+        steps[folder.name] = argv[argv.index("--warmup_steps") - 1]
         (folder / "trainer_state.json").write_text('{"log_history": []}')
         metrics = {"learning_rate": 0.1, "eval_loss": 4.0, "tokens_per_second": 1.0}
         (folder / "metrics.json").write_text(json.dumps(metrics))
