@@ -1,17 +1,19 @@
 #!/usr/bin/env python
 """Do everything that waits for a GPU, in order of worth, within a time limit.
 
-    python benchmarks/on_a_gpu.py --output_dir out --minutes 40      # tests, costs, throughput, controls
-    python benchmarks/on_a_gpu.py --output_dir out --only controls   # one part
+    python benchmarks/on_a_gpu.py --output_dir out --minutes 40                  # everything
+    python benchmarks/on_a_gpu.py --output_dir out --only controls --minutes 9   # one part, or what time allows of it
 
-Each part leaves its log, JSON and pictures in the output folder. A part that fails or runs out of time does not stop
-the next one; the controls go on where they were when the script is started again.
+Each part leaves its log, JSON and pictures in the output folder, from its first result on. A part that fails or runs
+out of time does not stop the next one; comparisons go on where they were when the script is started again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+_GRACE = 20.0  # seconds between asking a part to end and ending it
 
 
 def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
@@ -29,23 +32,22 @@ def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
     """
     python = sys.executable
     sizes = ["28m", "small", "medium", "large", "xl"]
+    compare = [python, "recipes/compare_optimizers.py"]
     return {
-        "tests": (0.2, [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]),
+        "tests": (0.15, [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]),
+        "controls": (0.55, [*compare, "--preset", "gpu", "--output_dir", str(output / "controls")]),
         "step_cost": (
-            0.3,
+            0.4,
             [python, "benchmarks/step_cost.py", "--size", *sizes, "--output", str(output / "step_cost.json")],
         ),
         "throughput": (
-            0.3,
+            0.5,
             [
                 *(python, "benchmarks/train_throughput.py", "--bf16", "--batch", "16"),
                 *("--output", str(output / "train_throughput.json")),
             ],
         ),
-        "controls": (
-            1.0,
-            [python, "recipes/compare_optimizers.py", "--preset", "gpu", "--output_dir", str(output / "controls")],
-        ),
+        "controls_small": (1.0, [*compare, "--preset", "gpu-small", "--output_dir", str(output / "controls_small")]),
     }
 
 
@@ -55,13 +57,28 @@ def run(name: str, command: list[str], output: Path, seconds: float) -> str:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with (output / f"{name}.log").open("a") as log:
+        # A session of its own, so that the runs of a comparison end with it and leave the GPU to the next part.
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
         try:
-            finished = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, timeout=seconds
-            )
+            return "failed" if process.wait(seconds) else "done"
         except subprocess.TimeoutExpired:
             return "out of time"
-    return "failed" if finished.returncode else "done"
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it started; runs of the recipe save when they are asked to end."""
+    with contextlib.suppress(ProcessLookupError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            os.killpg(process.pid, number)
+            end = time.monotonic() + _GRACE
+            while time.monotonic() < end:
+                process.poll()
+                os.killpg(process.pid, 0)  # raises when all are gone
+                time.sleep(0.05)
 
 
 def main(argv: list[str] | None = None) -> Mapping[str, str]:

@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining import model as gpt2  # noqa: E402  (needs the line above)
 from pretraining.arguments import ModelArguments  # noqa: E402
+from pretraining.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {
@@ -545,20 +546,22 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         names = [name for name in contenders() if re.search(arguments.contenders, name, re.IGNORECASE)]
-        results = {
-            size: measure_size(size, names, device, arguments.rounds, arguments.pairwise, arguments.gradient_norm)
-            for size in arguments.size
-        }
-        written = {
+        written: dict[str, Any] = {
             "machine": {**machine.describe(), "threads": torch.get_num_threads()},
             "device": name,
             "rounds": arguments.rounds,
             "gradient_norm": arguments.gradient_norm,
-            "sizes": {size: result for size, result in results.items() if result is not None},
-            "left_out": [size for size, result in results.items() if result is None],
+            "sizes": {},
+            "left_out": [],
         }
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(written, indent=1) + "\n")
+        for size in arguments.size:
+            result = measure_size(size, names, device, arguments.rounds, arguments.pairwise, arguments.gradient_norm)
+            if result is None:
+                written["left_out"].append(size)
+            else:
+                written["sizes"][size] = result
+            write_text(output, json.dumps(written, indent=1) + "\n")  # what is measured stays if the next size is not
     report(json.loads(output.read_text()), output.with_suffix(".png"))
 
 

@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining.launch import pretrain  # noqa: E402  (needs the line above)
+from pretraining.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 PICTURE = ROOT / "docs" / "images" / "tune_embedded.png"
@@ -223,7 +224,7 @@ def main() -> None:
         try:
             for job in tqdm(as_completed(jobs), total=len(jobs), unit="run", disable=not jobs):
                 result["runs"].append(job.result())
-                RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+                write_text(RESULTS, json.dumps(result, indent=1) + "\n")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -4,13 +4,12 @@
     python benchmarks/tune_finetuning.py                # everything, two runs at a time on one thread each
     python benchmarks/tune_finetuning.py --report       # the tables and the picture, from finished runs
 
-The models are default jobs of pretrain_gpt2.py, each at the best rates that benchmarks/tune_controls.py found for its
-optimizer, made in runs/bases. recipes/finetune_lm.py trains them on C++ headers. First, every rule searches its rate on
-the model of MARS-AdamW, for all weights and for LoRA: in factors of two, from a first rate to the neighbours of the
-best one, until that has both. These are the rates that the recipe starts from. Then three rules search theirs on the
-other models, from there, and run with further seeds at the best rate. Each run is also evaluated on the text of
-pretraining, to see what is forgotten. Results go to benchmarks/results/tune_finetuning.json; runs that are in it are
-not repeated.
+The models are default jobs of pretrain_gpt2.py, each at tuned rates, made in runs/bases. recipes/finetune_lm.py trains
+them on C++ headers. First, every rule searches its rate on the model of MARS-AdamW, for all weights and for LoRA: in
+factors of two, from a first rate to the neighbours of the best one, until that has both. These are the rates that the
+recipe starts from. Then three rules search theirs on the other models, from there, and run with further seeds at the
+best rate. Each run is also evaluated on the text of pretraining, to see what is forgotten. Results go to
+benchmarks/results/tune_finetuning.json; runs that are in it are not repeated.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple
 
 import machine
 import matplotlib
-import tune_controls
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -42,6 +40,7 @@ sys.path.append(str(ROOT / "recipes"))
 from pretraining import presets  # noqa: E402  (needs the line above)
 from pretraining.launch import pretrain  # noqa: E402
 from pretraining.mistakes import Mistake  # noqa: E402
+from pretraining.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_finetuning.json"
 BASES = ROOT / "runs" / "bases"
@@ -49,7 +48,21 @@ PICTURE = ROOT / "docs" / "images" / "tune_finetuning.png"
 SEARCH_SEED = 100
 SEEDS = (1, 2)
 DEFAULT = "mars_adamw"  # the base of the recipe
-OTHERS = ("adamw", "muon")  # further bases: arms of the preset `controls`
+# Base -> settings of its pretraining. A later search gave AdamW and MARS-AdamW twice these rates.
+_AVERAGES = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+PRETRAINING: dict[str, dict[str, Any]] = {
+    DEFAULT: {"optimizer": DEFAULT, "gamma": 0.025, "learning_rate": 1e-3, "lr_embeddings": 3.2e-2, **_AVERAGES},
+    "adamw": {"optimizer": "adamw", "learning_rate": 1e-3, "lr_embeddings": 3.2e-2, **_AVERAGES},
+    "muon": {
+        "optimizer": "muon",
+        "beta1": 0.95,
+        "learning_rate": 1.6e-2,
+        "lr_embeddings": 6.4e-2,
+        "weight_decay": 0.1,
+        "weight_decay_1d": 0.1,
+    },
+}
+OTHERS = [base for base in PRETRAINING if base != DEFAULT]
 COMPARED = ("adamw_torch", "mars_adamw", "mars_m")  # on every base
 # Mode -> rule -> first rate and further settings; {same} and {eighth} are parts of the rate.
 RULES = {
@@ -124,7 +137,7 @@ def train(arm: Arm, rate: float, seed: int, scratch: str) -> dict[str, Any]:
 
 def make_base(base: str) -> dict[str, Any]:
     """Pretrain a base, unless it is there; return its settings and held-out loss."""
-    settings = {**presets.load("controls").arms[base], **tune_controls.best_rates().get(base, {})}
+    settings = PRETRAINING[base]
     finished = BASES / base / "metrics.json"
     if not finished.is_file():
         pretrain([*presets.words(settings), "--eval_strategy", "no", "--cpu_threads", "1"], BASES / base)
@@ -250,7 +263,7 @@ def search(result: dict[str, Any], bases: list[str], jobs: int) -> None:
             row = processes.submit(train, arm, rate, seed, scratch).result()
             with lock:
                 result["runs"].append(row)
-                RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+                write_text(RESULTS, json.dumps(result, indent=1) + "\n")
                 progress.update()
                 progress.set_description(f"{' '.join(arm)} {rate:g}: {row['eval_loss']}")
 

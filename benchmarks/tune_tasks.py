@@ -27,6 +27,7 @@ import machine
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT)]
 from pretraining.mistakes import Mistake  # noqa: E402  (needs the line above)
+from pretraining.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_tasks.json"
 # Recipe -> rule -> its first rate and further settings; {twice} is twice the rate.
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
             for optim, (first, optim_args) in SEARCHES[recipe].items():
                 while (rate := wanted(first, losses_of(result["runs"]).get((recipe, optim), {}))) is not None:
                     result["runs"].append(train(recipe, optim, rate, optim_args, scratch))
-                    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+                    write_text(RESULTS, json.dumps(result, indent=1) + "\n")
     print(report(result["runs"]))
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 import on_a_gpu
+import pytest
 import step_cost
 from pretraining import presets
 
@@ -16,7 +19,20 @@ def test_its_commands_exist(tmp_path):
     _, command = on_a_gpu.parts(tmp_path)["step_cost"]
     sizes = command[command.index("--size") + 1 : command.index("--output")]
     assert set(sizes) <= set(step_cost.SIZES)
-    assert "gpu" in presets.names()
+    assert {"gpu", "gpu-small"} <= set(presets.names())
+
+
+@pytest.mark.slow
+def test_a_part_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_a_gpu, "_GRACE", 2.0)
+    child = "import os, pathlib, time; pathlib.Path('child').write_text(str(os.getpid())); time.sleep(600)"
+    code = f"import os, subprocess, sys; os.chdir({str(tmp_path)!r}); subprocess.run([sys.executable, '-c', {child!r}])"
+    assert on_a_gpu.run("controls", [sys.executable, "-c", code], tmp_path, 5) == "out of time"
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 20
+    while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):

@@ -78,18 +78,29 @@ def test_an_unknown_preset_is_named_with_those_there_are():
         presets.load("control")
 
 
-@pytest.mark.parametrize(("name", "ending"), [("time", ""), ("batch", " 2048"), ("parts", "")])
+@pytest.mark.parametrize(("name", "ending"), [("time", ""), ("batch", " 2048"), ("parts", ""), ("lr", "")])
 def test_other_presets_have_the_rates_of_the_controls(name, ending):
+    """`lr` has them among others, at the tuned rate of matrices."""
+
     def facts(arm):
         return tuple(arm.get(key) for key in ("optimizer", "gamma", "is_approx"))
 
-    tuned = {facts(arm): arm for arm in presets.load("controls").arms.values()}
-    arms = {arm: own for arm, own in presets.load(name).arms.items() if arm.endswith(ending)}
-    compared = {arm: own for arm, own in arms.items() if facts(own) in tuned and "second_moment" not in own}
-    assert len(compared) >= 5
-    for arm, own in compared.items():
-        for key in ("learning_rate", "lr_embeddings"):
-            assert own[key] == tuned[facts(own)][key], (arm, key)
+    def rates(preset, arm):
+        values, _, _ = read(preset.argv(arm))
+        names = ("learning_rate", "lr_embeddings", "lr_1d", "weight_decay", "weight_decay_1d", "beta1", "beta2")
+        return {key: getattr(values, key) for key in names}
+
+    controls, preset = presets.load("controls"), presets.load(name)
+    tuned = {facts(own): (arm, own) for arm, own in controls.arms.items()}
+    compared = 0
+    for arm, own in preset.arms.items():
+        if facts(own) not in tuned or "second_moment" in own or not arm.endswith(ending):
+            continue
+        control, settings = tuned[facts(own)]
+        if name != "lr" or own["learning_rate"] == settings["learning_rate"]:
+            assert rates(preset, arm) == rates(controls, control), arm
+            compared += 1
+    assert compared >= 5
 
 
 def test_some_arms_of_a_preset():
