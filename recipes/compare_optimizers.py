@@ -30,6 +30,7 @@ from pretraining import (
     checkpoints,
     comparison,
     comparison_page,
+    comparison_tables,
     equal_time,
     folder_lock,
     identity,
@@ -206,7 +207,7 @@ def _run(wanted: Sequence[_Wanted], jobs: int, result: comparison_page.Result, o
 
 def _so_far(result: comparison_page.Result) -> str:
     rows = comparison.summarize(result.comparable, result.baseline)
-    return comparison.table(rows, result.baseline) + "\n"
+    return comparison_tables.table(rows, result.baseline) + "\n"
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:

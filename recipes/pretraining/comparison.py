@@ -56,8 +56,9 @@ class Run:
 class Difference(NamedTuple):
     """Mean of the paired differences of two contenders' losses, and its 95% interval.
 
-    `detectable` is the difference that this many seeds with this spread would show four times out of five. With one
-    seed the interval is all numbers, and so is what stays open.
+    `detectable` is the difference that this many seeds with this spread would show four times out of five, `p` the
+    two-sided p value of the paired t-test. With one seed the interval is all numbers, so is what stays open, and `p` is
+    NaN.
     """
 
     mean: float
@@ -65,6 +66,7 @@ class Difference(NamedTuple):
     high: float
     seeds: int
     detectable: float
+    p: float
 
     @property
     def is_shown(self) -> bool:
@@ -125,11 +127,62 @@ def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
         raise ValueError(f"{runs[0].contender} and {against[0].contender} have no seed in common")
     mean = statistics.fmean(gaps)
     if len(gaps) < 2 or not math.isfinite(mean):
-        return Difference(mean, -math.inf, math.inf, len(gaps), math.inf)
+        return Difference(mean, -math.inf, math.inf, len(gaps), math.inf, math.nan)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    half = float(student.ppf(0.975, len(gaps) - 1))
-    power = float(student.ppf(0.8, len(gaps) - 1))
-    return Difference(mean, mean - half * error, mean + half * error, len(gaps), (half + power) * error)
+    half, power = (float(student.ppf(quantile, len(gaps) - 1)) for quantile in (0.975, 0.8))
+    ratio = abs(mean) / error if error else math.inf if mean else 0.0
+    p = 2 * float(student.sf(ratio, len(gaps) - 1))
+    return Difference(mean, mean - half * error, mean + half * error, len(gaps), (half + power) * error, p)
+
+
+class Compared(NamedTuple):
+    """Two contenders, how far they are apart, and the p value by Holm's correction over all that was asked."""
+
+    contender: str
+    against: str
+    gap: Difference
+    holm: float
+
+    @property
+    def shown(self) -> str:
+        """Return whether a difference is shown: yes, not by Holm's correction, or no."""
+        if not self.gap.is_shown:
+            return "no"
+        return "yes" if self.holm < 0.05 else "not by Holm"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields by name; None where a number is not finite."""
+        return _finite({**self._asdict(), "gap": self.gap.as_json(), "shown": self.shown})
+
+
+def compared(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> list[Compared]:
+    """Return the difference of each contender to the baseline, and of each further pair that shares a seed.
+
+    Args:
+        runs: all runs.
+        baseline: None takes `baseline_of`.
+        pairs: contenders, and what each is measured against.
+    """
+    by_name = by_contender(runs)
+    base = baseline or baseline_of(list(by_name))
+    asked = [*((name, base) for name in by_name if name != base), *pairs]
+    seeds = {name: {run.seed for run in own} for name, own in by_name.items()}
+    shared = [pair for pair in dict.fromkeys(asked) if set.intersection(*(seeds.get(name, set()) for name in pair))]
+    gaps = [difference(by_name[one], by_name[other]) for one, other in shared]
+    corrected = holm([gap.p for gap in gaps])
+    return [Compared(*pair, gap, p) for pair, gap, p in zip(shared, gaps, corrected, strict=True)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number (Holm, 1979); NaN stays NaN and counts as a test."""
+    order = sorted(range(len(p_values)), key=lambda index: (math.isnan(p_values[index]), p_values[index]))
+    found = list(p_values)
+    highest = 0.0
+    for rank, index in enumerate(order):
+        if not math.isnan(p_values[index]):
+            highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+            found[index] = highest
+    return found
 
 
 def baseline_of(contenders: Sequence[str]) -> str:
@@ -181,81 +234,10 @@ def _median_speed(runs: Sequence[Run]) -> float:
     return statistics.median(speeds) if speeds else math.nan
 
 
-def table(rows: Sequence[Row], baseline: str | None = None) -> str:
-    """Return the rows as a Markdown table that also reads well in a terminal."""
-    baseline = baseline or baseline_of([row.contender for row in rows])
-    cells = [
-        (
-            "optimizer",
-            "learning rate",
-            "held-out loss (lowest-highest)",
-            f"against {baseline} (95% interval)",
-            f"steps to {baseline}'s loss",
-            f"tokens per second against {baseline}",
-        )
-    ]
-    for row in rows:
-        is_baseline = row.contender == baseline
-        reached = row.steps_to_baseline
-        spread = f"{row.lowest:.3f}-{row.highest:.3f}"
-        seeds = f" ({spread})" if row.seeds > 1 else ""
-        gap = row.against_baseline
-        interval = f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else ""
-        if row.diverged:
-            many = f"{row.diverged} of {row.seeds} diverged" if row.seeds > 1 else "diverged"
-            others = f" (others {spread})" if row.diverged < row.seeds else ""
-            cells.append((row.contender, f"{row.learning_rate:g}", many + others, "-", "-", "-"))
-            continue
-        cells.append(
-            (
-                row.contender,
-                f"{row.learning_rate:g}",
-                f"{row.loss:.3f}{seeds}",
-                "-" if is_baseline or not math.isfinite(gap.mean) else f"{gap.mean:+.3f}{interval}",
-                "not reached" if reached is None else f"{reached} of {row.steps} ({reached / row.steps:.0%})",
-                "-" if is_baseline or not math.isfinite(row.speed) else f"{row.speed:.2f}x",
-            )
-        )
-    return _markdown(cells)
-
-
-def grid(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
-    """Return the mean losses along an axis as a Markdown table: one row for each line, one column for each place.
-
-    Args:
-        lines: name to the places on the axis, each with its losses; a place may be missing.
-        axis: name of the setting.
-    """
-    places = sorted({place for line in lines.values() for place, _ in line})
-    cells = [(axis, *(f"{place:g}" for place in places))]
-    for name, line in lines.items():
-        means = {place: statistics.fmean(losses) for place, losses in line}
-        shown = {place: f"{mean:.3f}" if math.isfinite(mean) else "diverged" for place, mean in means.items()}
-        cells.append((name, *(shown.get(place, "") for place in places)))
-    return _markdown(cells)
-
-
-def _markdown(cells: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
-    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def verdicts(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Return one sentence for each contender against the baseline, and for each further pair that shares a seed.
-
-    Args:
-        runs: all runs.
-        baseline: None takes `baseline_of`.
-        pairs: contenders, and what each is measured against.
-    """
+    """Return one sentence for each of `compared`."""
     by_name = by_contender(runs)
-    base = baseline or baseline_of(list(by_name))
-    asked = [*((name, base) for name in by_name if name != base), *pairs]
-    seeds = {name: {run.seed for run in own} for name, own in by_name.items()}
-    shared = [pair for pair in dict.fromkeys(asked) if set.intersection(*(seeds.get(name, set()) for name in pair))]
-    return [verdict(by_name[one], by_name[other]) for one, other in shared]
+    return [verdict(by_name[one.contender], by_name[one.against]) for one in compared(runs, baseline, pairs)]
 
 
 def verdict(runs: Sequence[Run], against: Sequence[Run]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import comparison, figures, machine, report
+from pretraining import comparison, comparison_tables, figures, machine, report
 from pretraining.presets import Preset
 
 # From this many intervals on, the page says how many of them miss the truth.
@@ -45,8 +45,8 @@ class Result(NamedTuple):
 
 
 def text(result: Result) -> str:
-    """Return tables and verdicts, as they are printed and stand on the page."""
-    return "\n\n".join(filter(None, _sections(result)))
+    """Return tables and verdicts, as they are printed."""
+    return "\n\n".join(filter(None, [*_tables(result), "\n".join((*_verdicts(result), *_notes(result)))]))
 
 
 def write(result: Result, output: Path) -> None:
@@ -58,7 +58,16 @@ def write(result: Result, output: Path) -> None:
         figures.along_axis(lines, output / "axis.png", str(preset.axis))
         pictures.append("![Losses along the axis](axis.png)")
     missing = f"{len(result.runs)} of {result.wanted} runs so far." if len(result.runs) < result.wanted else ""
-    sections = [preset.about, missing, *_sections(result), _about(result), *pictures]
+    differences = _differences(result)
+    sections = [
+        *(
+            preset.about,
+            missing,
+            *_tables(result),
+            comparison_tables.differences_table(differences) if differences else "",
+        ),
+        *("\n".join(f"- {line}" for line in _notes(result)), _about(result), *pictures),
+    ]
     report.write_text(output / "comparison.md", "\n\n".join(filter(None, sections)) + "\n")
     report.write(
         output / "comparison.json",
@@ -68,6 +77,7 @@ def write(result: Result, output: Path) -> None:
             "data": list(result.data),
             "arms": {name: dict(settings) for name, settings in preset.arms.items()},
             "rows": [row.as_json() for row in comparison.summarize(runs, result.baseline)],
+            "differences": [one.as_json() for one in differences],
             "verdicts": _verdicts(result),
             "sensitivity": _sensitivities(runs, preset),
             "runs": [run.as_json() for run in result.runs],
@@ -85,20 +95,25 @@ def lines_of(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, list[t
     return lines
 
 
-def _sections(result: Result) -> list[str]:
-    preset, runs = result.preset, result.comparable
-    lines = lines_of(runs, preset)
-    costs = _sensitivities(runs, preset)
-    notes = [f"{name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in costs.items()]
+def _tables(result: Result) -> list[str]:
+    lines = lines_of(result.comparable, result.preset)
     return [
-        comparison.grid(lines, str(preset.axis)) if lines else "",
-        comparison.table(comparison.summarize(runs, result.baseline), result.baseline),
-        "\n".join(f"- {line}" for line in (*_verdicts(result), *notes)),
+        comparison_tables.grid(lines, str(result.preset.axis)) if lines else "",
+        comparison_tables.table(comparison.summarize(result.comparable, result.baseline), result.baseline),
     ]
+
+
+def _differences(result: Result) -> list[comparison.Compared]:
+    return comparison.compared(result.comparable, result.baseline, result.preset.pairs)
 
 
 def _verdicts(result: Result) -> list[str]:
     return comparison.verdicts(result.comparable, result.baseline, result.preset.pairs)
+
+
+def _notes(result: Result) -> list[str]:
+    costs = _sensitivities(result.comparable, result.preset)
+    return [f"{name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in costs.items()]
 
 
 def _about(result: Result) -> str:
@@ -107,9 +122,13 @@ def _about(result: Result) -> str:
         f"Seeds {', '.join(map(str, seeds))}; settings: {shlex.join(result.arguments) or 'those of the default job'}."
     )
     about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in result.data)
-    intervals = len(_verdicts(result))
-    if len(seeds) > 1 and intervals >= _MANY:
-        about += f" Of {intervals} intervals at 95%, {intervals / 20:.1f} miss the truth on average."
+    differences = _differences(result)
+    if len(seeds) > 1 and len(differences) >= _MANY:
+        shown = [one.shown for one in differences]
+        about += (
+            f" Of {len(shown)} intervals at 95%, {len(shown) / 20:.1f} miss the truth on average; by Holm's correction "
+            f"{shown.count('yes')} of {len(shown) - shown.count('no')} differences stay shown."
+        )
     if result.preset.equal == "seconds":
         about += f" Arms train for as long as {result.baseline} does."
     here = machine.describe()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pretraining import comparison, comparison_page, presets
+from pretraining import comparison, comparison_page, comparison_tables, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_the_page_shows_every_arm(shipped):
     """Arms along an axis as the grid of their losses, others with their differences to the baseline."""
     preset, runs = shipped.preset, shipped.runs
     if preset.axis is not None:
-        expected = [comparison.grid(comparison_page.lines_of(runs, preset), preset.axis)]
+        expected = [comparison_tables.grid(comparison_page.lines_of(runs, preset), preset.axis)]
     else:
         expected = [_row(row, preset.baseline) for row in comparison.summarize(runs, preset.baseline)]
     assert [text for text in expected if text not in PAGE] == []

@@ -96,8 +96,10 @@ def test_every_contender_runs_with_every_seed(tmp_path, started, capsys):
     ]
     page = (tmp_path / "compare" / "comparison.md").read_text()
     printed = capsys.readouterr().out
-    for text in ("| mars_lion_exact |", result["verdicts"][0]):
-        assert text in page and text in printed
+    assert "| mars_lion_exact |" in page and "| mars_lion_exact |" in printed and result["verdicts"][0] in printed
+    (difference,) = result["differences"]
+    assert (difference["contender"], difference["shown"], difference["gap"]["mean"]) == ("mars_lion_exact", "yes", -1.0)
+    assert "| mars_lion_exact | adamw            | -1.000 (-1.000 to -1.000) |   yes |      0.000 |" in page
     assert "Seeds 3, 4" in page and "--max_steps 5" in page
     with Image.open(tmp_path / "compare" / "comparison.png") as picture:
         picture.verify()
@@ -182,7 +184,7 @@ def test_many_intervals_come_with_a_warning(tmp_path, started):
         path.write_text(f"grid: {{optimizer: [adamw], learning_rate: [{rates}]}}\n")
         compare_optimizers.main(["--preset", str(path), "--seeds", "1", "2", "--output_dir", str(tmp_path / path.stem)])
         page = (tmp_path / path.stem / "comparison.md").read_text()
-        assert ("Of 10 intervals at 95%, 0.5 miss the truth on average." in page) is expected
+        assert ("Of 10 intervals at 95%, 0.5 miss the truth on average; by Holm's correction " in page) is expected
 
 
 def test_arms_belong_to_a_preset(tmp_path, started):

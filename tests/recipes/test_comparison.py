@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image
-from pretraining import comparison, figures
+from pretraining import comparison, comparison_tables, figures
 from pretraining.comparison import Run
+from scipy import stats
 
 
 def run(contender: str, seed: int, losses: list[float], *, lr: float = 1e-3, speed: float = 100.0) -> Run:
@@ -38,8 +39,31 @@ def test_rows_are_measured_against_adamw():
 
 def test_a_contender_that_diverged_with_some_seeds_shows_the_others():
     runs = [replace(RUNS[0], eval_loss=math.nan, curve=()), *RUNS[1:]]
-    mars, _ = comparison.table(comparison.summarize(runs)).splitlines()[2:]
+    mars, _ = comparison_tables.table(comparison.summarize(runs)).splitlines()[2:]
     assert "| 1 of 2 diverged (others 4.200-4.200) |" in " ".join(mars.split())
+
+
+def test_p_values_are_scipys_and_holms_by_hand():
+    one, other = [4.0, 4.1, 4.25], [4.4, 4.45, 4.5]
+    (found,) = comparison.compared([*of("mars_adamw", one), *of("adamw", other)])
+    assert found.gap.p == pytest.approx(stats.ttest_rel(one, other).pvalue)
+    assert comparison.holm([0.01, 0.04, 0.03, math.nan]) == pytest.approx([0.04, 0.09, 0.09, math.nan], nan_ok=True)
+    assert comparison.holm([0.02, 0.9, 0.8]) == pytest.approx([0.06, 1.0, 1.0])  # in order, and 1 at most
+    assert comparison.holm([]) == []
+
+
+def test_differences_say_what_survives_a_correction():
+    runs = [*of("adamw", [4.4, 4.5, 4.6]), *of("muon", [4.0, 4.1, 4.2001]), *of("mars_m", [4.3, 4.41, 4.57])]
+    runs += [*of("lion", [4.39, 4.53, 4.58]), *of("nadamw", [math.nan, 4.1, 4.2])]
+    header, _, *lines = comparison_tables.differences_table(comparison.compared(runs)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *lines)]
+    assert cells[0][3:] == ["shown", "would show"]
+    assert [(line[0], line[3]) for line in cells[1:]] == [
+        *(("muon", "yes"), ("mars_m", "no"), ("lion", "no"), ("nadamw", "")),
+    ]
+    assert cells[4][2] == "diverged" and cells[1][2].startswith("-0.400 (-0.400 to -0.400)")
+    gap = comparison.difference(of("a", [4.0, 4.1, 4.2]), of("b", [4.1, 4.21, 4.3]))
+    assert comparison.Compared("a", "b", gap, 0.06).shown == "not by Holm"
 
 
 def test_pairs_without_a_common_seed_have_no_verdict():
@@ -52,7 +76,7 @@ def test_the_first_is_the_baseline_without_adamw():
     runs = [run("mars_lion", 1, [8.0, 5.0]), run("mars_adamw", 1, [8.0, 4.0])]
     lion, mars = comparison.summarize(runs)
     assert (lion.against_baseline.mean, mars.against_baseline.mean) == (0, -1)
-    assert "against mars_lion" in comparison.table([lion, mars])
+    assert "against mars_lion" in comparison_tables.table([lion, mars])
 
 
 def test_steps_are_those_that_all_seeds_have_evaluated():
@@ -61,7 +85,7 @@ def test_steps_are_those_that_all_seeds_have_evaluated():
 
 
 def test_table():
-    header, rule, mars, adamw = comparison.table(comparison.summarize(RUNS)).splitlines()
+    header, rule, mars, adamw = comparison_tables.table(comparison.summarize(RUNS)).splitlines()
     cells = [cell.strip() for cell in mars.strip("|").split("|")]
     assert cells == [
         "mars_adamw",
@@ -79,7 +103,7 @@ def test_table():
 def test_a_loss_that_is_never_reached():
     rows = comparison.summarize([run("adamw", 1, [8.0, 4.0]), run("mars_lion", 1, [8.0, 4.1])])
     assert rows[1].steps_to_baseline is None
-    assert "not reached" in comparison.table(rows).splitlines()[-1]
+    assert "not reached" in comparison_tables.table(rows).splitlines()[-1]
 
 
 def of(name: str, losses: list[float]) -> list[Run]:
@@ -103,7 +127,8 @@ def test_a_difference_is_paired_by_seed():
 def test_one_seed_shows_nothing():
     found = comparison.difference(of("mars_adamw", [1.0]), of("adamw", [9.0]))
     assert found.mean == -8 and not found.is_shown
-    assert found.as_json() == {"mean": -8.0, "low": None, "high": None, "seeds": 1, "detectable": None}
+    nothing = {"low": None, "high": None, "detectable": None, "p": None}
+    assert found.as_json() == {"mean": -8.0, "seeds": 1, **nothing}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +201,7 @@ def test_runs_survive_json():
 
 def test_grid_of_a_setting():
     lines = {"adamw": [(4e-3, [4.6, 4.7]), (1e-3, [5.0, 5.1])], "mars_m": [(4e-3, [math.nan]), (2e-2, [4.5])]}
-    assert comparison.grid(lines, "learning_rate").splitlines() == [
+    assert comparison_tables.grid(lines, "learning_rate").splitlines() == [
         "| learning_rate | 0.001 |    0.004 |  0.02 |",
         "| ------------- | ----: | -------: | ----: |",
         "| adamw         | 5.050 |    4.650 |       |",
