@@ -5,9 +5,10 @@
     python benchmarks/tune_controls.py --report       # the table, from finished runs
 
 Each arm takes the same search on the default job, with a seed that no comparison uses: from one pair of rates to the
-best of its neighbours, each with one rate halved or doubled, until a pair is better than its four neighbours. Runs go
-to benchmarks/results/tune_controls.json; those there are not repeated, so start an interrupted search again to resume
-it. The best rates go to recipes/presets/controls.yaml.
+best of its neighbours, with one rate or both halved or doubled, until a pair is better than its eight neighbours. (With
+four, one rate at a time, the search stops on a ridge: rates that are best doubled together.) Runs go to
+benchmarks/results/tune_controls.json; those there are not repeated, so start an interrupted search again to resume it.
+The best rates go to recipes/presets/controls.yaml.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining import presets  # noqa: E402  (needs the line above)
 from pretraining.launch import Diverged, pretrain  # noqa: E402
+from pretraining.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_controls.json"
 SEED = 100
@@ -71,8 +73,8 @@ def wanted(losses: Mapping[Pair, float], start: Pair = START) -> list[Pair]:
 
 
 def neighbours(pair: Pair) -> Iterator[Pair]:
-    """Yield the pairs with one rate halved or doubled."""
-    for matrices, embeddings in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+    """Yield the pairs with one rate halved or doubled, then those with both."""
+    for matrices, embeddings in ((-1, 0), (1, 0), (0, -1), (0, 1), (1, 1), (-1, -1), (1, -1), (-1, 1)):
         yield pair[0] + matrices, pair[1] + embeddings
 
 
@@ -147,7 +149,7 @@ def main() -> None:
             result["runs"].append(
                 {"arm": arm, "settings": stated, **rates, "seed": SEED, "bf16": arguments.bf16, **row}
             )
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+            write_text(RESULTS, json.dumps(result, indent=1) + "\n")
         return float(metrics["eval_loss"])
 
     if not arguments.report:

@@ -144,7 +144,7 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     panels[1, 0].set_ylabel("cosine with gradient")
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(
-        lines, labels, loc="outside lower center", ncols=3, title="upright dots: gamma = 1 - beta1 (Nesterov)"
+        lines, labels, loc="outside lower center", ncols=3, title="vertical line: gamma = 1 - beta1 (Nesterov)"
     )
     _save(figure, path)
 

@@ -78,10 +78,16 @@ def _row(row: comparison.Row, baseline: str | None) -> str:
 
 
 def test_the_page_shows_the_pairs(shipped):
-    by_name = comparison.by_contender(shipped.runs)
-    for one, other in shipped.preset.pairs:
-        gap = comparison.difference(by_name[one], by_name[other])
-        assert f"| {one} | {other} | {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f}) |" in PAGE
+    """With what is shown, also by Holm's correction, and what these seeds would show."""
+    differences = comparison.compared(shipped.runs, shipped.preset.baseline, shipped.preset.pairs)
+    rows = [
+        f"| {one.contender} | {one.against} | {one.gap.mean:+.3f} ({one.gap.low:+.3f} to {one.gap.high:+.3f}) "
+        f"| {one.shown} | {one.gap.detectable:.3f} |"
+        for one in differences
+        if (one.contender, one.against) in shipped.preset.pairs
+    ]
+    assert len(rows) == len(shipped.preset.pairs)
+    assert [row for row in rows if row not in PAGE] == []
 
 
 def test_the_second_corpus_is_another_one():

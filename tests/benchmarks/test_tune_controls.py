@@ -24,6 +24,18 @@ def test_the_search_ends_with_the_best_pair_inside_what_was_tried(center):
     assert len(found) < 25
 
 
+def test_the_search_follows_a_ridge():
+    """Each rate alone is best where it is, and both together are better doubled."""
+
+    def loss(pair):
+        return 9 * (pair[0] - pair[1] + 4) ** 2 + (pair[0] + pair[1] - 10) ** 2
+
+    found = {}
+    while pairs := tune_controls.wanted(found):
+        found |= {pair: loss(pair) for pair in pairs}
+    assert tune_controls.best(found) == (3, 7)
+
+
 def test_a_run_that_diverged_is_never_best():
     assert tune_controls.best({(1, 4): math.nan, (2, 4): 5.0}) == (2, 4)
 

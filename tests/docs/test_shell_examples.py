@@ -380,12 +380,13 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
-    "python recipes/compare_optimizers.py --preset controls --bf16 true --jobs 2 --cpu_threads 1 --eval_steps 100": (
+    "python recipes/compare_optimizers.py --preset controls --bf16 true --jobs 2 --cpu_threads 1 "
+    "--eval_steps 100 --eval_on_start false": (
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --embedded_corpus torch-headers "
-    "--bf16 true --jobs 2 --cpu_threads 1 --eval_steps 100": (
+    "--bf16 true --jobs 2 --cpu_threads 1 --eval_steps 100 --eval_on_start false": (
         "fifty runs; tests/recipes/test_presets.py parses every arm",
         passes_on,
     ),
@@ -401,8 +402,8 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
         passes_on,
     ),
-    "python recipes/measure_tracking.py --output_dir runs/tracking --clips 0 --gammas 0 0.025 0.1 "
-    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.001 --lr_embeddings 0.032": (
+    "python recipes/measure_tracking.py --output_dir runs/tracking "
+    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.002 --lr_embeddings 0.064": (
         "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
         passes_on,
     ),

@@ -1,0 +1,62 @@
+"""The shipped measurement of first moments: the page shows its numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mars_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
+PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def probe() -> mars_hf.TrackingProbe:
+    made = mars_hf.TrackingProbe()
+    nan = {name: math.nan for name in ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")}
+    made.rows = [{**row, **{name: nan[name] for name in nan if row[name] is None}} for row in RESULT["rows"]]
+    return made
+
+
+def test_it_has_the_whole_grid(probe):
+    assert set(probe.means()) == set(probe.moments) and len(probe.moments) == 54
+    assert {"matrix", "embedding", "vector", "layer 0", "layer 3"} <= set(RESULT["medians"])
+    assert len({row["step"] for row in probe.rows}) == 10
+    flags = RESULT["arguments"].removeprefix("--").split(" --")
+    assert [flag for flag in flags if f"--{flag}" not in PAGE] == []
+
+
+def test_the_page_shows_moments_without_clipping(probe):
+    shown = [line for line in probe.table().splitlines() if line.startswith("| beta1") and " clip " not in line]
+    wanted = [line for line in shown if " 0.0125" not in line and " gamma 0.05" not in line]
+    assert len(wanted) == 15
+    assert [line for line in wanted if line not in PAGE] == []
+
+
+def test_the_page_shows_every_role_and_layer(probe):
+    """The errors at beta1 0.9 and the noise scale, in samples."""
+
+    def row(name: str, medians: list[dict[str, Any]]) -> str:
+        own = {(m["gamma"], m["form"]): m for m in medians if m["beta1"] == 0.9 and m["clip"] is None}
+        columns = [(0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")]
+        errors = " | ".join(f"{own[column]['error']:.3f}" for column in columns)
+        return f"| {name} | {errors} | {own[columns[0]]['noise_scale']:.0f} |"
+
+    whole = [
+        {
+            "beta1": moment.beta1,
+            "gamma": moment.gamma,
+            "form": "approx" if moment.is_approx else "exact",
+            "clip": moment.clip_threshold,
+            **numbers,
+        }
+        for moment, numbers in probe.means().items()
+    ]
+    rows = [row("all", whole), *(row(scope, medians) for scope, medians in RESULT["medians"].items())]
+    assert [line for line in rows if line not in PAGE] == []
