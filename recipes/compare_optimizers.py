@@ -195,7 +195,7 @@ def _run(wanted: Sequence[_Wanted], jobs: int, result: comparison_page.Result, o
                 if one.key in waits:
                     progress.update()
                     progress.set_description(str(done[one.key]))
-                    if result.comparable:
+                    if result.comparable and len(done) < len(wanted):
                         progress.write(_so_far(result))
                         comparison_page.write(result, output)
         except BaseException:

@@ -13,14 +13,14 @@ import mars_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
+NUMBERS = ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def probe() -> mars_hf.TrackingProbe:
     made = mars_hf.TrackingProbe()
-    nan = {name: math.nan for name in ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")}
-    made.rows = [{**row, **{name: nan[name] for name in nan if row[name] is None}} for row in RESULT["rows"]]
+    made.rows = [{**row, **{name: math.nan for name in NUMBERS if row[name] is None}} for row in RESULT["rows"]]
     return made
 
 

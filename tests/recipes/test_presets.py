@@ -78,9 +78,15 @@ def test_an_unknown_preset_is_named_with_those_there_are():
         presets.load("control")
 
 
-@pytest.mark.parametrize(("name", "ending"), [("time", ""), ("batch", " 2048"), ("parts", ""), ("lr", "")])
-def test_other_presets_have_the_rates_of_the_controls(name, ending):
-    """`lr` has them among others, at the tuned rate of matrices."""
+@pytest.mark.parametrize(
+    ("name", "ending", "share"),
+    [
+        *(("time", "", 1), ("batch", " 2048", 1), ("parts", "", 1), ("lr", "", 1)),
+        *(("gpu", "", 1 / 2), ("gpu-small", "", 1 / 4)),
+    ],
+)
+def test_other_presets_have_the_rates_of_the_controls(name, ending, share):
+    """`lr` has them among others, at the tuned rate of matrices; larger models have a share of them."""
 
     def facts(arm):
         return tuple(arm.get(key) for key in ("optimizer", "gamma", "is_approx"))
@@ -98,7 +104,10 @@ def test_other_presets_have_the_rates_of_the_controls(name, ending):
             continue
         control, settings = tuned[facts(own)]
         if name != "lr" or own["learning_rate"] == settings["learning_rate"]:
-            assert rates(preset, arm) == rates(controls, control), arm
+            wanted = rates(controls, control)
+            for key in ("learning_rate", "lr_embeddings", "lr_1d"):
+                wanted[key] = None if wanted[key] is None else share * wanted[key]
+            assert rates(preset, arm) == pytest.approx(wanted), arm
             compared += 1
     assert compared >= 5
 
