@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from pretraining import presets
 from pretraining.arguments import read
@@ -110,6 +112,17 @@ def test_other_presets_have_the_rates_of_the_controls(name, ending, share):
             assert rates(preset, arm) == pytest.approx(wanted), arm
             compared += 1
     assert compared >= 5
+
+
+@pytest.mark.parametrize("name", ["gamma", "betas"])
+def test_rates_grow_with_the_corrected_gradient(name):
+    """By the root of Var(c) / Var(g): updates then have AdamW's size at every gamma and beta1."""
+    tuned, preset = presets.load("controls").arms["adamw"], presets.load(name)
+    for arm, own in preset.arms.items():
+        strength = own.get("gamma", 0.0) * own["beta1"] / (1 - own["beta1"])
+        growth = math.hypot(1 + strength, strength)
+        assert own["learning_rate"] == pytest.approx(tuned["learning_rate"] * growth, rel=0.03), arm
+        assert own["lr_embeddings"] == tuned["lr_embeddings"], arm
 
 
 def test_some_arms_of_a_preset():
