@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 def grid(
     betas: Iterable[float], gammas: Iterable[float], forms: Iterable[bool], clips: Iterable[float | None]
 ) -> list[Moment]:
-    """Return all combinations; without a correction both forms are one.
+    """Return all combinations, each once; without a correction both forms are one.
 
     Args:
         betas: values of beta1.
@@ -53,13 +53,14 @@ def grid(
         clips: clip thresholds, None for no clipping.
     """
     forms, clips, gammas = list(forms), list(clips), list(gammas)
-    return [
+    found = [
         Moment(beta1, gamma, is_approx, clip)
         for beta1 in betas
         for clip in clips
         for gamma in gammas
         for is_approx in (forms if gamma else forms[:1])
     ]
+    return list(dict.fromkeys(found))
 
 
 @dataclass
@@ -120,13 +121,14 @@ class ShadowMoments:
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         """Follow no gradient yet."""
-        self.moments = list(moments)
+        self.moments = list(dict.fromkeys(moments))  # one twice would take every gradient twice
         self.steps = 0
         self._last: list[list[Tensor]] = []
         # (beta1, source) -> buffers of both halves; the source is what is averaged.
         self._linear: dict[tuple[float, str], list[list[Tensor]]] = {}
         self._clipped: dict[Moment, list[list[Tensor]]] = {}
         self._gradient_variance: list[float] = []
+        self._sample_variance: list[float] = []
         self._corrected_variance: dict[Moment, list[float]] = {}
 
     @property
@@ -135,17 +137,18 @@ class ShadowMoments:
         return any(moment.gamma and not moment.is_approx for moment in self.moments)
 
     @property
-    def mean_gradient_variance(self) -> list[float]:
-        """Return, per parameter, the variance of a step's gradient, averaged since the last `restart_window`."""
-        return [value / max(1, self._window) for value in self._gradient_variance]
+    def mean_sample_variance(self) -> list[float]:
+        """Return, per parameter, the variance of one sample's gradient, averaged since the last `restart_window`."""
+        return [value / max(1, self._window) for value in self._sample_variance]
 
     @torch.no_grad()
-    def update(self, gradients: Halves, stale: Halves | None = None) -> None:
+    def update(self, gradients: Halves, stale: Halves | None = None, samples: float = 1.0) -> None:
         """Take a step's gradients.
 
         Args:
             gradients: of the two halves of the batch, each a mean over its samples; one tensor per parameter.
             stale: the same at the parameters of the step before; None at the first step, or where no moment needs them.
+            samples: of the whole batch, whose gradient is the mean of its halves'.
 
         Raises:
             ValueError: stale gradients are missing.
@@ -176,16 +179,19 @@ class ShadowMoments:
             for half, buffers in zip(sources[source], self._linear[beta1, source], strict=True):
                 torch._foreach_lerp_(buffers, list(half), 1 - beta1)
         for index in range(len(gradients[0])):
-            self._take_variances(index, gradients, corrections)
+            self._take_variances(index, gradients, corrections, samples)
         for moment in self.moments:
             if moment.clip_threshold is not None:
                 self._take_clipped(moment, gradients, corrections[_form(moment)])
 
-    def _take_variances(self, index: int, gradients: Halves, corrections: Mapping[str, Sequence[Gradients]]) -> None:
+    def _take_variances(
+        self, index: int, gradients: Halves, corrections: Mapping[str, Sequence[Gradients]], samples: float
+    ) -> None:
         """Add a parameter's variances: of its gradient, and of corrected gradients that are not clipped."""
         apart = gradients[0][index] - gradients[1][index]
         own = _square(apart) / 4
         self._gradient_variance[index] += own
+        self._sample_variance[index] += own * samples
         linear = [moment for moment in self.moments if moment.clip_threshold is None]
         for form in {_form(moment) for moment in linear if moment.gamma}:
             moved = corrections[form][0][index] - corrections[form][1][index]
@@ -215,7 +221,7 @@ class ShadowMoments:
         """Begin a new average of the variances."""
         count = len(self._gradient_variance) if parameters is None else parameters
         self._window = 0
-        self._gradient_variance = [0.0] * count
+        self._gradient_variance, self._sample_variance = [0.0] * count, [0.0] * count
         self._corrected_variance = {moment: [0.0] * count for moment in self.moments}
 
     @torch.no_grad()

@@ -95,14 +95,7 @@ class StalePass:
         self.forget()
         if not mars.has_previous_params:
             return
-        held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
-        models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics
-        with (
-            mars.previous_params(),
-            buffers_kept(*models),
-            attributes_kept(self._trainer, _UNCHANGED),
-            self._running(),
-        ):
+        with mars.previous_params(), self.aside():
             starts = [self._backward(inputs, last=index == len(batches) - 1) for index, inputs in enumerate(batches)]
         self._commit(mars)
         starts[0].restore()
@@ -165,15 +158,19 @@ class StalePass:
         return start
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
+        """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
+        held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
+        models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics
         gradient_state = self._trainer.accelerator.gradient_state
         synchronizes = gradient_state.sync_gradients
-        self.running = True
-        try:
-            yield
-        finally:
-            self.running = False
-            _compat.set_sync_gradients(gradient_state, synchronizes)
+        with buffers_kept(*models), attributes_kept(self._trainer, _UNCHANGED):
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+                _compat.set_sync_gradients(gradient_state, synchronizes)
 
     def _commit(self, mars: Mars) -> None:
         """Clip the stale gradients like ordinary ones and make them the optimizer's last gradients."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
 from mars_hf.groups.from_model import from_model
-from mars_hf.training.guard import calling_trainer
+from mars_hf.training.guard import calling_trainer, innermost
+from mars_hf.training.probe_passes import ProbePasses, split
 from mars_hf.training.random_state import RandomState
-from mars_hf.training.shadow_moments import Halves, Moment, ShadowMoments, Sums, grid
-from mars_hf.training.snapshots import buffers_kept, copied
+from mars_hf.training.shadow_moments import Moment, ShadowMoments, Sums, grid
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -28,13 +24,14 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 class TrackingProbe(TrainerCallback):
     """Follow first moments over a grid of settings along a run of MarsTrainer, and measure how well they track.
 
-    The run itself is not changed: weights, random state and buffers are those of a run without the probe. Each step's
-    batch is split in two halves, which the moments of the grid take as their gradients; exact moments take the stale
-    gradients of the same halves too. At every measured step the gradient of the whole training set is estimated from
-    many micro-batches, in two independent halves as well, so that lag and noise can be told apart without bias.
+    The run itself is not changed: weights, random state, buffers and the Trainer's attributes are those of a run
+    without the probe. `in_stale_pass` is True in its passes, so a loss that logs or counts can leave them out. Each
+    step's batch is split in two halves, which the moments of the grid take as their gradients; exact moments take the
+    stale gradients of the same halves too. At every measured step the gradient of the whole training set is estimated
+    from many micro-batches, in two independent halves as well, so that lag and noise can be told apart without bias.
 
-    Micro-batches of a step weigh equally, and `max_grad_norm` does not apply: moments are those of unclipped gradients.
-    After a resume, averages start anew.
+    Micro-batches of a step weigh equally, and so do its halves; a step of one sample is left out. `max_grad_norm` does
+    not apply: moments are those of unclipped gradients. After a resume, averages start anew.
 
     A step then costs two more passes over its batch (four halves; two without exact moments), a measured one `batches`
     micro-batches. Memory: five copies of the gradients, and of the grid six for each beta1 and two for each clipped
@@ -53,11 +50,13 @@ class TrackingProbe(TrainerCallback):
         rows: of the last training: one dict for each measured step, moment and scope (`"all"`, a role, or a layer of
             the model), with the keys `step`, `scope`, `beta1`, `gamma`, `form`, `clip`, `error` (squared distance to
             the true gradient, over its squared norm), `lag` and `noise` (whose sum it is), `cosine`, `variance_ratio`
-            (corrected gradient over gradient) and `noise_scale`, in samples. Numbers are NaN where the norm of the true
-            gradient drowns in its noise.
+            (corrected gradient over gradient) and `noise_scale`, in samples. All are estimates without bias from noise,
+            so lag may be below 0 and a cosine above 1. They are NaN where the norm of the true gradient drowns in its
+            noise.
+        beta1: of the last training: the decay rate of the first moment of matrices; None where the optimizer has none.
 
     Raises:
-        ValueError: a setting out of range; in training, a step of one sample.
+        ValueError: a setting out of range; at train begin, steps of one sample.
         RuntimeError: at train begin, another Trainer than MarsTrainer, more than one process, or training data without
             a length.
 
@@ -80,16 +79,17 @@ class TrackingProbe(TrainerCallback):
         if batches < 2 or batches % 2:
             raise ValueError(f"batches={batches!r}: give an even number of micro-batches, >= 2")
         betas, gammas, clips = list(betas), list(gammas), list(clips)
-        for name, values, inside in (
-            ("betas", betas, lambda value: 0 <= value < 1),
-            ("gammas", gammas, lambda value: value >= 0),
-            ("clips", clips, lambda value: value is None or value > 0),
-            ("forms", list(forms), lambda value: value in ("approx", "exact")),
+        for name, values, inside, accepted in (
+            ("betas", betas, lambda value: 0 <= value < 1, "in [0, 1)"),
+            ("gammas", gammas, lambda value: 0 <= value < math.inf, ">= 0 and finite"),
+            ("clips", clips, lambda value: value is None or 0 < value < math.inf, "> 0, or None for no clipping"),
+            ("forms", list(forms), lambda value: value in ("approx", "exact"), "'approx' or 'exact'"),
         ):
             if not values or not all(map(inside, values)):
-                raise ValueError(f"{name}={values!r}: give one value or more, each in its range")
+                raise ValueError(f"{name}={values!r}: give one value or more, each {accepted}")
         self.moments = grid(betas, gammas, [form == "approx" for form in forms], clips)
         self.rows: list[dict[str, Any]] = []
+        self.beta1: float | None = None
         self._every, self._batches, self._seed = every, batches, seed
         self._trainer: Any = None
 
@@ -105,6 +105,11 @@ class TrackingProbe(TrainerCallback):
             )
         if args.world_size > 1:
             raise RuntimeError(f"TrackingProbe runs in one process, and there are {args.world_size}; start one")
+        if args.per_device_train_batch_size * args.gradient_accumulation_steps < 2:
+            raise ValueError(
+                "TrackingProbe splits a step in two halves, and per_device_train_batch_size=1 without accumulation has "
+                "one sample; give 2 or more, or gradient_accumulation_steps"
+            )
         data = trainer.get_train_dataloader()  # with the columns that the model takes
         if not hasattr(data.dataset, "__len__"):
             raise RuntimeError("TrackingProbe draws from the training data, which has no length; give one that has")
@@ -115,104 +120,35 @@ class TrackingProbe(TrainerCallback):
         self._scopes = _scopes(trainer.model, [name for name, _ in named])
         self._shadow = ShadowMoments(self.moments)
         self._previous: list[Tensor] = []
-        self._draws = self._micro_batches(args, data.dataset, data.collate_fn)
-        self._samples = 0
+        self._passes = ProbePasses(trainer, self._params, data, self._seed)
+        self.beta1 = _beta1(kwargs.get("optimizer"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Give the moments the gradients of the step to come; measure them if one is due."""
-        trainer = self._trainer
         start = RandomState.capture(args.device)
-        with buffers_kept(trainer.model):
-            halves = self._halves()
-            states = []
-            gradients = []
-            for half in halves:
-                states.append(RandomState.capture(args.device))
-                gradients.append(self._gradient(half))
-            stale = self._stale(halves, states) if self._previous else None
-            self._shadow.update((gradients[0], gradients[1]), stale)
+        with self._trainer.aside():
+            if (step := split(self._trainer.step_batches)) is not None:
+                gradients, stale = self._passes.of_halves(step.halves, self._previous)
+                self._shadow.update(gradients, stale, step.samples)
             if self._shadow.needs_stale:
                 self._previous = [param.detach().clone() for param in self._params]
-            if (state.global_step + 1) % self._every == 0:
+            if (state.global_step + 1) % self._every == 0 and self._shadow.steps:
                 self._measure(state.global_step + 1)
         start.restore()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Drop what was followed; the rows stay."""
-        del self._shadow, self._params, self._previous, self._draws, self._trainer
-
-    def _halves(self) -> list[list[dict[str, Any]]]:
-        """Return two halves of the step's samples, as lists of micro-batches."""
-        trainer = self._trainer
-        batches = [send_to_device(copied(inputs), trainer.args.device) for inputs in trainer.step_batches]
-        sizes = [_samples(inputs) for inputs in batches]
-        self._samples = sum(sizes)
-        if all(size % 2 == 0 for size in sizes):
-            return [[_part(inputs, half) for inputs in batches] for half in (0, 1)]
-        if len(batches) % 2 == 0 and len(set(sizes)) == 1:
-            return [batches[0::2], batches[1::2]]
-        raise ValueError(
-            f"TrackingProbe splits a step in two halves, and this one has micro-batches of {sizes} samples; take an "
-            "even batch size, or an even number of accumulation steps"
-        )
-
-    def _gradient(self, batches: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Return the mean gradient of micro-batches; `p.grad` and the hooks on it are left alone."""
-        trainer = self._trainer
-        trainer.model.train()
-        total = [torch.zeros_like(param, dtype=torch.float32) for param in self._params]
-        for inputs in batches:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(trainer.model, inputs)
-            found = torch.autograd.grad(loss, self._params, allow_unused=True, materialize_grads=True)
-            torch._foreach_add_(total, [gradient.float() for gradient in found], alpha=1 / len(batches))
-        return total
-
-    def _stale(self, halves: Sequence[Sequence[dict[str, Any]]], states: Sequence[RandomState]) -> Halves:
-        """Return the halves' gradients at the parameters of the step before, with the same dropout masks."""
-        here = [param.detach().clone() for param in self._params]
-        found = []
-        try:
-            self._put(self._previous)
-            for half, state in zip(halves, states, strict=True):
-                state.restore()
-                found.append(self._gradient(half))
-        finally:
-            self._put(here)
-        return found[0], found[1]
-
-    @torch.no_grad()
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for param, value in zip(self._params, values, strict=True):
-            param.copy_(value)
-
-    def _micro_batches(self, args: TrainingArguments, dataset: Any, collate: Any) -> Iterator[dict[str, Any]]:
-        """Yield micro-batches of the training data, shuffled anew whenever all were drawn."""
-        loader = DataLoader(
-            dataset,
-            batch_size=args.per_device_train_batch_size,
-            shuffle=True,
-            drop_last=len(dataset) >= args.per_device_train_batch_size,
-            generator=torch.Generator().manual_seed(self._seed),
-            collate_fn=collate,
-        )
-        for _ in itertools.count():
-            for inputs in loader:
-                yield send_to_device(inputs, args.device)
+        del self._shadow, self._params, self._previous, self._passes, self._trainer
 
     def _measure(self, step: int) -> None:
-        half = self._batches // 2
-        truth = (
-            self._gradient(list(itertools.islice(self._draws, half))),
-            self._gradient(list(itertools.islice(self._draws, half))),
-        )
-        variances = self._shadow.mean_gradient_variance
+        truth = self._passes.of_draws(self._batches // 2)
+        variances = self._shadow.mean_sample_variance
         for moment, sums in self._shadow.measure(truth).items():
             for scope, members in self._scopes.items():
                 total = sum((sums[index] for index in members), Sums())
-                trace = self._samples * sum(variances[index] for index in members)
+                trace = sum(variances[index] for index in members)
                 self.rows.append(
                     {
                         "step": step,
@@ -313,6 +249,14 @@ def median(values: Iterable[float]) -> float:
     return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
 
 
+def _beta1(optimizer: Any) -> float | None:
+    """Return the decay rate of the first moment of the matrices, or else of the largest group."""
+    groups = innermost(optimizer).param_groups
+    matrices = [group for group in groups if group.get("role") == "matrix"] or groups
+    group = max(matrices, key=lambda group: sum(param.numel() for param in group["params"]))
+    return group["betas"][0] if "betas" in group else group.get("momentum")
+
+
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the parameters of the whole model, of each role and of each layer, by index."""
     roles = {name: group["role"] for group in from_model(model, mars_type="mars-m") for name, _ in group["params"]}
@@ -323,17 +267,3 @@ def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
         if (found := _LAYER.search(name)) is not None:
             scopes.setdefault(f"layer {found[1]}", []).append(index)
     return scopes
-
-
-def _samples(inputs: dict[str, Any]) -> int:
-    return next(len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim)
-
-
-def _part(inputs: dict[str, Any], half: int) -> dict[str, Any]:
-    """Return the first or the second half of a micro-batch's samples."""
-    size = _samples(inputs)
-    cut = slice(0, size // 2) if half == 0 else slice(size // 2, size)
-    return {
-        name: value[cut] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
-        for name, value in inputs.items()
-    }

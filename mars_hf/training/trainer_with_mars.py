@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,8 +70,12 @@ class TrainerWithMars(_Base):
 
     @property
     def in_stale_pass(self) -> bool:
-        """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
+        """Return whether `compute_loss` runs for the stale gradient or a probe; for losses that count something."""
         return self._stale_pass.running
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for passes that are no part of the run; `in_stale_pass` is True in it."""
+        return self._stale_pass.aside()
 
     @property
     def step_batches(self) -> list[Any]:

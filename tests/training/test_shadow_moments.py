@@ -142,3 +142,12 @@ def test_stale_gradients_are_demanded():
         shadow.update(([torch.ones(2)], [torch.ones(2)]))
     with pytest.raises(RuntimeError, match="no step"):
         ShadowMoments([]).measure(([], []))
+
+
+def test_a_setting_given_twice_counts_once():
+    once, twice = (
+        grid((0.9,), (0.0, 0.1), (True,), (None, 1.0)),
+        grid((0.9,), (0.0, 0.1, 0.1), (True,), (None, 1.0, 1.0)),
+    )
+    assert once == twice
+    assert follow(once, steps=3) == follow([*once, *once], steps=3)

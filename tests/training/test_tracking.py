@@ -191,6 +191,66 @@ def test_the_run_is_the_one_without_it(tmp_path, is_approx, accumulation):
     assert any(math.isfinite(row["noise"]) for row in probe.rows)  # NaN where the norm of G drowns in its noise
 
 
+class Counting(mars_hf.MarsTrainer):
+    """Takes the labels out of its inputs, and counts and logs as its documentation says."""
+
+    seen = rows = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        self.rows += len(labels)
+        if not self.in_stale_pass:
+            self.seen += len(labels)
+        self.log({"rows": float(self.rows)})
+        return super().compute_loss(model, {**inputs, "labels": labels}, return_outputs, num_items_in_batch)
+
+
+def test_passes_of_the_probe_do_not_count(tmp_path):
+    settings = arguments(tmp_path, max_steps=4, label_smoothing_factor=0.1, logging_steps=1)
+    ends = []
+    for callbacks in ([], [TrackingProbe(every=2, batches=2)]):
+        torch.manual_seed(0)
+        trainer = Counting(gpt2(), settings, train_dataset=Tokens(), callbacks=callbacks)
+        trainer.train()
+        ends.append(
+            (trainer.seen, trainer.rows, [row.get("rows", row.get("loss")) for row in trainer.state.log_history])
+        )
+    assert ends[0] == ends[1] and ends[0][:2] == (16, 16)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(11, {3, 6}), (9, {3, 6}), (3, {1, 2})])
+def test_the_last_batch_of_an_epoch_may_be_odd(tmp_path, size, steps):
+    """Of 3 samples, of 1, and of 3 that are all there are."""
+
+    class Few(Tokens):
+        def __len__(self):
+            return size
+
+    probe = TrackingProbe(every=min(steps), batches=2, betas=(0.9,), gammas=(0.0, 0.1))
+    settings = arguments(tmp_path, max_steps=max(steps))
+    mars_hf.MarsTrainer(gpt2(), settings, train_dataset=Few(), callbacks=[probe]).train()
+    assert {row["step"] for row in probe.rows} == steps
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "beta1"),
+    [
+        (lambda model: mars_hf.create(model, mars_type="mars-m", betas=(0.8, 0.95), betas_1d=(0.7, 0.95)), 0.8),
+        (lambda model: torch.optim.AdamW(model.parameters(), betas=(0.6, 0.95)), 0.6),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), 0.5),
+        (lambda model: torch.optim.Adagrad(model.parameters()), None),
+    ],
+)
+def test_it_knows_the_beta1_of_the_run(tmp_path, optimizer, beta1):
+    model = gpt2()
+    probe = TrackingProbe(every=1, batches=2, betas=(0.9,), gammas=(0.0,))
+    settings = arguments(tmp_path, max_steps=1)
+    mars_hf.MarsTrainer(
+        model, settings, train_dataset=Tokens(), optimizers=(optimizer(model), None), callbacks=[probe]
+    ).train()
+    assert probe.beta1 == beta1
+
+
 def test_stale_gradients_are_those_of_the_same_batch(tmp_path):
     """With steps that move nothing the exact correction vanishes, and the approximate one does not."""
     model = gpt2()
@@ -223,7 +283,8 @@ def test_parts_add_up_to_the_whole(tmp_path):
         ({"betas": (1.0,)}, "betas="),
         ({"gammas": ()}, "gammas="),
         ({"forms": ("both",)}, "forms="),
-        ({"clips": (0.0,)}, "clips="),
+        ({"clips": (0.0,)}, "clips=.*each > 0, or None"),
+        ({"gammas": (math.inf,)}, "gammas=.*each >= 0 and finite"),
     ],
 )
 def test_settings_are_checked(settings, words):
