@@ -40,7 +40,7 @@ from pretraining import (
     run_folder,
 )
 from pretraining.arguments import OPTIMIZERS, read
-from pretraining.launch import Diverged, RunFailed, pretrain, words_of
+from pretraining.launch import Diverged, RunFailed, metrics_of, pretrain, words_of
 from pretraining.mistakes import Mistake, OneLine, told
 from pretraining.presets import Preset
 from tqdm.auto import tqdm
@@ -126,7 +126,7 @@ class _Wanted(NamedTuple):
         if self._has_diverged:
             learning_rate = read(self.argv)[0].learning_rate
             return comparison.Run(self.contender, self.seed, learning_rate, math.nan, math.nan, ())
-        metrics = _load(self.folder / "metrics.json")
+        metrics = metrics_of(self.folder)
         history = _load(self.folder / "trainer_state.json")["log_history"]
         return comparison.Run(
             contender=self.contender,
@@ -234,6 +234,8 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
         name = _flag(argument)
         if name in _OURS:
             raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+        if name == "--resume_from_checkpoint":
+            raise Mistake(f"{name}: an interrupted comparison goes on by itself; leave it out")
     preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
     stated = {f"--{name}" for settings in preset.arms.values() for name in settings}
     for argument in rest:

@@ -13,9 +13,8 @@ for what is measured.
 from __future__ import annotations
 
 import argparse
-import math
+import os
 from pathlib import Path
-from typing import Any
 
 import pretrain_gpt2
 from pretraining import arguments, figures, ranges, report
@@ -35,17 +34,13 @@ def main(argv: list[str] | None = None) -> None:
         )
     except ValueError as error:
         raise Mistake(f"--{error}") from None
-    if arguments.read(rest)[0].resume_from_checkpoint is not None:
-        raise Mistake("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+    _check(settings, rest)
     run = pretrain_gpt2.train(rest, [probe])
     if not probe.rows:
-        raise Mistake(
-            f"--every {settings.every}: the run ended before step {settings.every}; give fewer steps, or remove "
-            f"{run.training.output_dir} if the run was finished before"
-        )
-    beta1 = vars(run.optimizer)["beta1"]
+        raise Mistake(f"--every {settings.every}: the run ended before step {settings.every}; give fewer steps")
     output = Path(str(run.training.output_dir))
-    conclusion = probe.conclusion(beta1 if any(moment.beta1 == beta1 for moment in probe.moments) else None)
+    followed = probe.beta1 in {moment.beta1 for moment in probe.moments}
+    conclusion = probe.conclusion(probe.beta1 if followed else None)
     write(probe, output, conclusion)
     print(f"\n{probe.table()}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
 
@@ -63,13 +58,24 @@ def write(probe: mars_hf.TrackingProbe, output: Path, conclusion: str) -> None:
         *tables,
     ]
     report.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
-    rows = [{name: _plain(value) for name, value in row.items()} for row in probe.rows]
-    report.write(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
+    report.write(output / "tracking.json", {"conclusion": conclusion, "rows": probe.rows})
     figures.tracking(probe.rows, output / "tracking.png")
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _check(settings: argparse.Namespace, rest: list[str]) -> None:
+    """Stop before the run if it cannot be measured."""
+    run = arguments.read(rest)[0]
+    if run.resume_from_checkpoint is not None:
+        raise Mistake("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Mistake(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
+    if run.per_device_train_batch_size * run.gradient_accumulation_steps < 2:
+        raise Mistake(
+            "--per_device_train_batch_size 1: a measurement splits the samples of a step in two halves; give 2 or "
+            "more, or --gradient_accumulation_steps"
+        )
+    if 0 < run.max_steps < settings.every:
+        raise Mistake(f"--every {settings.every}: the run has {run.max_steps} steps; give {run.max_steps} or fewer")
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -78,10 +84,11 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--every", type=ranges.SIZE.read, default=50, help="steps between measurements; default: %(default)s")
     add("--batches", type=ranges.SIZE.read, default=64, help="micro-batches of a measurement; default: %(default)s")
-    add("--betas", nargs="+", type=float, default=[0.9, 0.95, 0.99], help="default: %(default)s")
-    add("--gammas", nargs="+", type=float, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
+    number = ranges.NOT_NEGATIVE.read
+    add("--betas", nargs="+", type=ranges.BELOW_ONE.read, default=[0.9, 0.95, 0.99], help="default: %(default)s")
+    add("--gammas", nargs="+", type=number, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
     add("--forms", nargs="+", default=["approx", "exact"], help="approx, exact or both; default: %(default)s")
-    add("--clips", nargs="+", type=float, default=[0.0, 1.0], help="clip thresholds, 0 for none; default: %(default)s")
+    add("--clips", nargs="+", type=number, default=[0.0, 1.0], help="clip thresholds, 0 for none; default: %(default)s")
     settings, rest = parser.parse_known_args(argv)
     return settings, rest
 

@@ -106,7 +106,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         optimizer_cls_and_kwargs=optimizer,
         callbacks=[
             mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
-            *([mars_hf.LastGradientCallback(), GammaSchedule(run.optimizer.gamma_schedule)] if mars else []),
+            *([GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()] if mars else []),
             *callbacks,
         ],
         run=start.run,

@@ -7,13 +7,18 @@ by seed. A difference is claimed only where its 95% interval, Student's t over t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from scipy.optimize import brentq
+from scipy.stats import chi, norm
 from scipy.stats import t as student
+
+from pretraining import report
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,14 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name; None where a number is not finite."""
-        return _finite(dataclasses.asdict(self))
+        found: dict[str, Any] = report.finite(dataclasses.asdict(self))
+        return found
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Run:
         """Return the run that `as_json` described; None becomes NaN."""
         found: dict[str, Any] = {name: math.nan if value is None else value for name, value in fields.items()}
-        found["curve"] = tuple((step, loss) for step, loss in fields["curve"])
+        found["curve"] = tuple((step, math.nan if loss is None else loss) for step, loss in fields["curve"])
         return cls(**found)
 
     def __str__(self) -> str:
@@ -75,7 +81,8 @@ class Difference(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name; None where a number is not finite."""
-        return _finite(self._asdict())
+        found: dict[str, Any] = report.finite(self._asdict())
+        return found
 
     def __str__(self) -> str:
         """Return the interval in words."""
@@ -106,13 +113,8 @@ class Row(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name; None where a number is not finite."""
-        return _finite({**self._asdict(), "against_baseline": self.against_baseline.as_json()})
-
-
-def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
-    }
+        found: dict[str, Any] = report.finite({**self._asdict(), "against_baseline": self.against_baseline._asdict()})
+        return found
 
 
 def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
@@ -129,10 +131,27 @@ def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
     if len(gaps) < 2 or not math.isfinite(mean):
         return Difference(mean, -math.inf, math.inf, len(gaps), math.inf, math.nan)
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
-    half, power = (float(student.ppf(quantile, len(gaps) - 1)) for quantile in (0.975, 0.8))
+    half = float(student.ppf(0.975, len(gaps) - 1))
     ratio = abs(mean) / error if error else math.inf if mean else 0.0
     p = 2 * float(student.sf(ratio, len(gaps) - 1))
-    return Difference(mean, mean - half * error, mean + half * error, len(gaps), (half + power) * error, p)
+    return Difference(mean, mean - half * error, mean + half * error, len(gaps), _detectable(len(gaps)) * error, p)
+
+
+@functools.cache
+def _detectable(seeds: int) -> float:
+    """Return the true difference, in standard errors, whose interval excludes 0 four times out of five.
+
+    The mean is normal around it, and the estimate of its standard error follows a chi distribution. (Their ratio is
+    noncentral t, which scipy computes as NaN far out.)
+    """
+    free = seeds - 1
+    limit = float(student.ppf(0.975, free))
+    estimates = chi(free, scale=1 / math.sqrt(free))
+
+    def missed(away: float) -> float:
+        return float(estimates.expect(lambda error: norm.cdf(limit * error - away) - norm.cdf(-limit * error - away)))
+
+    return float(brentq(lambda away: missed(away) - 0.2, 0.0, 2 * limit))
 
 
 class Compared(NamedTuple):
@@ -152,7 +171,8 @@ class Compared(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name; None where a number is not finite."""
-        return _finite({**self._asdict(), "gap": self.gap.as_json(), "shown": self.shown})
+        found: dict[str, Any] = report.finite({**self._asdict(), "gap": self.gap._asdict(), "shown": self.shown})
+        return found
 
 
 def compared(runs: Sequence[Run], baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> list[Compared]:

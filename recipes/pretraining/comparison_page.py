@@ -143,5 +143,6 @@ def _sensitivities(runs: Sequence[comparison.Run], preset: Preset) -> dict[str, 
     found: dict[str, float] = {}
     for name, line in lines_of(runs, preset).items():
         losses = {place: statistics.fmean(own) for place, own in line}
-        found[name] = comparison.sensitivity(losses, start)
+        if len(losses) > 1:
+            found[name] = comparison.sensitivity(losses, start)
     return found

@@ -12,6 +12,7 @@ from pretraining import comparison
 def table(rows: Sequence[comparison.Row], baseline: str | None = None) -> str:
     """Return the rows as a Markdown table that also reads well in a terminal."""
     baseline = baseline or comparison.baseline_of([row.contender for row in rows])
+    goal = next((row.loss for row in rows if row.contender == baseline), math.nan)
     cells = [
         (
             "optimizer",
@@ -24,7 +25,6 @@ def table(rows: Sequence[comparison.Row], baseline: str | None = None) -> str:
     ]
     for row in rows:
         is_baseline = row.contender == baseline
-        reached = row.steps_to_baseline
         spread = f"{row.lowest:.3f}-{row.highest:.3f}"
         seeds = f" ({spread})" if row.seeds > 1 else ""
         gap = row.against_baseline
@@ -40,11 +40,16 @@ def table(rows: Sequence[comparison.Row], baseline: str | None = None) -> str:
                 f"{row.learning_rate:g}",
                 f"{row.loss:.3f}{seeds}",
                 "-" if is_baseline or not math.isfinite(gap.mean) else f"{gap.mean:+.3f}{interval}",
-                "not reached" if reached is None else f"{reached} of {row.steps} ({reached / row.steps:.0%})",
+                _reached(row) if math.isfinite(goal) else "-",
                 "-" if is_baseline or not math.isfinite(row.speed) else f"{row.speed:.2f}x",
             )
         )
     return _markdown(cells)
+
+
+def _reached(row: comparison.Row) -> str:
+    step, steps = row.steps_to_baseline, row.steps
+    return f"not reached in {steps}" if step is None else f"{step} of {steps} ({step / steps:.0%})"
 
 
 def grid(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:

@@ -74,12 +74,13 @@ def _draw_differences(
             axes.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
         axes.scatter(gaps, [place] * len(gaps), s=9, color="black", zorder=3)
     axes.axvline(0, color=_BASELINE_COLOR, linewidth=1)
-    axes.set_yticks(range(len(by_name)), list(by_name))
-    for label in axes.get_yticklabels():
-        label.set_color(colors[label.get_text()])
+    axes.set_yticks(range(len(by_name)), [_plain(name) for name in by_name])
+    for label, name in zip(axes.get_yticklabels(), by_name, strict=True):
+        label.set_color(colors[name])
         label.set_fontweight("bold")
     axes.invert_yaxis()
-    axes.set(xlabel="nats per token (line: 95%, dots: seeds)", title=f"final loss against {baseline}'s {goal:.3f}")
+    against = f"{baseline}'s {goal:.3f}" if math.isfinite(goal) else f"{baseline}, which diverged"
+    axes.set(xlabel="nats per token (line: 95%, dots: seeds)", title=_plain(f"final loss against {against}"))
     axes.locator_params(axis="x", nbins=6)  # labels with signs are wide
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
@@ -98,7 +99,9 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], pat
     for index, (name, line) in enumerate(lines.items()):
         ordered = sorted(line)
         means = [statistics.fmean(losses) for _, losses in ordered]
-        axes.plot([place for place, _ in ordered], means, marker="o", markersize=4, color=f"C{index}", label=name)
+        axes.plot(
+            [place for place, _ in ordered], means, marker="o", markersize=4, color=f"C{index}", label=_plain(name)
+        )
         for place, losses in ordered:
             axes.scatter([place] * len(losses), losses, s=8, color=f"C{index}", alpha=0.6)
     if places[0] > 0 and places[-1] >= 4 * places[0]:
@@ -123,11 +126,13 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     clip = shown_clip(rows)
     drawn = [row for row in rows if row["scope"] == "all" and row["clip"] == clip]
     betas = sorted({row["beta1"] for row in drawn})
+    forms = sorted({row["form"] for row in drawn if row["gamma"]} or {row["form"] for row in drawn})
+    scale = "log" if _is_positive(drawn) else "linear"  # an estimate of lag may be below 0
     figure, panels = plt.subplots(
         2, len(betas), figsize=(max(5.5, 3.4 * len(betas)), 6), layout="constrained", sharex=True, squeeze=False
     )
     for column, beta1 in enumerate(betas):
-        for index, form in enumerate(("approx", "exact")):
+        for index, form in enumerate(forms):
             own = [row for row in drawn if row["beta1"] == beta1 and (row["form"] == form or not row["gamma"])]
             gammas = sorted({row["gamma"] for row in own})
             for name, style in (("error", "-"), ("lag", "--"), ("noise", ":")):
@@ -135,7 +140,7 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     gammas, _medians(own, gammas, name), style, marker=".", color=f"C{index}", label=f"{form}: {name}"
                 )
             panels[1, column].plot(gammas, _medians(own, gammas, "cosine"), marker=".", color=f"C{index}")
-        panels[0, column].set(title=f"beta1 {beta1:g}", yscale="log")
+        panels[0, column].set(title=f"beta1 {beta1:g}", yscale=scale)
         panels[1, column].set(xlabel="gamma")
         for axes in panels[:, column]:
             axes.axvline(1 - beta1, color=_BASELINE_COLOR, linewidth=0.8, linestyle=(0, (1, 3)))
@@ -147,6 +152,20 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         lines, labels, loc="outside lower center", ncols=3, title="vertical line: gamma = 1 - beta1 (Nesterov)"
     )
     _save(figure, path)
+
+
+def _is_positive(rows: Sequence[Mapping[str, Any]]) -> bool:
+    lines = {(row["beta1"], row["form"], row["gamma"]) for row in rows}
+    return all(
+        not median(row[name] for row in rows if (row["beta1"], row["form"], row["gamma"]) == line) <= 0
+        for line in lines
+        for name in ("error", "lag", "noise")
+    )
+
+
+def _plain(name: str) -> str:
+    """Return a name as matplotlib shows it unchanged: neither mathematics nor, with _ ahead, left out of legends."""
+    return ("\u200b" if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
 def _medians(rows: Sequence[Mapping[str, Any]], gammas: Sequence[float], name: str) -> list[float]:

@@ -27,6 +27,13 @@ class GammaSchedule(TrainerCallback):
             return 1 - progress
         return (1 + math.cos(math.pi * progress)) / 2 if self._shape == "cosine" else 1.0
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the first gamma, for what is announced; a checkpoint has that of its step."""
+        for group in innermost(kwargs["optimizer"]).param_groups:
+            group["gamma"] = group.get("initial_gamma", group["gamma"])
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -78,7 +79,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
     if finished.returncode:
         text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
         lines = re.split(r"[\r\n]+", text.strip())
-        for line in lines[-_TAIL_LINES:]:
+        for line in reversed(lines):  # a launcher adds reports of its own
             if line.startswith(f"{SCRIPT.name}: "):
                 said = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
                 raise (Diverged if _DIVERGED in line else Mistake)(said)
@@ -86,5 +87,10 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
     if not (output / "metrics.json").is_file():
         raise RunFailed(f"the run in {output} was stopped before its end; start again to go on from where it is")
+    return metrics_of(output)
+
+
+def metrics_of(output: Path) -> dict[str, Any]:
+    """Return a finished run's metrics.json; a held-out loss that is not finite is NaN."""
     metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
-    return metrics
+    return {**metrics, "eval_loss": math.nan if metrics["eval_loss"] is None else metrics["eval_loss"]}

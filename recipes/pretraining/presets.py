@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from pretraining.marked import Marked, read_yaml
 from pretraining.mistakes import Mistake, did_you_mean
 
 FOLDER = Path(__file__).resolve().parent.parent / "presets"
+# Settings that a comparison gives to each run, and where they come from.
+_OURS = {"seed": "seeds", "output_dir": "--output_dir", "resume_from_checkpoint": "the same command to go on"}
 _KEYS = ("about", "arms", "grid", "shared", "baseline", "pairs", "axis", "lines", "equal", "seeds")
 
 
@@ -98,23 +101,26 @@ def load(name: str) -> Preset:
     arms = {**_arms(found, path), **_grid(found, path)}
     if not arms:
         raise Mistake(f"{path.name}: no arms; give `arms`, a section each, or `grid`, a list for each setting")
+    _refuse_shared_folders(arms, path)
     pairs = found.get("pairs", [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Mistake(f"{path.name}, line {found.lines['pairs']}: pairs: {pairs!r} is not a list of two arms each")
+    pairs = [(_text(one), _text(other)) for one, other in pairs]
     seeds = found.get("seeds", [1, 2])
     if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise Mistake(f"{path.name}, line {found.lines['seeds']}: seeds: {seeds!r} is not a list of whole numbers")
-    baseline = found.get("baseline")
+    baseline = None if found.get("baseline") is None else _text(found["baseline"])
     for arm in (*itertools.chain(*pairs), *([baseline] if baseline is not None else [])):
         if arm not in arms:
             raise Mistake(f"{path.name}: unknown arm {arm!r}{did_you_mean(arm, arms)}; accepted: {', '.join(arms)}")
     equal = found.get("equal", "tokens")
     if equal not in ("tokens", "seconds"):
         raise Mistake(f"{path.name}, line {found.lines.get('equal')}: equal: {equal!r} is neither tokens nor seconds")
+    _check_picture(found, arms, path)
     return Preset(
         arms=arms,
         baseline=baseline,
-        pairs=tuple((one, other) for one, other in pairs),
+        pairs=tuple(pairs),
         axis=found.get("axis"),
         lines=found.get("lines"),
         equal=equal,
@@ -139,13 +145,57 @@ def names() -> list[str]:
 
 
 def _arms(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
-    shared = dict(found.get("shared") or {})
     arms = {}
     for name, settings in (found.get("arms") or {}).items():
         if not isinstance(settings, dict):
             raise Mistake(f"{path.name}: arms: {name} is not a section; write its settings below its name")
-        arms[str(name)] = {**shared, **settings}
+        arms[_text(name)] = {**_shared(found, path), **_checked(settings, f"{path.name}: arms: {name}")}
     return arms
+
+
+def _shared(found: Marked, path: Path) -> dict[str, Any]:
+    return _checked(found.get("shared") or {}, f"{path.name}: shared")
+
+
+def _checked(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return settings that are flags of a run, with values, and not a comparison's own."""
+    for name, value in settings.items():
+        if name in _OURS:
+            raise Mistake(f"{where}: {name} differs between the runs of an arm; leave it out, and use {_OURS[name]}")
+        if value is None or isinstance(value, list):
+            raise Mistake(f"{where}: {name}: {value!r} is no value of a flag; give a number or a word, or leave it out")
+    return dict(settings)
+
+
+def _refuse_shared_folders(arms: Mapping[str, Any], path: Path) -> None:
+    """Stop if the runs of two arms would go to one folder; file systems may ignore case."""
+    known: dict[str, str] = {}
+    for arm in arms:
+        other = known.setdefault(folder_name(arm).casefold(), arm)
+        if other != arm:
+            raise Mistake(
+                f"{path.name}: the arms {other!r} and {arm!r} have one folder, {folder_name(arm)}; rename one"
+            )
+
+
+def _check_picture(found: Marked, arms: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Stop if arms do not state the setting of the axis, or that of its lines."""
+    settings = list(dict.fromkeys(name for own in arms.values() for name in own))
+    for key, extra in (("axis", ()), ("lines", ("name",))):
+        chosen = found.get(key)
+        if chosen is not None and (not isinstance(chosen, str) or chosen not in (*settings, *extra)):
+            close = did_you_mean(chosen, settings) if isinstance(chosen, str) else ""
+            raise Mistake(
+                f"{path.name}, line {found.lines[key]}: {key}: no arm has a setting {chosen!r}{close}; accepted: "
+                f"{', '.join((*settings, *extra))}"
+            )
+    axis = str(found.get("axis"))
+    for arm, own in arms.items():
+        if axis in own and (isinstance(own[axis], bool) or not isinstance(own[axis], (int, float))):
+            raise Mistake(
+                f"{path.name}, line {found.lines['axis']}: axis: {axis} is {own[axis]!r} in {arm!r}; choose a setting "
+                "whose values are numbers"
+            )
 
 
 def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
@@ -156,14 +206,16 @@ def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
             raise Mistake(f"{path.name}: grid: {name}: {values!r} is not a list of values")
     if not grid:
         return {}
-    shared = dict(found.get("shared") or {})
+    where, shared = f"{path.name}: grid", _shared(found, path)
     return {
-        " ".join(map(_text, values)): {**shared, **dict(zip(grid, values, strict=True))}
+        " ".join(map(_text, values)): {**shared, **_checked(dict(zip(grid, values, strict=True)), where)}
         for values in itertools.product(*grid.values())
     }
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a value as a flag takes it: numbers with all their digits, sections as JSON."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return json.dumps(value) if isinstance(value, (bool, dict)) else str(value)

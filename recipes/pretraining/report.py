@@ -59,15 +59,28 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "rule": rule_of(group) if "mars_type" in group else group.get("rule", "adamw"),
             "learning_rate": float(group.get("initial_lr", group["lr"])),
             **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
-            **({"gamma": group["gamma"]} if "mars_type" in group and takes_mars(group) else {}),
+            **(
+                {"gamma": group.get("initial_gamma", group["gamma"])}
+                if "mars_type" in group and takes_mars(group)
+                else {}
+            ),
         }
         for group in param_groups
     ]
 
 
 def write(path: Path, metrics: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    write_text(path, json.dumps(metrics, indent=2) + "\n")
+    """Write a JSON file atomically; numbers that are not finite, which JSON does not have, become null."""
+    write_text(path, json.dumps(finite(metrics), indent=2, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None in the place of numbers that are not finite, however nested."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -302,6 +302,7 @@ def test_runs_with_other_settings_are_refused_before_any_is_started(tmp_path, st
         (["--optimizers", "adamw_exact"], "unknown adamw_exact"),
         (["--optimizer", "adamw"], "use --optimizers"),
         (["--seed=3"], "use --seeds"),
+        (["--resume_from_checkpoint", "true"], "an interrupted comparison goes on by itself; leave it out"),
         (["--is_approx", "false"], "use --optimizers NAME_exact"),
     ],
 )

@@ -21,6 +21,10 @@ def script(tmp_path, monkeypatch):
     [
         ("raise SystemExit('pretrain_gpt2.py: --max_steps 0 is none')", Mistake, "out: --max_steps 0 is none"),
         (f"raise SystemExit('pretrain_gpt2.py: 3 {launch._DIVERGED}')", Diverged, "out: 3 steps in a row"),
+        (
+            f"print('pretrain_gpt2.py: 3 {launch._DIVERGED}')\nprint('the launcher says\\n' * 99)\nraise SystemExit(1)",
+            *(Diverged, "out: 3 steps in a row"),
+        ),
         ("raise OSError('disk full')", RunFailed, "ended with code 1(?s:.*)disk full"),
         ("print('saved')", RunFailed, "was stopped before its end; start again"),
     ],

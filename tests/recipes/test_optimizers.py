@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretraining import arguments, optimizers
+from pretraining import arguments, optimizers, report
 from pretraining.gamma_schedule import GammaSchedule
 from pretraining.mistakes import Mistake
 from pretraining.muon import MuonWithAdamW
@@ -194,6 +194,10 @@ def test_gamma_falls(shape, factors):
         state.global_step = step
         schedule.on_step_begin(None, state, TrainerControl(), optimizer=mars)
         assert mars.param_groups[0]["gamma"] == pytest.approx(0.1 * factor)
+    (described,) = report.groups([{**mars.param_groups[0], "role": "matrix"}])
+    assert described["gamma"] == 0.1  # the setting, not its last value
+    schedule.on_train_begin(None, state, TrainerControl(), optimizer=mars)  # a resume announces it
+    assert mars.param_groups[0]["gamma"] == 0.1
 
 
 def test_gamma_stays_without_a_schedule():

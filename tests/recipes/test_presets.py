@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -49,6 +50,28 @@ def test_a_grid_has_an_arm_for_every_combination(tmp_path):
     assert found.place("muon 0.002") == ("muon", 0.002)
 
 
+def test_arms_may_have_numbers_for_names(tmp_path):
+    found = preset(tmp_path, "grid: {gamma: [0, 0.05]}\nbaseline: 0\npairs: [[0.05, 0]]\n")
+    assert (list(found.arms), found.baseline, found.pairs) == (["0", "0.05"], "0", (("0.05", "0"),))
+
+
+def test_values_reach_the_run_as_they_are(tmp_path):
+    found = preset(
+        tmp_path,
+        "arms: {a: {learning_rate: 0.00200000041, beta2: 0.9999997, eps: 1.0e-08, gamma: 0.0, bf16: true, "
+        "lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-4}}}",
+    )
+    argv = found.argv("a")
+    assert dict(zip(argv[::2], argv[1::2], strict=True)) == {
+        **{"--learning_rate": "0.00200000041", "--beta2": "0.9999997", "--eps": "1e-08", "--gamma": "0"},
+        **{"--bf16": "true", "--lr_scheduler_type": "cosine_with_min_lr"},
+        "--lr_scheduler_kwargs": '{"min_lr": 0.0001}',
+    }
+    values, _, _ = read(argv)
+    assert (values.learning_rate, values.beta2) == (0.00200000041, 0.9999997)
+    assert json.loads(values.lr_scheduler_kwargs) == {"min_lr": 1e-4}
+
+
 def test_lines_can_have_the_names_of_their_arms(tmp_path):
     arms = "arms: {one 0.9: {beta1: 0.9, gamma: 0.1}, 'one, too 0.8': {beta1: 0.8, gamma: 0.2}}"
     found = preset(tmp_path, f"{arms}\naxis: beta1\nlines: name\n")
@@ -68,6 +91,16 @@ def test_lines_can_have_the_names_of_their_arms(tmp_path):
         ("arms: {a: {optimizer: adamw}}\nequal: flops", "line 2: equal: 'flops' is neither tokens nor seconds"),
         ("arms: {a: {optimizer: adamw}}\nseeds: 3", "line 2: seeds: 3 is not a list of whole numbers"),
         ("arms: [adamw]", "line 1: arms: .* is not a section"),
+        ("arms: {a b: {gamma: 0.1}, A_b: {gamma: 0.2}}", "the arms 'a b' and 'A_b' have one folder, A_b; rename one"),
+        ("arms: {a: {gamma: 0.1}}\naxis: gama", r"line 2: axis: no arm has a setting 'gama' \(did you mean gamma\?\)"),
+        ("arms: {a: {gamma: 0.1}}\naxis: gamma\nlines: [gamma]", r"line 3: lines: no arm has a setting \['gamma'\]"),
+        ("arms: {a: {optimizer: muon}}\naxis: optimizer", "line 2: axis: optimizer is 'muon' in 'a'; choose a setting"),
+        ("arms: {a: {seed: 5}}", "arms: a: seed differs between the runs of an arm; leave it out, and use seeds"),
+        ("arms: {a: {}}\nshared: {output_dir: x}", "shared: output_dir differs .* use --output_dir"),
+        ("arms: {a: {gamma: null}}", "arms: a: gamma: None is no value of a flag; give a number or a word"),
+        ("grid: {gamma: [0.1, [0.2]]}", r"grid: gamma: \[0.2\] is no value of a flag"),
+        ("grid: {gamma: [0, 0.05]}\nbaseline: 1", "unknown arm '1'; accepted: 0, 0.05"),
+        ("arms: {a: {gamma: 0.1}}\npairs: [[a, [b]]]", r"unknown arm \"\['b'\]\""),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, words):
