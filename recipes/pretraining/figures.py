@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -92,9 +93,10 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], pat
     Args:
         lines: name to the places on the axis, each with its losses.
         path: PNG file to write.
-        axis: name of the setting; a positive one that spans a factor of four has a logarithmic axis.
+        axis: name of the setting; a positive one that spans a factor of four has a logarithmic axis, and betas stand
+            as far apart as the logarithms of 1 / (1 - beta), the length of their averages.
     """
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
     places = sorted({place for line in lines.values() for place, _ in line})
     for index, (name, line) in enumerate(lines.items()):
         ordered = sorted(line)
@@ -104,14 +106,18 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], pat
         )
         for place, losses in ordered:
             axes.scatter([place] * len(losses), losses, s=8, color=f"C{index}", alpha=0.6)
-    if places[0] > 0 and places[-1] >= 4 * places[0]:
+    if axis.startswith("beta") and places[-1] < 1:
+        axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
+    elif places[0] > 0 and places[-1] >= 4 * places[0]:
         axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
-    axes.set(xlabel=axis, ylabel="final held-out loss (nats per token)", title="mean of seeds; dots: seeds")
+    axes.set(xlabel=axis, ylabel="final held-out loss (nats per token)")
+    if any(len(losses) > 1 for line in lines.values() for _, losses in line):
+        axes.set_title("mean of seeds; dots: seeds")
     axes.grid(alpha=0.3)
     if any(lines):
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside lower center", ncols=3 if max(map(len, lines)) < 20 else 2)
     _save(figure, path)
 
 

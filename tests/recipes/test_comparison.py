@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -207,6 +208,18 @@ def test_picture_of_a_setting(tmp_path):
     figures.along_axis(lines, tmp_path / "axis.png", "learning_rate")
     with Image.open(tmp_path / "axis.png") as picture:
         assert picture.size[0] > 800
+
+
+def test_betas_are_spaced_by_the_length_of_their_averages(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "_save", lambda figure, path: drawn.append(figure))
+    figures.along_axis({"adamw": [(beta, [4.0]) for beta in (0.6, 0.8, 0.9, 0.95)]}, tmp_path / "axis.png", "beta1")
+    (figure,) = drawn
+    axes = figure.axes[0]
+    places = [axes.transData.transform((beta, 4.0))[0] for beta in (0.6, 0.8, 0.9, 0.95)]
+    first, *others = [high - low for low, high in itertools.pairwise(places)]
+    assert others == pytest.approx([first] * 2)
+    figures.plt.close(figure)
 
 
 def test_runs_survive_json():
