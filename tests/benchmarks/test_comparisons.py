@@ -17,6 +17,7 @@ SHIPPED = {
     "controls_headers": ("controls", 5),
     "gamma_embedded": ("gamma", 3),
     "betas_embedded": ("betas", 3),
+    "betas_headers": ("betas", 5),
     "time_embedded": ("time", 3),
     "lr_embedded": ("lr", 1),
     "parts_embedded": ("parts", 5),
