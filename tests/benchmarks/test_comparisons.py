@@ -18,6 +18,7 @@ SHIPPED = {
     "gamma_embedded": ("gamma", 3),
     "betas_embedded": ("betas", 3),
     "betas_headers": ("betas", 5),
+    "batch_embedded": ("batch", 2),
     "time_embedded": ("time", 3),
     "lr_embedded": ("lr", 1),
     "parts_embedded": ("parts", 5),
