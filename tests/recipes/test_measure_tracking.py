@@ -70,6 +70,15 @@ def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_epochs_that_end_before_the_first_measurement(tokens, tmp_path):
+    epochs = ["--max_steps", "-1", "--num_train_epochs", "0.002", "--warmup_steps", "0"]
+    with pytest.raises(SystemExit, match="--every 100: the run ended before step 100; give fewer steps"):
+        measure_tracking.main(
+            ["--every", "100", *TINY, *epochs, "--data_dir", str(tokens), "--output_dir", str(tmp_path / "run")]
+        )
+
+
+@pytest.mark.slow
 def test_a_run_that_was_finished_before(tokens, tmp_path):
     argv = [*PROBE, *TINY, "--data_dir", str(tokens), "--output_dir", str(tmp_path / "run")]
     measure_tracking.main(argv)
