@@ -51,8 +51,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'mars_hf' has no attribute {name!r}")
 
 
+def _name_rules() -> None:
+    """Let TrainingArguments name a rule, also before MarsTrainer is imported."""
+    importlib.import_module("mars_hf.training.registry").add_names()
+
+
 def _guard_trainers() -> None:
-    """Give every Trainer the callback that guards a Mars."""
+    """Let every Trainer make the rules by name, and give it the callback that guards a Mars."""
+    importlib.import_module("mars_hf.training.registry").add_handlers()
     # Importing it installs; it may be the very module that is importing transformers.trainer now.
     importlib.import_module("mars_hf.training.callbacks")
 
@@ -63,5 +69,6 @@ def _extend_deepspeed() -> None:
 
 
 # Not before: these packages take seconds to import.
+import_hooks.after_import("transformers.training_args", _name_rules)
 import_hooks.after_import("transformers.trainer", _guard_trainers)
 import_hooks.after_import("deepspeed.runtime.engine", _extend_deepspeed)

@@ -27,9 +27,8 @@ from pretraining.mistakes import Mistake, told
 from tasks import adapters, base_model, command_line, running
 from tasks.adapters import AdapterArguments
 from tasks.command_line import Start
-from transformers import PreTrainedTokenizerBase, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator, set_seed
 
-import mars_hf
 from mars_hf.training.card_facts import CardFacts
 
 # By --use_peft and --optim.
@@ -119,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     train(argv)
 
 
-def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str, Any]]:
+def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; see `main`."""
     script, adapter, training = command_line.parse(
         (ScriptArguments, AdapterArguments, FinetuneArguments),
@@ -139,7 +138,7 @@ def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str,
     if script.use_peft:
         model = adapters.add(model, adapter)
     with running.output_folder(training):
-        trainer = mars_hf.MarsTrainer(
+        trainer = running.trainer_class(training)(
             model=model,
             args=training,
             train_dataset=train_set,

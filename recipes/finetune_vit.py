@@ -29,6 +29,7 @@ from tasks.command_line import Start
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    Trainer,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
@@ -37,7 +38,6 @@ from transformers import (
     set_seed,
 )
 
-import mars_hf
 from mars_hf.training.card_facts import CardFacts
 
 STARTS = {
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     train(argv)
 
 
-def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str, Any]]:
+def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; see `main`."""
     data, sizes, training = command_line.parse(
         (DataArguments, ModelArguments, VitArguments),
@@ -127,7 +127,7 @@ def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str,
     model, processor = build(sizes, parts["train"].features[data.label_column].names, is_digits=name == _DIGITS)
     prepare = partial(_prepare, processor, data.image_column, data.label_column)
     with running.output_folder(training):
-        trainer = mars_hf.MarsTrainer(
+        trainer = running.trainer_class(training)(
             model=model,
             args=training,
             train_dataset=parts["train"].with_transform(prepare),

@@ -31,12 +31,12 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
 
-import mars_hf
 from mars_hf.training.card_facts import CardFacts
 
 STARTS = {
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     train(argv)
 
 
-def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str, Any]]:
+def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; see `main`."""
     given, sizes, training = command_line.parse(
         (DataArguments, ModelArguments, LlamaArguments),
@@ -113,7 +113,7 @@ def train(argv: list[str] | None = None) -> tuple[mars_hf.MarsTrainer, dict[str,
         source = data.load(directory)
     model = build(sizes, source.tokenizer)
     with running.output_folder(training):
-        trainer = mars_hf.MarsTrainer(
+        trainer = running.trainer_class(training)(
             model=model,
             args=training,
             train_dataset=TokenDataset(directory, "train", sizes.block_size),

@@ -118,7 +118,16 @@ def test_a_module_runs_unmodified(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_the_launcher_the_name_is_unknown(script, tmp_path):
+def test_a_script_that_imports_mars_hf_knows_the_names(script, tmp_path):
+    """Its neighbour does."""
+    finished = run(str(script), *script_arguments(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert "RAN ahoy Mars 0.05 True" in finished.stdout
+
+
+@pytest.mark.slow
+def test_without_mars_hf_the_name_is_unknown(script, tmp_path):
+    (tmp_path / "neighbour.py").write_text("")
     finished = run(str(script), *script_arguments(tmp_path))
     assert finished.returncode == 2
     assert "mars_adamw" in finished.stderr

@@ -16,8 +16,9 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
     for index, (saved, own) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         if "role" not in saved:
             raise ValueError(
-                f"param group {index} of this state has no 'role', so it was not saved by Mars (its keys: "
-                f"{', '.join(saved)}); load a checkpoint of Mars, or start with a fresh optimizer"
+                f"param group {index} of this state has no 'role', so another optimizer than Mars saved it (its keys: "
+                f"{', '.join(saved)}). To train on from its weights with a fresh Mars, load the checkpoint as the "
+                "model, with from_pretrained, or resume from a copy of it without optimizer.pt and scheduler.pt"
             )
         patterns = [group.get("pattern") for group in (saved, own)]
         if None not in patterns and patterns[0] != patterns[1]:

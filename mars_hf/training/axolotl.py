@@ -62,7 +62,9 @@ def check(cfg: Mapping[str, Any]) -> None:
     name = str(cfg["optimizer"])
     if name not in registry.OPTIM_NAMES:
         raise ValueError(f"optimizer: {name} is none of MARS's; choose one of {', '.join(registry.OPTIM_NAMES)}")
-    settings = registry.settings_by_name(registry.OPTIM_NAMES[name], _optim_args(cfg.get("optim_args")))
+    settings = registry.settings_by_name(
+        registry.OPTIM_NAMES[name], registry.parse_optim_args(_optim_args(cfg.get("optim_args")))
+    )
     fsdp = cfg.get("fsdp_config") or {}
     version = cfg.get("fsdp_version") or fsdp.get("fsdp_version") or fsdp.get("version") or 1
     if (cfg.get("fsdp") or fsdp) and str(version) != "2":

@@ -114,8 +114,9 @@ class DefaultMarsCallback(LastGradientCallback):
     """What every Trainer runs once this module is imported: inert unless the run is to step a Mars.
 
     It does all of LastGradientCallback's work in runs that step a Mars. It stops runs that were given a Mars, or asked
-    for one by factory or by name (`optim="mars_adamw"`), and would step another optimizer. It leaves a model card in
-    the output folder and mars.json wherever the Trainer saves weights.
+    for one by factory or by name (`optim="mars_adamw"`), and would step another optimizer, and runs in which another
+    optimizer resumes from a checkpoint of MARS. It leaves a model card in the output folder and mars.json wherever the
+    Trainer saves weights.
     """
 
     _ahead_of_reporters = True
@@ -151,6 +152,9 @@ class DefaultMarsCallback(LastGradientCallback):
         if self._mars is not None:
             self._adapters = _begin(self._mars, args, state, model, optimizer, lr_scheduler)
             self._do(hub.attach)
+            guard.mark_checkpoints(state, self._mars)
+        else:
+            guard.refuse_mars_checkpoint(state, optimizer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write mars.json into a checkpoint of sharded weights, whose folder `save_model` has not made."""

@@ -13,7 +13,9 @@ from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerState
+
+_MARK = "mars_hf"  # among the states of callbacks, which every checkpoint keeps
 
 
 def innermost(optimizer: Any) -> Any:
@@ -72,6 +74,30 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
             "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
         )
     raise RuntimeError(f"the optimizer that would step is {found}; {remedy}")
+
+
+def refuse_mars_checkpoint(state: TrainerState, optimizer: Any) -> None:
+    """Raise RuntimeError if another optimizer resumes from a checkpoint of MARS, whose betas it would take over.
+
+    Args:
+        state: the Trainer's; `mark_checkpoints` has marked that of MARS.
+        optimizer: Trainer's optimizer, wrappers included.
+    """
+    states: Any = state.stateful_callbacks or {}  # a dict, whatever its annotation says
+    saved_by = states.get(_MARK)
+    if saved_by is not None:
+        raise RuntimeError(
+            f"MARS saved the checkpoint of step {state.global_step}, and {type(innermost(optimizer)).__name__} would "
+            f"resume it with MARS's settings; resume with optim={saved_by['mars_type'].replace('-', '_')!r} (after "
+            "mars_hf.register()) or the optimizer that saved it, or load the checkpoint as the model, with "
+            "from_pretrained, and start a new run"
+        )
+
+
+def mark_checkpoints(state: TrainerState, mars: Mars) -> None:
+    """Note in trainer_state.json of all checkpoints to come that MARS saved them."""
+    states: Any = state.stateful_callbacks
+    states[_MARK] = {"mars_type": mars.defaults["mars_type"]}
 
 
 def require_scaled_losses(optimizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -301,7 +302,7 @@ def add_names() -> None:
         finish(self)
         kind = OPTIM_NAMES.get(str(getattr(self.optim, "value", self.optim)))
         if kind is not None:
-            resolve(settings_by_name(kind, split_optim_args(self.optim_args)), self)
+            resolve(settings_by_name(kind, parse_optim_args(split_optim_args(self.optim_args))), self)
 
     __post_init__._checks_mars = True  # type: ignore[attr-defined]
     TrainingArguments.__post_init__ = __post_init__  # type: ignore[method-assign]
@@ -321,27 +322,74 @@ def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[st
     """Return what transformers calls for one `--optim` name."""
 
     def handler(context: Any) -> tuple[type[MarsFactory], dict[str, Any]]:
-        made_by, settings = factory(context.args, **settings_by_name(mars_type, context.optim_args))
+        settings = getattr(context.args, "mars_kwargs", None)  # of `asking_for_mars`
+        if settings is None:
+            settings = settings_by_name(mars_type, parse_optim_args(context.optim_args))
+        made_by, settings = factory(context.args, **settings)
         return made_by, {"lr": context.args.learning_rate} | settings  # lr, because other handlers have it too
 
     return handler
 
 
-def settings_by_name(mars_type: str, optim_args: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of a run that chose MARS by `optim` and `optim_args`."""
-    settings = parse_optim_args(optim_args)
+def settings_by_name(mars_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that chose MARS by `optim`, with those that it gave besides."""
+    settings = dict(given)
+    optim = mars_type.replace("-", "_")
     saved = saved_settings.read(settings["like"]).get("mars_type", mars_type) if "like" in settings else mars_type
     if saved != mars_type:
         raise ValueError(
-            f"optim={mars_type.replace('-', '_')!r} and like={settings['like']!r}, which was trained with {saved!r}, "
+            f"optim={optim!r} and like={settings['like']!r}, which was trained with {saved!r}, "
             f"contradict each other; use optim={saved.replace('-', '_')!r}, or leave like out"
         )
     if settings.setdefault("mars_type", mars_type) != mars_type:
         raise ValueError(
-            f"optim={mars_type.replace('-', '_')!r} and mars_type={settings['mars_type']!r} contradict each other; "
+            f"optim={optim!r} and mars_type={settings['mars_type']!r} contradict each other; "
             f"choose by optim alone: {', '.join(OPTIM_NAMES)}"
         )
     return settings
+
+
+def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], trainer: str) -> dict[str, Any]:
+    """Return the settings with which a trainer of MARS makes its own optimizer.
+
+    Args:
+        args: `optim` names the rule, or is the default of the arguments' class; `optim_args` are read too.
+        mars_kwargs: as `factory`.
+        trainer: the name of the trainer's class, for messages.
+
+    Raises:
+        ValueError: `optim` names another optimizer, a setting is given twice, or as `factory`.
+    """
+    optim, default = (str(getattr(own, "value", own)) for own in (args.optim, _class_default(args, "optim")))
+    if optim not in OPTIM_NAMES and optim != default:
+        raise ValueError(
+            f"optim={optim!r} and {trainer}, which trains MARS, contradict each other; choose one of "
+            f"{', '.join(OPTIM_NAMES)}, leave optim out, or train {optim!r} with transformers.Trainer or the class "
+            "that with_mars was given"
+        )
+    settings = parse_optim_args(split_optim_args(args.optim_args))
+    twice = sorted(settings.keys() & mars_kwargs)
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: given in optim_args={args.optim_args!r} and in mars_kwargs; give one")
+    settings |= mars_kwargs
+    if optim in OPTIM_NAMES:
+        settings = settings_by_name(OPTIM_NAMES[optim], settings)
+    factory(args, **settings)  # complains of what it cannot read
+    return settings
+
+
+def asking_for_mars(args: TrainingArguments, settings: Mapping[str, Any]) -> TrainingArguments:
+    """Return a copy of the arguments that names MARS, for trainers that choose an optimizer by them.
+
+    Args:
+        args: a trainer's arguments.
+        settings: as `trainer_settings` returns them.
+    """
+    from transformers.training_args import OptimizerNames
+
+    asks: Any = copy.copy(args)
+    asks.optim, asks.mars_kwargs = OptimizerNames(next(iter(OPTIM_NAMES))), settings
+    return asks
 
 
 def _class_default(args: TrainingArguments, name: str) -> Any:

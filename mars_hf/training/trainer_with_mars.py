@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from mars_hf.training import provenance as origins
 from mars_hf.training.callbacks import DefaultMarsCallback, LastGradientCallback
 from mars_hf.training.guard import innermost
 from mars_hf.training.nonfinite import NonFiniteCallback
+from mars_hf.training.registry import asking_for_mars, register, trainer_settings
 from mars_hf.training.stale_pass import StalePass, StalePassCallback
 
 # A mixin: the methods' `super()` is the trainer class that it is combined with.
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+register()  # TrainingArguments(optim="mars_m") needs no call of it
 
 # Methods of trl's trainers that always generate inside the step. Others are stopped when their inputs differ.
 _GENERATE = ("_generate_and_score_completions", "_generate_student_completions", "_generate")
@@ -39,7 +43,7 @@ class _Adopted(NamedTuple):
 class TrainerWithMars(_Base):
     """The methods that MARS adds to a class of trainers; `with_mars` combines the two, `MarsTrainer` documents them."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mars_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Build the Trainer; see the class."""
         signature = inspect.signature(super().__init__)  # Trainer's, or that of a class in between, such as trl's
         bound = signature.bind(*args, **kwargs)
@@ -61,9 +65,19 @@ class TrainerWithMars(_Base):
         self._step_batches: list[Any] = []
         self._adopted: _Adopted | None = None
         self._stale_pass = StalePass(self, self.clips_at)
+        self._own_settings: dict[str, Any] | None = None
         super().__init__(*bound.args, **bound.kwargs)
-        if isinstance(self._kept_optimizer, Mars) and not self._known(LastGradientCallback, but=DefaultMarsCallback):
-            self.add_callback(LastGradientCallback(self._kept_optimizer))
+        mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
+        if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
+            self._own_settings = trainer_settings(self.args, mars_kwargs or {}, type(self).__name__)
+        elif mars_kwargs:
+            raise ValueError(
+                f"mars_kwargs={dict(mars_kwargs)!r} and an optimizer are both given; give the settings where the "
+                "optimizer is made, or leave the optimizer out"
+            )
+        makes_mars = mars is not None or self._own_settings is not None
+        if makes_mars and not self._known(LastGradientCallback, but=DefaultMarsCallback):
+            self.add_callback(LastGradientCallback(mars))
         self.add_callback(StalePassCallback(self._stale_pass))
         if not self._known(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
@@ -107,10 +121,16 @@ class TrainerWithMars(_Base):
         return [own for own, bases in names if kind.__name__ in bases and (but is None or but.__name__ not in bases)]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return the given optimizer, or the one that Trainer builds."""
+        """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
-        optimizer = super().create_optimizer(model)
+        args = self.args
+        if self._own_settings is not None:
+            self.args = asking_for_mars(args, self._own_settings)
+        try:
+            optimizer = super().create_optimizer(model)
+        finally:
+            self.args = args
         mars = innermost(optimizer)
         if isinstance(mars, Mars) and self._is_training and self._adopted is None:
             self._adopt(mars)

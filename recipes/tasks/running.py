@@ -10,7 +10,8 @@ from typing import Any
 import datasets
 from pretraining import folder_lock, report, resuming, run_folder
 from pretraining.mistakes import Mistake, one_line
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 import mars_hf
 from mars_hf.training.card_facts import CardFacts, count_parameters
@@ -29,6 +30,11 @@ def output_folder(training: TrainingArguments) -> Iterator[None]:
         if checkpoint is None:
             resuming.on_main(training, lambda: run_folder.begin(output, {}))
         yield
+
+
+def trainer_class(training: TrainingArguments) -> Callable[..., Trainer]:
+    """Return MarsTrainer, or Trainer where `--optim` names an optimizer other than MARS."""
+    return mars_hf.MarsTrainer if OptimizerNames(training.optim).value.startswith("mars_") else Trainer
 
 
 @contextlib.contextmanager

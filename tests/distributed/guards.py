@@ -51,7 +51,7 @@ def no_compilation(builder: Any) -> Any:
 
 
 def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Trainer:
-    """Return a Trainer that gets MARS in one of the possible ways; all but `optim` with a LastGradientCallback."""
+    """Return a Trainer that gets MARS in one of the ways; all but `optim` and `own` with a LastGradientCallback."""
     engine, more = DEEPSPEED[config]
     zero = {**deepspeed_config(engine, dist.get_world_size()), **more}
     zero["gradient_clipping"] = "auto"
@@ -60,6 +60,8 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
     if way == "optim":
         mars_hf.register()
         return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
+    if way == "own":
+        return mars_hf.MarsTrainer(args=training_arguments(folder, CASE, zero), **shared)
     half = {config: True} if config in ("fp16", "bf16") else {}
     args = training_arguments(folder, CASE, zero, **half)
     if way == "factory":

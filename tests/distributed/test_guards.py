@@ -20,12 +20,12 @@ UNSCALED = r'fp16 under DeepSpeed without ZeRO.*"stage": 1'
 SWAPS = {
     # Plain Trainer keeps no instance under DeepSpeed.
     **dict.fromkeys(("instance/zero2", "instance/zero3"), DROPPED),
-    **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "mars_trainer")},
+    **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "own", "mars_trainer")},
     **{f"{way}/zero2_offload_forced": REPLACED for way in ("instance", "factory", "optim", "mars_trainer")},
     "factory/zero3_offload_forced": REPLACED,
     **dict.fromkeys(("factory/fp16", "mars_trainer/fp16"), UNSCALED),
 }
-KEPT = ("factory/zero3", "optim/zero2", "mars_trainer/zero2_offload")
+KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "mars_trainer/zero2_offload")
 BF16_WITHOUT_ZERO = "mars_trainer/bf16"
 LAYOUTS = {
     "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",

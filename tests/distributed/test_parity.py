@@ -81,11 +81,11 @@ RUNS: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {
     },
     ("ways_zero2", 2): {
         **{f"{way}_zero2": ("adamw",) for way in ("factory", "optim", "accelerate")},
-        "trainer_zero2": ("adamw", "m"),
+        **{f"{way}_zero2": ("adamw", "m") for way in ("own", "trainer")},
     },
     ("ways_torch", 2): {
         **{f"{way}_ddp": ("adamw",) for way in ("factory", "accelerate")},
-        "trainer_ddp": ("adamw", "m"),
+        **{f"{way}_ddp": ("adamw", "m") for way in ("own", "trainer")},
     },
     ("ways_fsdp2", 2): {"accelerate_fsdp2": ("adamw", "adamw_1d", "m")},
 }
@@ -255,7 +255,7 @@ def test_weights_are_those_of_one_process(trained, kind, world, engine, case):
 
 
 # Trainer leaves its states in DeepSpeed's partitions, or wrapped by others.
-WITH_STATES = [param for param in CASES if param.values[2].split("_")[0] not in ("factory", "optim", "trainer")]
+WITH_STATES = [param for param in CASES if param.values[2].split("_")[0] not in ("factory", "optim", "own", "trainer")]
 
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), WITH_STATES)

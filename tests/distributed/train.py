@@ -363,6 +363,9 @@ def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict
         arguments = training_arguments(folder, case, zero, optim="mars_adamw", optim_args=text)
         return Trainer(args=arguments, **shared)
     arguments = training_arguments(folder, case, zero)
+    if way == "own":
+        own = {key: value for key, value in settings.items() if key != "lr"}
+        return mars_hf.MarsTrainer(args=arguments, mars_kwargs=own, **shared)
     if way == "factory":
         return Trainer(args=arguments, optimizer_cls_and_kwargs=mars_hf.factory(**settings), **shared)
     return mars_hf.MarsTrainer(args=arguments, optimizers=(mars_hf.create(model, **settings), None), **shared)
@@ -441,7 +444,7 @@ def fresh_accelerate() -> Iterator[None]:
 def function_of(engine: str) -> Callable[..., Results]:
     if engine in DEEPSPEED:
         return train_deepspeed
-    if engine.split("_")[0] in ("factory", "optim", "trainer", "accelerate"):
+    if engine.split("_")[0] in ("factory", "optim", "own", "trainer", "accelerate"):
         return train_way_in
     return train_torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers import arguments, gpt2, mars_trainer, trainer
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import GPT2LMHeadModel, TrainerCallback
 
 import mars_hf
 from mars_hf.training import guard
@@ -189,3 +190,42 @@ def test_no_import_order_escapes_it(tmp_path, first):
             raise SystemExit("not guarded")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", ["Trainer", "MarsTrainer"])
+def test_another_optimizer_does_not_resume_a_checkpoint_of_mars(tmp_path, make):
+    """torch.optim.AdamW loads all of it, and would train with MARS's betas and learning rates."""
+    args = {"save_strategy": "steps", "save_steps": 2}
+    model = gpt2()
+    trainer(arguments(tmp_path, **args), model, **given(model, "factory")).train()
+    model = gpt2()
+    if make == "Trainer":
+        run = trainer(arguments(tmp_path / "other", **args), model)
+    else:
+        params = sorted(model.parameters(), key=lambda param: param.ndim == 1)  # as MARS groups them
+        adamw = torch.optim.AdamW([{"params": params[:10]}, {"params": params[10:]}])
+        run = mars_trainer(arguments(tmp_path / "other", **args), model, optimizers=(adamw, None))
+    message = r"MARS saved the checkpoint of step 2, and AdamW would resume.*optim='mars_adamw'.*from_pretrained"
+    with pytest.raises(RuntimeError, match=message):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert run.state.global_step == 2
+    mars_trainer(arguments(tmp_path, **args), gpt2()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_mars_does_not_resume_a_checkpoint_of_another_optimizer_and_the_remedies_work(tmp_path):
+    args = {"save_strategy": "steps", "save_steps": 2}
+    trainer(arguments(tmp_path, **args), gpt2()).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    run = mars_trainer(arguments(tmp_path / "mars", **args), gpt2())
+    with pytest.raises(ValueError, match=r"another optimizer than Mars.*from_pretrained.*without optimizer\.pt"):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    copied = tmp_path / "copied" / "checkpoint-2"
+    shutil.copytree(checkpoint, copied, ignore=shutil.ignore_patterns("optimizer.pt", "scheduler.pt"))
+    run = mars_trainer(arguments(tmp_path / "mars", **args), gpt2())
+    run.train(resume_from_checkpoint=str(copied))
+    assert run.state.global_step == 4 and isinstance(guard.innermost(run.optimizer), mars_hf.Mars)
+    assert run.optimizer.optimizer.state[run.model.transformer.wte.weight]["step"] == 2
+    mars_trainer(arguments(tmp_path / "new"), GPT2LMHeadModel.from_pretrained(checkpoint)).train()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
@@ -57,14 +61,12 @@ def test_it_adds_no_second_callback(tmp_path):
         assert kinds.count("LastGradientCallback") == 1
 
 
-@pytest.mark.slow
-def test_without_an_optimizer_it_is_a_trainer(tmp_path):
-    run = mars_trainer(arguments(tmp_path, optim="adamw_torch"), gpt2())
+def test_another_optimizer_that_is_given_trains(tmp_path):
+    model = gpt2()
+    given = torch.optim.AdamW(model.parameters())
+    run = mars_trainer(arguments(tmp_path, optim="sgd"), model, optimizers=(given, None))
     run.train()
-    assert isinstance(run.optimizer.optimizer, torch.optim.AdamW)
-    made = mars_trainer(arguments(tmp_path), gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(gamma=0.1))
-    made.train()
-    assert isinstance(made.optimizer.optimizer, mars_hf.Mars)
+    assert run.optimizer.optimizer is given
 
 
 @pytest.mark.parametrize("other", ["model_init", "optimizer_cls_and_kwargs"])
@@ -106,3 +108,119 @@ def test_it_goes_together_with_other_trainers(tmp_path, other, order):
     assert run.optimizer is None and run._kept_optimizer is optimizer and run.own == 1
     run.train()
     assert run.optimizer.optimizer is optimizer
+
+
+# --- without an optimizer --------------------------------------------------------------------------------------------
+
+
+class ByName(Trainer):
+    """Make the optimizer as many trainers do: by the name in TrainingArguments, for groups of one's own."""
+
+    def create_optimizer(self, model=None):
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(self.args)
+        self.optimizer = kind([{"params": list(self.model.parameters())}], **settings)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("kind", [Trainer, ByName])
+@pytest.mark.parametrize(
+    ("named", "given"),
+    [
+        ({}, {}),
+        ({}, {"mars_type": "mars-lion", "gamma": 0.05, "beta1": 0.8}),
+        ({"optim_args": "gamma=0.1"}, {"clip_threshold": None}),
+        ({"optim": "mars_m"}, {"lr_1d": 2e-3}),
+        ({"optim": "mars_shampoo", "optim_args": "ns_steps=3"}, {"mars_type": "mars-shampoo"}),
+    ],
+)
+def test_it_makes_mars_as_factory_does(tmp_path, kind, named, given):
+    values = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_beta2": 0.9, "max_grad_norm": 0.0}
+    args = arguments(tmp_path, **values, **named)
+    run = mars_hf.with_mars(kind)(
+        gpt2(), args, train_dataset=Blocks(), data_collator=default_data_collator, mars_kwargs=given
+    )
+    run.train()
+    settings = {"optim_args": {"gamma": 0.1}, "optim": {"mars_type": "mars-m"}}
+    expected = {key: value for name in named for key, value in settings.get(name, {}).items()} | given
+    if named.get("optim") == "mars_shampoo":
+        expected |= {"mars_type": "mars-shampoo", "ns_steps": 3}
+        expected.pop("gamma")
+    twin = trainer(arguments(tmp_path, **values), gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(**expected))
+    twin.train()
+    assert isinstance(run.optimizer.optimizer, mars_hf.Mars)
+    assert all(torch.equal(a, b) for a, b in zip(weights(run), weights(twin), strict=True))
+
+
+def test_the_arguments_stay_the_users(tmp_path):
+    args = arguments(tmp_path)
+    run = mars_trainer(args, gpt2())
+    run.train()
+    assert run.args is args and "mars" not in str(args.optim) and not hasattr(args, "mars_kwargs")
+    baseline = trainer(args, gpt2())
+    baseline.train()
+    assert type(baseline.optimizer.optimizer) is torch.optim.AdamW
+
+
+def test_it_makes_exact_mars_and_mars_of_model_init(tmp_path):
+    run = mars_trainer(arguments(tmp_path), None, model_init=lambda: gpt2(), mars_kwargs={"is_approx": False})
+    run.train()
+    assert run.optimizer.optimizer.is_exact and run.optimizer.optimizer.has_previous_params
+
+
+@pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, mars_hf.with_mars(ByName)])
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_torch"])
+def test_another_optimizer_by_name_is_refused(tmp_path, kind, optim):
+    with pytest.raises(ValueError, match=rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, leave"):
+        kind(gpt2(), arguments(tmp_path, optim=optim))
+
+
+@pytest.mark.parametrize(
+    ("named", "given", "message"),
+    [
+        ({}, {"gama": 0.1}, "gama"),
+        ({}, {"gamma": -1}, "gamma=-1"),
+        ({"learning_rate": 1e-3}, {"lr": 1e-2}, "contradict each other: learning_rate is what trains"),
+        ({"optim_args": "gamma=0.1"}, {"gamma": 0.1}, "gamma: given in optim_args='gamma=0.1' and in mars_kwargs"),
+        ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type='mars-lion' contradict"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_at_once(tmp_path, named, given, message):
+    with pytest.raises(ValueError, match=message):
+        mars_trainer(arguments(tmp_path, **named), gpt2(), mars_kwargs=given)
+
+
+def test_settings_beside_an_optimizer_are_refused(tmp_path):
+    model = gpt2()
+    for given in ({"optimizers": (mars_hf.create(model), None)}, {"optimizer_cls_and_kwargs": mars_hf.factory()}):
+        with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
+            mars_trainer(arguments(tmp_path), model, mars_kwargs={"gamma": 0.1}, **given)
+
+
+def test_an_override_that_makes_another_optimizer_stops_the_run(tmp_path):
+    class Making(Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            return self.optimizer
+
+    run = mars_hf.with_mars(Making)(gpt2(), arguments(tmp_path), train_dataset=Blocks())
+    with pytest.raises(RuntimeError, match="AdamW, not Mars"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["from mars_hf import MarsTrainer", "import mars_hf"])
+@pytest.mark.parametrize("first", ["mars_hf", "transformers"])
+def test_a_rule_by_name_needs_no_register(tmp_path, imported, first):
+    imports = [imported, "from transformers import TrainingArguments"]
+    script = f"""
+        {imports[first == "transformers"]}
+        {imports[first != "transformers"]}
+        import torch
+        args = TrainingArguments({str(tmp_path)!r}, optim="mars_m", use_cpu=True, report_to="none", max_steps=1)
+        import mars_hf
+        run = mars_hf.MarsTrainer(torch.nn.Linear(2, 2), args)
+        run.create_optimizer()
+        assert run.optimizer.defaults["mars_type"] == "mars-m"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)

@@ -10,6 +10,7 @@ import torch
 from any_trainer import STEPS, hold_to_straight_lines, optimizer_of, place, trained
 from datasets import Dataset
 from helpers import gpt2
+from peft import LoraConfig
 from reference import Reference
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
@@ -92,6 +93,25 @@ def test_trl(tmp_path, name, make, exact):
     assert len(rows) == STEPS and all("mars/clip_fraction" in row for row in rows)
 
 
+def test_sft_with_lora_makes_its_own_mars(tmp_path):
+    args = trl.SFTConfig(**settings(tmp_path, max_length=16, gradient_checkpointing=False, learning_rate=1e-2))
+    run = mars_hf.with_mars(trl.SFTTrainer)(
+        language_model(),
+        args,
+        train_dataset=Dataset.from_dict({"text": TEXTS}),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["c_attn"]),
+        mars_kwargs={"gamma": 0.05},
+    )
+    run.train()
+    mars = run.optimizer.optimizer
+    assert isinstance(mars, mars_hf.Mars) and mars.defaults["gamma"] == 0.05
+    held = {id(param) for group in mars.param_groups for param in group["params"]}
+    adapters = [param for name, param in run.model.named_parameters() if "lora_" in name]
+    assert {id(param) for param in adapters} == held
+    assert all("last_grad" in mars.state[param] for param in adapters)
+
+
 # --- GRPO generates its batches: only its own gradients can be compared --------------------------------------------
 
 
@@ -171,7 +191,7 @@ def test_sentence_transformers(tmp_path, loss, exact):
     BertModel(BertConfig(vocab_size=16, max_position_embeddings=32, **sizes, **still)).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
-    def make(kind: type, optimizer: Callable[[Any], Any]) -> Any:
+    def make(kind: type, optimizer: Callable[[Any], Any] | None = None) -> Any:
         module = package.sentence_transformer.modules if hasattr(package, "sentence_transformer") else package.models
         transformer = module.Transformer(str(folder), max_seq_length=16)
         model = package.SentenceTransformer(modules=[transformer, module.Pooling(8)], device="cpu")
@@ -184,7 +204,13 @@ def test_sentence_transformers(tmp_path, loss, exact):
             columns["label"] = [index % 3 for index in range(len(TEXTS))]
         args = package.SentenceTransformerTrainingArguments(**settings(tmp_path))
         params = {param: None for param in [*model.parameters(), *own.parameters()] if param.requires_grad}
-        given = (optimizer(list(params)), None)
-        return kind(model, args, train_dataset=Dataset.from_dict(columns), loss=own, optimizers=given)
+        given = {} if optimizer is None else {"optimizers": (optimizer(list(params)), None)}
+        return kind(model, args, train_dataset=Dataset.from_dict(columns), loss=own, **given)
 
     hold_to_straight_lines(make, package.SentenceTransformerTrainer, exact=exact, bar=1e-3)
+    run = make(mars_hf.with_mars(package.SentenceTransformerTrainer))
+    run.train()
+    trained_ones = {param for module in (run.model, run.loss) for param in module.parameters() if param.requires_grad}
+    mars = run.optimizer.optimizer
+    assert isinstance(mars, mars_hf.Mars)
+    assert trained_ones == {param for group in mars.param_groups for param in group["params"]}
