@@ -11,8 +11,10 @@ from typing import Any
 import prelude
 import pytest
 from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
 from pages import PAGES, blocks, entry_points
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import mars_hf
@@ -84,11 +86,15 @@ def test_entry_points_of_readme(place):
     """The table's code builds a Mars where the table says."""
     names = {**prelude.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
     names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}
+    names["rows"] = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in [list(range(12))] * 16])
+    vocabulary = Tokenizer(models.WordLevel({str(index): index for index in range(64)}))
+    names["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="0", pad_token="1")
     python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]
-    assert len(python) == 7
+    assert len(python) == 8
     kinds = []
     for code in python:
         code = code.replace("(..., ", "(model, args, train_dataset=dataset, ")
+        code = code.replace("args, ...)", "args, train_dataset=rows, processing_class=tokenizer)")
         made = eval(code.replace("TrainingArguments(", "TrainingArguments(use_cpu=True, "), names)
         kinds.append(type(made).__name__)
         if isinstance(made, Trainer):
@@ -97,6 +103,5 @@ def test_entry_points_of_readme(place):
         elif isinstance(made, TrainingArguments):
             make, settings = Trainer.get_optimizer_cls_and_kwargs(made, names["model"])
             assert make()(names["model"], **settings).param_groups[0]["mars_type"] == "mars-adamw"
-        elif isinstance(made, type):
-            assert issubclass(made, SFTTrainer) and made is mars_hf.with_mars(made)
-    assert kinds == ["Trainer", "Trainer", "type", "MarsTrainer", "NoneType", "TrainingArguments", "Mars"]
+    trainers = ["Trainer", "Trainer", "MarsTrainer", "MarsSFTTrainer", "MarsTrainer"]
+    assert kinds == [*trainers, "NoneType", "TrainingArguments", "Mars"]
