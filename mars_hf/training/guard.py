@@ -60,7 +60,7 @@ def require_mars(optimizer: Any, given: Mars | None) -> Mars:
     if type(steps).__name__ == "DeepSpeedCPUAdam":
         remedy = (
             'offload_optimizer replaced it; set "zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON, as '
-            "accelerate_configs/ds_config/zero2_offload.json does"
+            "accelerate_configs/zero2_offload.yaml does"
         )
     elif is_flattened(optimizer):
         remedy = (

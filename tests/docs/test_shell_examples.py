@@ -341,6 +341,7 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "pip install -c constraints.txt -e '.[recipes]'": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[recipes,finetune]'": ("installs packages", is_pip),
     "pip install -c constraints.txt -e '.[test]'": ("installs packages; .ci/run runs it", is_pip),
+    "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu": ("installs a package", nothing),
     "pip install --no-deps -e .": ("installs packages", nothing),
     "axolotl train config.yaml": (
         "needs Axolotl; tests/training/test_axolotl.py checks the page's config, and trains where Axolotl is installed",

@@ -135,15 +135,14 @@ def test_contributing_names_the_commands_that_workflows_run() -> None:
 
 def test_python_versions_are_the_supported_ones() -> None:
     (tests,) = (load(path) for path in WORKFLOWS if path.stem == "tests")
-    found = {
-        name: step["with"]["python-version"]
-        for name, job in tests["jobs"].items()
-        for step in job["steps"]
-        if "python-version" in step.get("with", {})
-    }
-    assert settings()["options"]["python_requires"] == f">={found['oldest']}"
-    for version in found.values():
-        assert f"Programming Language :: Python :: {version}" in settings()["metadata"]["classifiers"]
+    (oldest,) = (step["with"]["python-version"] for step in tests["jobs"]["oldest"]["steps"] if "with" in step)
+    newest = tests["jobs"]["newest"]["strategy"]["matrix"]["python-version"]
+    assert settings()["options"]["python_requires"] == f">={oldest}"
+    classifiers = re.findall(r":: (3\.\d+)$", settings()["metadata"]["classifiers"], re.MULTILINE)
+    assert classifiers == [oldest, *newest]
+    resolved = (ROOT / ".ci" / "resolve").read_text(encoding="utf-8")
+    assert f"for version in {' '.join(newest)}; do resolve constraints.txt" in resolved
+    assert f"resolve constraints-oldest.txt {oldest}\n" in resolved
 
 
 def test_the_floors_are_the_oldest_pins() -> None:
@@ -161,6 +160,12 @@ def test_the_newest_pins_satisfy_every_floor() -> None:
         name = canonicalize_name(requirement.name)
         if name in newest:
             assert requirement.specifier.contains(newest[name]), requirement
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "CONTRIBUTING.md"])
+def test_pages_install_the_pinned_torch(page: str) -> None:
+    named = re.findall(r"pip install torch==(\S+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert named == [str(pins("constraints.txt")["torch"])]
 
 
 def test_hooks_run_the_pinned_ruff() -> None:
