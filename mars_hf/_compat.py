@@ -6,7 +6,9 @@ packages have. Versions are those in which a name was seen, oldest and newest.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -44,6 +46,14 @@ PRIVATE_NAMES = (
     PrivateName("torch", "_foreach_add_", "torch 2.9 to 2.13", "No rule runs; `rules.py` and others use this family."),
     PrivateName("torch:Tensor", "_is_view", "torch 2.9 to 2.13", "`take_grad` cannot tell views from owners."),
     PrivateName("torch:Tensor", "_is_zerotensor", "torch 2.9 to 2.13", "Zero tensors would be read as memory."),
+    PrivateName(
+        "torch.cpu",
+        "_is_avx512_bf16_supported",
+        "torch 2.9 to 2.13",
+        "The default dtype of Newton-Schulz on a CPU cannot be chosen: mars-shampoo and mars-m need `ns_dtype` there.",
+    ),
+    PrivateName("torch.cpu", "_is_amx_tile_supported", "torch 2.9 to 2.13", "As the name before."),
+    PrivateName("torch:ops.mkldnn", "_is_mkldnn_bf16_supported", "torch 2.9 to 2.13", "As the name before, on ARM."),
     PrivateName("torch.nn:Module", "_buffers", "torch 2.9 to 2.13", "The stale pass would leave running statistics."),
     PrivateName("torch.nn:Module", "_parameters", "torch 2.9 to 2.13", "Direct parameters of a module are not found."),
     PrivateName("torch.nn:Module", "_modules", "torch 2.9 to 2.13", "Direct children of a module are not found."),
@@ -236,6 +246,16 @@ def without_dynamo(function: _F) -> _F:
     """Keep torch.compile from tracing a function; torch.compiler.disable would import dynamo at once."""
     kept: Any = torch._disable_dynamo(function)
     return kept
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Tell whether the CPU has dot products of bfloat16; where it has none, torch emulates them, many times slower."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # ATEN_CPU_CAPABILITY may hide AVX-512 from torch.
+    uses_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return uses_avx512 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -97,7 +97,8 @@ class Mars(torch.optim.Optimizer):
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
             same cost; or three numbers, or a list of as many triples as steps.
-        ns_dtype: of the iteration, a torch.dtype or its name; None for bfloat16, and float64 for float64 parameters.
+        ns_dtype: of the iteration, a torch.dtype or its name. None: bfloat16, but float32 on a CPU that lacks bfloat16
+            instructions, and float64 for float64 parameters.
         layout: the (out, in) matrices in each matrix parameter: a `MatrixLayout` or a dict of its fields, as which
             groups keep it. None goes by shape: two dimensions are (out, in), three a batch of such, more are
             (out, all others).

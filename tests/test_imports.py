@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +110,20 @@ def test_private_names_are_there(entry):
         return
     source = Path(sys.modules[found.__module__].__file__).read_text()  # set on instances
     assert f"self.{entry.name}" in source or f'"{entry.name}"' in source
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's flags")
+def test_bfloat16_is_for_processors_that_multiply_it():
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    code = "from mars_hf._compat import cpu_multiplies_bfloat16; print(cpu_multiplies_bfloat16())"
+    for limit, expected in (("", bool(flags & {"avx512_bf16", "amx_bf16"})), ("avx2", False), ("default", False)):
+        environment = {key: value for key, value in os.environ.items() if key != "ATEN_CPU_CAPABILITY"}
+        if limit:
+            environment["ATEN_CPU_CAPABILITY"] = limit
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.strip() == str(expected), limit
 
 
 # --- files that others wrote run nothing ------------------------------------------------------------------------------

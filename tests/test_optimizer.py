@@ -465,7 +465,7 @@ def test_a_loaded_state_brings_its_settings():
 def test_loading_the_state_of_another_optimizer_is_refused():
     params = make_params(((4, 3), (3,)))
     foreign = torch.optim.AdamW([{"params": [params[0]]}, {"params": [params[1]]}])
-    with pytest.raises(ValueError, match="not saved by Mars"):
+    with pytest.raises(ValueError, match="another optimizer than Mars saved it"):
         Mars(params).load_state_dict(foreign.state_dict())
 
 

@@ -247,8 +247,8 @@ def disagreement(ranks: int, copy: int) -> RuntimeError:
     """Return the error for ranks that would update different parameters; `copy` ranks hold one copy of the model."""
     return RuntimeError(
         f"{ranks} ranks, {copy} for each copy of the model, disagree on the parameters to be updated, on their shapes, "
-        "or on which pieces are where: build the optimizer from the same parameters in the same order on every rank, "
-        "and give them gradients in the same steps"
+        "on which pieces are where, or on the dtype of Newton-Schulz: build the optimizer from the same parameters in "
+        "the same order on every rank, give them gradients in the same steps, and state ns_dtype if their CPUs differ"
     )
 
 

@@ -118,7 +118,11 @@ _TABLE = (
     ),
     # No float16: the entries of a first moment underflow in it.
     Setting(
-        "ns_dtype", None, optional_dtype(*DTYPES[1:]), "Dtype of Newton-Schulz; left out: bfloat16.", is_orthogonal=True
+        "ns_dtype",
+        None,
+        optional_dtype(*DTYPES[1:]),
+        "Dtype of Newton-Schulz; None: the processor's.",
+        is_orthogonal=True,
     ),
     Setting(
         "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True

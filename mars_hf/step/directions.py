@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf._compat import cpu_multiplies_bfloat16
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, Coefficients, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.matrix_layouts import MatrixLayout
@@ -52,11 +53,18 @@ def settings_of(group: Mapping[str, Any], param: Tensor) -> Settings:
     return Settings(rule, layout, ns_coefficients(group), float(eps), iteration_dtype(group, param))
 
 
-def iteration_dtype(group: Mapping[str, Any], param: Tensor) -> torch.dtype:
-    """Return the dtype of the iteration: `ns_dtype`, else bfloat16, or float64 for float64 parameters."""
+def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device | None = None) -> torch.dtype:
+    """Return the dtype of the iteration: `ns_dtype`; left out, float64 for float64 parameters, else the device's.
+
+    A CPU without bfloat16 instructions takes float32, every other device bfloat16. `device` does the work; None means
+    the parameter's.
+    """
     if group["ns_dtype"] is not None:
         return dtype_of(group["ns_dtype"])
-    return torch.float64 if param.dtype == torch.float64 else torch.bfloat16
+    if param.dtype == torch.float64:
+        return torch.float64
+    emulates = (device or param.device).type == "cpu" and not cpu_multiplies_bfloat16()
+    return torch.float32 if emulates else torch.bfloat16
 
 
 def directions(

@@ -17,6 +17,7 @@ from mars_hf.distributed.exchange import Exchange, agree, digest, disagreement, 
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Group, Placement, cut
 from mars_hf.distributed.routes import Region
+from mars_hf.distributed.whole_sums import wire_device
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.roles import orthogonalizes
 from mars_hf.groups.settings import ns_coefficients
@@ -133,11 +134,11 @@ class Matrices:
         repeated = self._locator.replicas.repeated(plain) if plain else {}
         for slot, place, param in wanted:
             group = self._groups[place]
-            dtype = iteration_dtype(group, param)
             key: Hashable = None
             if param in placements or dtensors.is_dtensor(param):
-                key = self._join(slot, place, param, placements.get(param), dtype)
+                key = self._join(slot, place, param, placements.get(param))
             else:
+                dtype = iteration_dtype(group, param)
                 self._plain[id(param)] = _Plain(slot, place, param.device, dtype)
                 if id(param) in repeated and not self._apart:
                     key = _Repeated(param.device, dtype)
@@ -170,7 +171,7 @@ class Matrices:
         finally:
             self._groups = ()
 
-    def _join(self, slot: int, place: int, param: Tensor, placement: Placement | None, dtype: torch.dtype) -> Hashable:
+    def _join(self, slot: int, place: int, param: Tensor, placement: Placement | None) -> Hashable:
         """Return the team that works on a DTensor or an engine's tensor; None if no other rank takes part."""
         shards = None if placement is None or _is_alone(param, placement) else placement.group
         if placement is not None:
@@ -179,7 +180,10 @@ class Matrices:
             repeating = dtensors.replicas_in_mesh(param)
         if shards is None and repeating is None:
             return None
-        team = Team(shards, repeating, dtensors.local(param).device, dtype, not dtensors.is_dtensor(param))
+        device = dtensors.local(param).device
+        works = wire_device(device, repeating if shards is None else shards)
+        dtype = iteration_dtype(self._groups[place], param, works)
+        team = Team(shards, repeating, device, dtype, not dtensors.is_dtensor(param))
         self._teams[id(param)] = team
         members = self._members.setdefault(team, [])  # also without a gradient here: other ranks may have one
         if param.grad is not None:

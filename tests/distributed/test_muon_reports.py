@@ -19,7 +19,7 @@ from torch import nn
 import mars_hf
 
 # The largest difference of a weight, relative to its largest element; bf16 rounds gradients to 8 bits.
-RUNS = {"stage0": 1e-6, "stage0_bf16": 5e-2, "zero3_init": 1e-5, "zero3_groups": 1e-5}
+RUNS = {"stage0": 1e-6, "stage0_bf16": 3e-2, "zero3_init": 1e-5, "zero3_groups": 1e-5}
 
 
 @pytest.fixture(scope="module")

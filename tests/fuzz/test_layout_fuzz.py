@@ -256,7 +256,7 @@ def test_triton(rule, monkeypatch):
 @pytest.mark.slow
 def test_triton_interpreted():
     """This file and test_edit_fuzz.py pass in Triton's interpreter."""
-    pytest.importorskip("triton", minversion="3.9", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
+    pytest.importorskip("triton", minversion="3.7", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
     files = [str(Path(__file__).with_name(name)) for name in ("test_layout_fuzz.py", "test_edit_fuzz.py")]
     options = ["-q", "-p", "no:cacheprovider", "-k", "test_triton", "-m", "not slow"]
     command = [sys.executable, "-m", "pytest", *options, *files]

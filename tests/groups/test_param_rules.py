@@ -47,9 +47,9 @@ def train(model: nn.Module, optimizer: Mars, steps: int = 3) -> None:
         optimizer.step()
 
 
-def differences(one: nn.Module, other: nn.Module) -> list[str]:
+def differences(one: nn.Module, other: nn.Module, atol: float = 0.0) -> list[str]:
     others = dict(other.named_parameters())
-    return [name for name, param in one.named_parameters() if not torch.equal(param, others[name])]
+    return [name for name, param in one.named_parameters() if (param - others[name]).abs().max() > atol]
 
 
 # --- which rule a parameter has --------------------------------------------------------------------------------------
@@ -154,7 +154,8 @@ def test_a_rule_steps_as_a_group_made_by_hand(mars_type):
     without = small()
     without.wte.requires_grad_(False)
     train(without, mars_hf.create(without, **settings))
-    assert differences(by_rule, without) == ["a.weight", "a.bias"]
+    # Matrices multiplied together round otherwise than one by one.
+    assert differences(by_rule, without, atol=1e-6) == ["a.weight", "a.bias"]
 
 
 @pytest.mark.parametrize("name", RULE_KEYS)

@@ -699,3 +699,36 @@ def test_models_have_layouts_of_their_own():
         mars_hf.create(gpt2(), mars_type="mars-m", adamw=["*.nothing"])
     with pytest.raises(ValueError, match="split_fused='all'"):
         mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all")
+
+
+@pytest.mark.parametrize(
+    ("multiplies", "device", "dtype", "expected"),
+    [
+        (True, "cpu", torch.float32, torch.bfloat16),
+        (False, "cpu", torch.float32, torch.float32),
+        (False, "cpu", torch.bfloat16, torch.float32),
+        (False, "cpu", torch.float64, torch.float64),
+        (False, "meta", torch.float32, torch.bfloat16),  # stands for a GPU
+    ],
+)
+def test_the_processor_chooses_the_dtype_of_the_iteration(monkeypatch, multiplies, device, dtype, expected):
+    monkeypatch.setattr(directions, "cpu_multiplies_bfloat16", lambda: multiplies)
+    param = torch.nn.Parameter(torch.ones(4, 3, dtype=dtype, device=device))
+    (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
+    assert directions.iteration_dtype(group, param) == expected
+    assert directions.iteration_dtype({**group, "ns_dtype": "bfloat16"}, param) == torch.bfloat16
+    if expected == torch.float32:  # CPU offload: a GPU does the work
+        assert directions.iteration_dtype(group, param, torch.device("meta")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_a_step_takes_the_dtype_of_the_processor(monkeypatch, mars_type, multiplies):
+    weights = []
+    for ns_dtype in (None, "bfloat16" if multiplies else "float32", "float32" if multiplies else "bfloat16"):
+        monkeypatch.setattr(directions, "cpu_multiplies_bfloat16", lambda: multiplies)
+        param = torch.nn.Parameter(torch.zeros(12, 8))
+        param.grad = random((12, 8), 0)
+        mars_hf.Mars([param], mars_type=mars_type, ns_dtype=ns_dtype).step()
+        weights.append(param.detach())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", minversion="3.9", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
+pytest.importorskip("triton", minversion="3.7", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
 HERE = Path(__file__).resolve().parent
 
 
