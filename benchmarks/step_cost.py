@@ -42,6 +42,7 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 
 import mars_hf
+from mars_hf import _compat
 from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.step.buckets import entries_of, plan_buckets
 
@@ -54,6 +55,7 @@ from pretraining.report import write_text  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {
     "tiny": ModelArguments(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=64),
+    "default": ModelArguments(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=4096),  # of the default job
     "28m": ModelArguments(n_layer=8, n_head=8, n_embd=512, vocab_size=4096),
     "small": ModelArguments(n_layer=12, n_head=12, n_embd=768, vocab_size=50304),
     "medium": ModelArguments(n_layer=24, n_head=16, n_embd=1024, vocab_size=50304),
@@ -433,6 +435,13 @@ def table(result: Mapping[str, Any]) -> str:
     return interleave.markdown(header, rows)
 
 
+def _instructions(device: torch.device) -> dict[str, str]:
+    if device.type != "cpu":
+        return {}
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"instructions": f"{capability} with{'' if _compat.cpu_multiplies_bfloat16() else 'out'} bfloat16"}
+
+
 def report(written: Mapping[str, Any], picture: Path) -> None:
     """Print the tables and draw the picture."""
     for size, result in written["sizes"].items():
@@ -477,7 +486,9 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
     texts = f"without clipping (1 is {ADAMW})", f"with clipping of the global norm (1 is {CLIPPED_ADAMW})"
     for axes, text in zip(grid[:, 0], texts, strict=True):
         axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(4, 3), textcoords="offset points", fontsize=8)
-    figure.suptitle(f"Step of the optimizer on {written['device']}", fontsize=11)
+    instructions = written["machine"].get("instructions")
+    device = f"{written['device']}, {instructions}" if instructions else written["device"]
+    figure.suptitle(f"Step of the optimizer on {device}", fontsize=11)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -515,7 +526,7 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
     if max(values) > 5:
         axes.set_xscale("log")
         axes.set_xlim(min(0.5, 0.8 * min(values)), 2.2 * max(values))
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick <= 2.2 * max(values)]
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick <= 2.2 * max(values)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     else:
@@ -547,7 +558,11 @@ def main(argv: list[str] | None = None) -> None:
             torch.set_num_threads(arguments.threads)
         names = [name for name in contenders() if re.search(arguments.contenders, name, re.IGNORECASE)]
         written: dict[str, Any] = {
-            "machine": {**machine.describe(), "threads": torch.get_num_threads()},
+            "machine": {
+                **machine.describe(),
+                "threads": torch.get_num_threads(),
+                **_instructions(device),
+            },
             "device": name,
             "rounds": arguments.rounds,
             "gradient_norm": arguments.gradient_norm,
