@@ -19,8 +19,17 @@ from mars_hf.groups import matrix_layouts, saved_settings
 from mars_hf.groups.from_model import from_model
 from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.groups.param_rules import rules_of
-from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_one_rate
-from mars_hf.groups.settings import DEFAULTS, GROUP_KEYS, KEYS_1D, MODEL_DEFAULTS, check, plain, reject_unknown
+from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_fast_vectors, warn_of_one_rate
+from mars_hf.groups.settings import (
+    DEFAULTS,
+    GROUP_KEYS,
+    KEYS_1D,
+    MODEL_DEFAULTS,
+    STRUCTURAL_KEYS,
+    check,
+    plain,
+    reject_unknown,
+)
 from mars_hf.groups.summary import summary
 from mars_hf.groups.values import patterns
 from mars_hf.step import exact, saved_states, states
@@ -217,6 +226,7 @@ class Mars(torch.optim.Optimizer):
         check(given)
         defaults = plain(given)
         defaults["layout"] = matrix_layouts.to_plain(layout)
+        warn_of_fast_vectors(lr, lr_1d)
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, whose order changes from run to run; use a list")
         if not isinstance(params, Tensor):  # torch's own error for that is good
@@ -396,7 +406,12 @@ class Mars(torch.optim.Optimizer):
         return recipes
 
     def _plan(self, entries: Sequence[Entry], placements: Mapping[Tensor, Placement]) -> Sequence[Recipe]:
-        """Check gradients and states, and decide what is updated together; kept for the next step where that can be."""
+        """Check settings, gradients and states, and decide what is updated together.
+
+        The plan is kept for the next step where that can be.
+        """
+        for group in self.param_groups:
+            check({name: group[name] for name in STRUCTURAL_KEYS})
         for entry in entries:
             check_gradient(entry.param)
             check_state(entry.param, entry.state, self.param_groups[entry.group])

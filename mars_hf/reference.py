@@ -64,7 +64,9 @@ class MarsReference:
             direction = self.m.sign()  # Algorithm 3, Lion
         elif self.rule == "mars-shampoo":  # Algorithm 4, with Newton-Schulz, clipping and this scale from the code
             direction = max(1, rows / cols) ** 0.5 * newton_schulz(self.m / (1 - beta1), EPS)
-        else:  # MARS-M, arXiv 2510.21800
+        elif self.rule == "mars-m":  # arXiv 2510.21800
             direction = 0.2 * max(rows, cols) ** 0.5 * newton_schulz(self.m, 1e-7)
+        else:
+            raise ValueError(f"rule={self.rule!r} is unknown; accepted: mars-adamw, mars-lion, mars-shampoo, mars-m")
         self.x -= self.lr * (direction + self.weight_decay * self.x)  # Algorithm 1, x_{t+1}
         self.last = g

@@ -64,3 +64,10 @@ def test_it_is_the_official_code(rule, exact, file):
             stale = tensors[f"stale.{t}.p{index}"] if t else torch.zeros_like(x)
             plain.step(tensors[f"grad.{t}.p{index}"], stale if exact else None)
             torch.testing.assert_close(x, tensors[f"{case}.{t}.p{index}"], rtol=1e-6, atol=1e-6)
+
+
+def test_an_unknown_rule_is_refused():
+    plain = MarsReference(torch.ones(3, 3), "mars-muon", **SETTINGS)
+    with pytest.raises(ValueError, match="rule='mars-muon' is unknown; accepted: mars-adamw, mars-lion"):
+        plain.step(torch.ones(3, 3))
+    assert torch.equal(plain.x, torch.ones(3, 3))

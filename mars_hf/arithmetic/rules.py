@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+RULES = ("adamw", "lion", "momentum")
+
 
 def sums(
     gradients: list[Tensor],
@@ -124,9 +126,13 @@ def update(
         keep_last: whether to write g into `last_grads`.
         foreach: see `sums`.
 
+    Raises:
+        ValueError: an unknown rule.
+
     Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
+    check_rule(rule)
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     for part in _parts(len(params), foreach):
         dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
@@ -169,6 +175,12 @@ def update(
             torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
             _put(x, params[part])
         _put(e, exp_avgs[part])
+
+
+def check_rule(rule: str) -> None:
+    """Raise ValueError for a rule that is not one of `RULES`."""
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; accepted: {', '.join(RULES)}")
 
 
 def apply(

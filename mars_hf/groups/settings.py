@@ -355,4 +355,5 @@ def _read_rule(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def lr_1d_ratio(mars_type: str) -> float:
     """Return the ratio lr_1d / lr that lr_1d=None stands for: that of every published configuration."""
+    check({"mars_type": mars_type})
     return 1.0 if mars_type == "mars-m" else 0.5

@@ -119,6 +119,7 @@ def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = Non
         gamma: scale of the correction.
         width: of the model; None will not do for mars-shampoo.
     """
+    check({"mars_type": rule})
     if rule == "mars-lion":
         return 1.0
     if rule == "mars-adamw":
@@ -130,7 +131,7 @@ def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = Non
         width = 1  # mars-m's does not
     if width < 1:
         raise ValueError(f"width={width!r} is out of range; accepted: an integer >= 1")
-    scale = shampoo_scale if rule == "mars-shampoo" else muon_scale
+    scale = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}[rule]
     # The matrices of a transformer's block: query, key, value and output, then an MLP four times as wide.
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     squares = sum(scale(*shape) ** 2 * min(shape) for shape in shapes)

@@ -48,7 +48,7 @@ def settings_of(group: Mapping[str, Any], param: Tensor) -> Settings:
     multiplied by 1 - beta1 instead.
     """
     rule = group["mars_type"]
-    eps = _MUON_EPS if rule == "mars-m" else group["eps"] * (1 - group["betas"][0])
+    eps = {"mars-m": _MUON_EPS, "mars-shampoo": group["eps"] * (1 - group["betas"][0])}[rule]
     layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(param.shape)
     return Settings(rule, layout, ns_coefficients(group), float(eps), iteration_dtype(group, param))
 

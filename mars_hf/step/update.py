@@ -15,6 +15,8 @@ from mars_hf.step.corrections import Correction, Update
 from mars_hf.step.directions import iteration_dtype
 from mars_hf.step.metrics import HERE, StepMetrics
 
+_ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
+
 
 def update_bucket(update: Update, metrics: StepMetrics | None = None) -> None:
     """Move the parameters of a bucket by one step.
@@ -92,7 +94,7 @@ def _write(update: Update, params: list[Tensor], **how: Any) -> None:
     bucket = update.bucket
     group = bucket.group
     if bucket.chunk is None:
-        _run_rule(bucket, update.correction, params, "lion" if rule_of(group) == "mars-lion" else "adamw", **how)
+        _run_rule(bucket, update.correction, params, _ARITHMETIC[rule_of(group)], **how)
     else:
         settings = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
         rules.apply(params, update.directions, **settings, foreach=bucket.backend.foreach)

@@ -253,7 +253,7 @@ def split_optim_args(text: str | None) -> dict[str, str]:
             hint = "; matrix_ndim is written ge2 (>=2) or eq2 (==2)" if key == "matrix_ndim" else ""
             raise ValueError(
                 f"optim_args={text!r}: {pair!r} is not key=value; give pairs without further '=', separated by commas, "
-                f"such as gamma=0.025,lr_1d=1e-4{hint}"
+                f"such as gamma=0.025,beta1=0.9,beta2=0.95{hint}"
             )
         if key in found:
             raise ValueError(f"optim_args={text!r}: {key} is given twice ({found[key]} and {value}); give it once")
@@ -273,6 +273,8 @@ def register() -> None:
     try:
         import transformers.trainer_optimizer
     except ImportError as error:
+        if error.name != "transformers.trainer_optimizer":
+            raise  # transformers, or something that it needs, is missing or broken
         import transformers
 
         raise ImportError(

@@ -199,3 +199,8 @@ def test_apply(dtype, foreach):
         bar = {"rtol": 4e-3, "atol": 0} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-7}  # rounded once
         torch.testing.assert_close(found.double(), expected, **bar)
     assert all(torch.equal(a, b) for a, b in zip(directions, copies, strict=True))
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(ValueError, match="rule='sgd' is unknown; accepted: adamw, lion, momentum"):
+        run(False, torch.float32, {"rule": "sgd"})

@@ -266,6 +266,31 @@ def test_fused_set_in_a_group_that_says_foreach():
         assert all(optimizer.state[param]["step"] == 2 for param in params)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("mars_type", value) for value in ("adamw", "lion", "mars-muon", None)],
+        *[("role", value) for value in ("bias", "matrices", None)],
+        ("second_moment", "c"),
+        ("rounding", "up"),
+        ("state_dtype", "int8"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_unknown_value_in_a_group_stops_the_step(name, value, steps):
+    """None of them may run the arithmetic of another, AdamW's above all."""
+    params = make()
+    optimizer = Mars(params)
+    if steps:
+        train(params, optimizer)
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=rf"{name}={value!r} .*accepted"):
+        train(params, optimizer)
+    assert all(map(torch.equal, params, before))
+    assert all(optimizer.state[param]["step"] == steps for param in params if param in optimizer.state)
+
+
 # --- tensors as betas -------------------------------------------------------------------------------------------
 
 
@@ -423,3 +448,46 @@ def test_one_scalar_rate_for_all_groups_keeps_their_ratio_or_says_that_it_does_n
     says_so = any("max_lr" in str(one.message) or "lr_1d" in str(one.message) for one in told)
     documented = kind in (Mars.__doc__ or "")
     assert keeps_ratio or says_so or documented
+
+
+# --- a rate of vectors that dwarfs that of matrices -------------------------------------------------------------
+
+
+def warnings_of(make_optimizer: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_optimizer()
+    return [str(warning.message) for warning in caught if "lr_1d" in str(warning.message)]
+
+
+def a_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda kind: Mars(make(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind: mars_hf.create(a_model(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind: Mars([{"params": make(), "lr": 5e-5, "lr_1d": 3e-3}], mars_type=kind),
+        lambda kind: mars_hf.factory(lr_1d=3e-3)[0](make(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+    ],
+    ids=["Mars", "create", "group", "factory"],
+)
+def test_vectors_at_many_times_the_rate_of_matrices_are_said_once(make_optimizer, mars_type):
+    (said,) = warnings_of(lambda: make_optimizer(mars_type))
+    assert "lr_1d=0.003" in said
+    assert "lr=5e-05" in said
+    assert "learning_rate" in said
+
+
+@pytest.mark.parametrize("settings", [{"lr": 3e-4, "lr_1d": 3e-3}, {"lr": 5e-5}, {"lr_1d": 0.01}], ids=str)
+def test_vectors_at_a_usual_rate_say_nothing(settings):
+    assert not warnings_of(lambda: Mars(make(), **settings))
+    assert not warnings_of(lambda: mars_hf.create(a_model(), **settings))
+
+
+def test_a_rate_of_embeddings_is_not_one_of_vectors():
+    for kind in ("mars-adamw", "mars-m"):
+        assert not warnings_of(lambda kind=kind: mars_hf.create(a_model(), lr=1e-3, lr_embeddings=0.1, mars_type=kind))

@@ -318,6 +318,10 @@ RUN: dict[str, Callable[[str, Path], None]] = {
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
         "step.json",
     ),
+    "python benchmarks/step_cost.py --size default 28m --contenders 'Muon|^mars-m$|^mars-shampoo$'": main_of(
+        ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^mars-m$", "--output", "step.json"],
+        "step.json",
+    ),
     "python benchmarks/train_throughput.py --size small --batch 1 --block 512 --rounds 8 --steps 4": main_of(
         [
             "--size",

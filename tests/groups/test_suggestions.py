@@ -184,3 +184,9 @@ def test_mistakes(given, message):
 def test_mistakes_of_adamw(given, message):
     with pytest.raises(ValueError, match=message):
         AdamW(**given)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "mars", "mars-muon"])
+def test_an_unknown_rule_is_refused(rule):
+    with pytest.raises(ValueError, match=f"mars_type='{rule}' .*accepted: 'mars-adamw'"):
+        update_rms(rule, beta1=0.95, gamma=0.025, width=8)

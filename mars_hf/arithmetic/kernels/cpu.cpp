@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -367,9 +368,12 @@ Block<T> block_for(Last last) {
 
 template <class T>
 Block<T> block_for(const How& how) {
-    if (how.rule == LION) return block_for<T, LION, false>(how.last);
-    if (how.rule == MOMENTUM) return block_for<T, MOMENTUM, false>(how.last);
-    return how.amsgrad ? block_for<T, ADAMW, true>(how.last) : block_for<T, ADAMW, false>(how.last);
+    switch (how.rule) {
+        case LION: return block_for<T, LION, false>(how.last);
+        case MOMENTUM: return block_for<T, MOMENTUM, false>(how.last);
+        case ADAMW: return how.amsgrad ? block_for<T, ADAMW, true>(how.last) : block_for<T, ADAMW, false>(how.last);
+    }
+    std::abort();
 }
 
 template <class T>

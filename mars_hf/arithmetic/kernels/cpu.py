@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.kernels import cpu_compiler as compiler
+from mars_hf.arithmetic.rules import RULES, check_rule
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Must match cpu.cpp: dtypes by number (0 means no tensor), rules, and the elements of a row (one partial sum each).
+# Must match cpu.cpp, as `RULES` must: dtypes by number (0 means no tensor), and the elements of a row (one partial sum
+# each).
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-RULES = ("adamw", "lion", "momentum")
 ROW = 4096
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
@@ -110,6 +111,7 @@ def update(
         compensations: bfloat16, as are the parameters then: the rounding error, added to the parameter before the step
             and renewed after it (Kahan). Empty turns it off.
     """
+    check_rule(rule)
     lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
     rate, clips = float(lr), clip_threshold is not None
     counts = steps.tolist()

@@ -42,6 +42,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic.rules import check_rule
+
 TILE = 8192  # elements per program
 BLOCK = 1024  # elements that a program has in flight
 REST = 512  # the same for masked accesses
@@ -213,6 +215,7 @@ def _update(
     seeds: list[int],
     compensations: list[Tensor],
 ) -> None:
+    check_rule(rule)
     numbers = (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay)
     everything = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, compensations]
     compute = _compute_dtype(*everything)

@@ -477,3 +477,15 @@ def test_supports():
     assert compiled.supports(CPU, compiled.DTYPES)
     assert not compiled.supports(torch.device("meta"), [torch.float32])
     assert not compiled.supports(CPU, [torch.float32, torch.float8_e4m3fn])
+
+
+def test_an_unknown_rule_is_refused():
+    made = tensors()
+    with pytest.raises(ValueError, match="rule='sgd' is unknown; accepted: adamw, lion, momentum"):
+        run(made, ADAMW, settings(len(SIZES), rule="sgd"))
+    assert all(map(torch.equal, made["p"], tensors()["p"]))
+
+
+def test_rules_have_the_numbers_of_the_kernel():
+    source = compiled.SOURCE.read_text()
+    assert f"enum Rule {{ {', '.join(rules.RULES).upper()} }};" in source
