@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -322,6 +324,19 @@ def shard_of(placement: Any) -> tuple[int, int] | None:
 def is_flattened_by_fsdp1(param: Tensor) -> bool:
     """Tell whether FSDP1 has flattened parameters into this one."""
     return type(param).__name__ == "FlatParameter" or bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_of_tensor_parallelism(param: Tensor) -> bool:
+    """Tell whether DeepSpeed's AutoTP or Megatron has marked a parameter as one part of a larger one."""
+    return any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+
+
+def is_inside_zero_redundancy_optimizer() -> bool:
+    """Tell whether torch's ZeroRedundancyOptimizer is calling: it makes the optimizer of its rank itself."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.optim.zero_redundancy_optimizer":
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_of_zero12(param: Tensor) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mars_hf import _compat
@@ -176,6 +179,7 @@ class Mars(torch.optim.Optimizer):
     _was_trainable = False
     _matrices: Matrices | None = None
     _process_group: Any = None
+    _model: weakref.ref[nn.Module] | None = None  # what `create` was given, until the first step has compared it
 
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
@@ -223,6 +227,11 @@ class Mars(torch.optim.Optimizer):
     ) -> None:
         """See the class."""
         given = {name: value for name, value in locals().items() if name in DEFAULTS}
+        if _compat.is_inside_zero_redundancy_optimizer():
+            raise RuntimeError(
+                "ZeroRedundancyOptimizer gives all parameters of a rank the settings of its own groups, so biases and "
+                "norms would train and decay as matrices do; shard with FSDP2 (fully_shard) or DeepSpeed ZeRO"
+            )
         check(given)
         defaults = plain(given)
         defaults["layout"] = matrix_layouts.to_plain(layout)
@@ -369,6 +378,9 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._model is not None:
+            self._require_parameters_of(self._model())
+            self._model = None
         entries = entries_of(self.param_groups, self.state)
         recipes, placements = self._order_for(entries), {}
         if recipes is None:
@@ -385,8 +397,20 @@ class Mars(torch.optim.Optimizer):
             self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
         return loss
 
+    def _require_parameters_of(self, model: nn.Module | None) -> None:
+        """Raise RuntimeError if the model's parameters have become DTensors since the optimizer was made from it."""
+        known = {id(param) for group in self.param_groups for param in group["params"]}
+        named = model.named_parameters() if model is not None else ()
+        replaced = [name for name, param in named if dtensors.is_dtensor(param) and id(param) not in known]
+        if replaced:
+            raise RuntimeError(
+                f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "
+                f"create(model), {replaced[0]} among them: they would not train. Call mars_hf.create(model, ...) after "
+                "it, or let accelerator.prepare(model, optimizer) shard"
+            )
+
     def _reject_frozen(self) -> None:
-        """Raise RuntimeError if every parameter has been frozen since it was added."""
+        """Raise RuntimeError if every parameter has been frozen since it was added; warn if none has ever trained."""
         if self._was_trainable and not any(
             param.requires_grad for group in self.param_groups for param in group["params"]
         ):
@@ -394,6 +418,12 @@ class Mars(torch.optim.Optimizer):
                 "no parameter of this optimizer requires a gradient any more: all were frozen after it was made "
                 "(another adapter was made active, LoRA was applied). Make the optimizer from the model as it is "
                 "trained, with mars_hf.create(model, ...), or leave step() out while its parameters are frozen"
+            )
+        if dist.is_available() and dist.is_initialized() and not self.state:
+            warnings.warn(
+                "no parameter of this optimizer has a gradient in its first step, so nothing trains; fully_shard and "
+                "parallelize_module replace parameters: make the optimizer after them",
+                stacklevel=6,  # of the call of step()
             )
 
     def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
@@ -682,4 +712,6 @@ def create(
         )
     shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
     check(shared)
-    return Mars(from_model(model_or_params, **shared, **options), process_group=process_group, **hyperparameters_)
+    mars = Mars(from_model(model_or_params, **shared, **options), process_group=process_group, **hyperparameters_)
+    mars._model = weakref.ref(model_or_params)
+    return mars

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from pretraining import (
     arguments,
@@ -67,10 +68,20 @@ def train(argv: list[str] | None = None, callbacks: Sequence[TrainerCallback] = 
     return run
 
 
+def _omp_num_threads_is_set() -> bool:
+    """Whether the user has set OMP_NUM_THREADS; launchers give it to their workers unasked, but not to themselves."""
+    is_launched = not os.environ.keys().isdisjoint({"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"})
+    try:
+        environment = psutil.Process().parent().environ() if is_launched else os.environ
+    except psutil.Error:
+        environment = {}
+    return "OMP_NUM_THREADS" in environment
+
+
 def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: Sequence[TrainerCallback]) -> None:
     training = run.training
     set_seed(training.seed)
-    if training.device.type == "cpu":  # accelerate launch sets one thread
+    if training.device.type == "cpu" and (training.cpu_threads or not _omp_num_threads_is_set()):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(training.cpu_threads or max(1, (os.cpu_count() or 1) // processes))
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf import _compat
 from mars_hf.distributed import dtensors, zero
-from mars_hf.distributed.placement import Group, Placement, reject_fsdp1, shape_of
+from mars_hf.distributed.placement import Group, Placement, reject_parts, shape_of
 from mars_hf.distributed.replicas import Replicas, all_objects
 
 
@@ -99,7 +99,7 @@ class Locator:
         """
         if dtensors.is_dtensor(tensor):
             return self._locate_dtensor(tensor, slot)
-        reject_fsdp1(tensor)
+        reject_parts(tensor)
         if tensor.ndim > 1 or self._is_known(tensor):
             return None
         if tensor in self._flat:
@@ -169,8 +169,11 @@ class Locator:
         slots = self._slots
         for candidate in [one for one in all_objects() if id(one) in slots]:
             slot = slots[id(candidate)]
-            if issubclass(type(candidate), Tensor) and shape_of(candidate) == self.shapes[slot]:
-                if _compat.is_of_zero12(candidate) or _compat.zero3_optimizer(candidate) is not None:
+            if not issubclass(type(candidate), Tensor):
+                continue
+            if _compat.is_of_zero12(candidate) or _compat.zero3_optimizer(candidate) is not None:
+                reject_parts(candidate)
+                if shape_of(candidate) == self.shapes[slot]:
                     found[slot] = weakref.ref(candidate)
         self._origins = dict(sorted(found.items()))
 

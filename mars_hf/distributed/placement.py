@@ -55,8 +55,18 @@ def shape_of(param: Tensor) -> torch.Size:
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
-def reject_fsdp1(param: Tensor) -> None:
-    """Raise RuntimeError for a parameter that FSDP1 has flattened: it has lost its shape, and with it its role."""
+def reject_parts(param: Tensor) -> None:
+    """Raise RuntimeError for a parameter that FSDP1 has flattened, or of which tensor parallelism has left a part.
+
+    Its shape is no longer that of the whole, and nothing on it says where the rest is.
+    """
+    if _compat.is_of_tensor_parallelism(param):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(shape_of(param))} that DeepSpeed's AutoTP or Megatron has marked as one part "
+            "(tensor_model_parallel): MARS needs norms over whole parameters, and only DTensors say where the other "
+            'parts are. Use torch\'s tensor parallelism (tp_plan="auto" in from_pretrained, or parallelize_module), or '
+            "ZeRO without AutoTP"
+        )
     if _compat.is_flattened_by_fsdp1(param):
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} that FSDP1 has flattened: MARS needs the parameters' shapes; "

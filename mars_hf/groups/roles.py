@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mars_hf.distributed.placement import reject_fsdp1, shape_of
+from mars_hf.distributed.placement import reject_parts, shape_of
 from mars_hf.groups import matrix_layouts
 from mars_hf.groups.settings import (
     KEYS_1D,
@@ -86,7 +86,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         param = entry[1] if isinstance(entry, tuple) else entry
         if not isinstance(param, Tensor):
             raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
-        reject_fsdp1(param)
+        reject_parts(param)
         role = group.get("role") or role_of(param, settings["matrix_ndim"])
         if role == "matrix" and len(shape_of(param)) < 2:
             raise ValueError(

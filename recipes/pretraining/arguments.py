@@ -154,7 +154,10 @@ class PretrainingArguments(TrainingArguments):
         },
     )
     cpu_threads: int | None = field(
-        default=None, metadata={"help": "Threads of a process on CPU; left out: the cores divided by the processes."}
+        default=None,
+        metadata={
+            "help": "Threads of a process on CPU; left out: OMP_NUM_THREADS, or the cores divided by the processes."
+        },
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] = field(
         default="stop",

@@ -151,31 +151,14 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_zero_redundancy_optimizer():
-    """The wrapper gives every rank's optimizer groups with all its keys and keeps both sets of groups in sync.
-
-    There is one group per role, since the wrapper does not expect splits.
-    """
+def test_zero_redundancy_optimizer_is_refused():
+    """It copies its own groups' settings over those of its rank's optimizer, which are split by role."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        return [
-            {"params": params[:1], "role": "matrix", "lr": 0.02, "lr_scale": 1.0},
-            {"params": params[1:], "role": "vector", "lr_scale": 0.5},
-        ]
-
-    params, plain = make(), make()
-    optimizer = ZeroRedundancyOptimizer(groups(params), optimizer_class=Mars, lr=0.02)
-    other = Mars(groups(plain), lr=0.02)
-    for step in range(3):
-        for each in (optimizer, other):
-            each.param_groups[0]["lr"], each.param_groups[1]["lr"] = 0.02 / (1 + step), 0.01 / (1 + step)
-        train(params, optimizer, value=1.0 + step)
-        train(plain, other, value=1.0 + step)
-        assert all(map(torch.equal, params, plain))
-    assert [group["lr_scale"] for group in optimizer.param_groups] == [1.0, 0.5]
-    optimizer.consolidate_state_dict()
-    assert len(optimizer.state_dict()["state"]) == 2
+    roles = [{"params": [param], "role": role} for param, role in zip(make(), ("matrix", "vector"), strict=True)]
+    for params in (make(), roles):
+        with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer.*FSDP2 \(fully_shard\) or DeepSpeed ZeRO"):
+            ZeroRedundancyOptimizer(params, optimizer_class=Mars, lr=0.02)
 
 
 # --- keys that are meant to be ours -----------------------------------------------------------------------------

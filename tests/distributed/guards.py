@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train import deepspeed_config, fresh_accelerate, training_arguments
-from transformers import Trainer, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
 from worker import import_deepspeed, main
 from workload import CASES, Tokens, build_model
 
@@ -89,6 +90,25 @@ def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
         make_trainer(way, model, folder, config).train()
 
 
+def train_with_autotp(stage: int) -> None:
+    """Take a step of a Llama (GPT-2 is not supported there) whose matrices DeepSpeed has divided."""
+    deepspeed = import_deepspeed()
+    deepspeed.init_distributed("gloo")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": dist.get_world_size()},
+    }
+    mars = mars_hf.create(model, **CASE.hyperparameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=mars, config=config)
+    ids = torch.arange(8)[None]
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
 def fsdp1_after_create(model: nn.Module) -> None:
     mars = mars_hf.create(model, **CASE.hyperparameters())
     step(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), mars)
@@ -97,6 +117,15 @@ def fsdp1_after_create(model: nn.Module) -> None:
 def fsdp1_before_create(model: nn.Module) -> None:
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     step(wrapped, mars_hf.create(wrapped, **CASE.hyperparameters()))
+
+
+def fully_shard_after_create(model: nn.Module) -> None:
+    mars = mars_hf.create(model, **CASE.hyperparameters())
+    step(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), mars)
+
+
+def zero_redundancy_optimizer(model: nn.Module) -> None:
+    ZeroRedundancyOptimizer(model.parameters(), optimizer_class=mars_hf.Mars, **CASE.hyperparameters())
 
 
 def flat_buffer(model: nn.Module) -> None:
@@ -127,6 +156,8 @@ LAYOUTS: dict[str, Callable[[nn.Module], None]] = {
     for function in (
         fsdp1_after_create,
         fsdp1_before_create,
+        fully_shard_after_create,
+        zero_redundancy_optimizer,
         partial_sums,
         flat_buffer,
     )
@@ -142,6 +173,8 @@ def run(spec: str, file: Path) -> None:
     try:
         if way == "layout":
             LAYOUTS[config](model)
+        elif way == "autotp":
+            train_with_autotp(int(config.removeprefix("zero")))
         else:
             train_with_deepspeed(way, config, model)
     except RuntimeError as raised:

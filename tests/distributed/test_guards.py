@@ -25,11 +25,15 @@ SWAPS = {
     "factory/zero3_offload_forced": REPLACED,
     **dict.fromkeys(("factory/fp16", "mars_trainer/fp16"), UNSCALED),
 }
+# Launched last: DeepSpeed keeps the process groups of tensor parallelism.
+DIVIDED = dict.fromkeys(("autotp/zero0", "autotp/zero1"), r"has marked as one part.*ZeRO without AutoTP")
 KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "mars_trainer/zero2_offload")
 BF16_WITHOUT_ZERO = "mars_trainer/bf16"
 LAYOUTS = {
     "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
     "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
+    "layout/fully_shard_after_create": "has replaced .* parameters of the model after create.*would not train",
+    "layout/zero_redundancy_optimizer": "ZeroRedundancyOptimizer.*fully_shard",
     "layout/partial_sums": r"Partial\(sum\).*a placement other than Shard and Replicate is not supported",
     "layout/flat_buffer": "a flat tensor of shape .* none of the parameters Mars was built with",
 }
@@ -46,7 +50,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
             needs_deepspeed()
         if deepspeed not in folders:
             folders[deepspeed] = tmp_path_factory.mktemp("guards")
-            launch("guards.py", folders[deepspeed], [*SWAPS, *KEPT, BF16_WITHOUT_ZERO] if deepspeed else [*LAYOUTS], 2)
+            runs = [*SWAPS, *KEPT, BF16_WITHOUT_ZERO, *DIVIDED] if deepspeed else [*LAYOUTS]
+            launch("guards.py", folders[deepspeed], runs, 2)
         error = error_of(folders[deepspeed], run)
         assert error is None, error
         return json.loads((folders[deepspeed] / f"{run.replace('/', '-')}.json").read_text())
@@ -54,7 +59,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
     return get
 
 
-@pytest.mark.parametrize(("run", "message"), [*SWAPS.items(), *LAYOUTS.items()])
+@pytest.mark.parametrize(("run", "message"), [*SWAPS.items(), *DIVIDED.items(), *LAYOUTS.items()])
 def test_stops_before_the_first_step(outcomes, run, message):
     for outcome in outcomes(run):
         assert re.search(message, outcome["error"])

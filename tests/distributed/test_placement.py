@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import mars_hf
@@ -90,6 +91,39 @@ def test_pieces_that_do_not_make_up_their_parameters_are_refused(alone):
     flat.grad = torch.ones_like(flat)
     with pytest.raises(RuntimeError, match=r"are 0\.5833 of it, not 1"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
+def test_parts_of_tensor_parallelism_without_dtensors_are_refused(mark):
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    optimizer = mars_hf.Mars(params)
+    setattr(params[1], mark, True)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"\(2, 5\).*AutoTP or Megatron.*parallelize_module"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
+        mars_hf.Mars(params)
+    setattr(params[1], mark, False)  # as Megatron marks what it has not divided
+    optimizer.step()
+
+
+def test_parameters_that_fully_shard_has_replaced_are_missed(alone):
+    mesh = init_device_mesh("cpu", (1,))
+    models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(3)]
+    optimizers = [mars_hf.create(models[0]), mars_hf.create(models[1]), mars_hf.Mars(models[2].parameters())]
+    fully_shard(models[0], mesh=mesh)
+    fully_shard(models[1][0], mesh=mesh)  # a part of the model
+    fully_shard(models[2], mesh=mesh)
+    for model in models:
+        model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"replaced 4 parameters.*0\.weight.*Call mars_hf\.create.*after it"):
+        optimizers[0].step()
+    with pytest.raises(RuntimeError, match=r"replaced 2 parameters"):
+        optimizers[1].step()
+    with pytest.warns(UserWarning, match="nothing trains; fully_shard"):
+        optimizers[2].step()
+    mars_hf.create(models[0]).step()
+    assert optimizers[1].state == {}
 
 
 def test_experts_over_several_groups_are_refused(alone):

@@ -27,7 +27,7 @@ TINY = [
     *("--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
     *("--max_steps", "8", "--warmup_steps", "2", "--logging_steps", "2", "--eval_steps", "4", "--max_eval_blocks", "8"),
     *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--sample_tokens", "8"),
-    *("--cpu_threads", "1", "--disable_tqdm", "true"),
+    *("--disable_tqdm", "true", "--cpu_threads", "1"),
 ]
 
 
@@ -279,6 +279,24 @@ def test_push_to_hub(tokens, tmp_path):
             [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, **environment}
         )
         assert loaded.stdout.strip() == "16 import os", loaded.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("omp_num_threads", "expected"), [(None, os.cpu_count()), ("1", 1)])
+def test_omp_num_threads_wins(tmp_path, tokens, omp_num_threads, expected):
+    """accelerate launch gives its worker OMP_NUM_THREADS=1 where the user has not set it."""
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import sys, torch, pretrain_gpt2\npretrain_gpt2.main(sys.argv[1:])\nprint('threads', torch.get_num_threads())"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(SCRIPT.parent)} | (
+        {"OMP_NUM_THREADS": omp_num_threads} if omp_num_threads else {}
+    )
+    argv = [*TINY[:-2], "--max_steps", "2", "--data_dir", str(tokens), "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", str(script), *argv]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert f"threads {expected}" in finished.stdout.splitlines(), finished.stderr[-3000:]
 
 
 @pytest.mark.slow
