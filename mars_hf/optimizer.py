@@ -179,7 +179,9 @@ class Mars(torch.optim.Optimizer):
     _was_trainable = False
     _matrices: Matrices | None = None
     _process_group: Any = None
-    _model: weakref.ref[nn.Module] | None = None  # what `create` was given, until the first step has compared it
+    # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
+    _model: weakref.ref[nn.Module] | None = None
+    _unsharded: frozenset[str] = frozenset()
 
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
@@ -378,10 +380,9 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._model is not None:
-            self._require_parameters_of(self._model())
-            self._model = None
         entries = entries_of(self.param_groups, self.state)
+        if not (entries and self.state):
+            self._reject_replaced()
         recipes, placements = self._order_for(entries), {}
         if recipes is None:
             locator, _ = self._helpers()
@@ -397,11 +398,15 @@ class Mars(torch.optim.Optimizer):
             self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
         return loss
 
-    def _require_parameters_of(self, model: nn.Module | None) -> None:
-        """Raise RuntimeError if the model's parameters have become DTensors since the optimizer was made from it."""
+    def _reject_replaced(self) -> None:
+        """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
+        model = None if self._model is None else self._model()
         known = {id(param) for group in self.param_groups for param in group["params"]}
-        named = model.named_parameters() if model is not None else ()
-        replaced = [name for name, param in named if dtensors.is_dtensor(param) and id(param) not in known]
+        replaced = [
+            name
+            for name, param in (() if model is None else model.named_parameters())
+            if name in self._unsharded and dtensors.is_dtensor(param) and id(param) not in known
+        ]
         if replaced:
             raise RuntimeError(
                 f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "
@@ -714,4 +719,9 @@ def create(
     check(shared)
     mars = Mars(from_model(model_or_params, **shared, **options), process_group=process_group, **hyperparameters_)
     mars._model = weakref.ref(model_or_params)
+    mars._unsharded = frozenset(
+        name
+        for name, param in model_or_params.named_parameters()
+        if param.requires_grad and not dtensors.is_dtensor(param)
+    )
     return mars

@@ -100,7 +100,12 @@ class Locator:
         if dtensors.is_dtensor(tensor):
             return self._locate_dtensor(tensor, slot)
         reject_parts(tensor)
-        if tensor.ndim > 1 or self._is_known(tensor):
+        if self._is_known(tensor):
+            return None
+        if tensor.ndim > 1:
+            if slot < len(self.shapes) and tensor.shape != self.shapes[slot]:
+                self._find_origins()  # an engine's copy of a part, or the user has resized the parameter
+                self._replace(slot, tensor)
             return None
         if tensor in self._flat:
             placement, facts = self._flat[tensor]
@@ -171,8 +176,8 @@ class Locator:
             slot = slots[id(candidate)]
             if not issubclass(type(candidate), Tensor):
                 continue
+            reject_parts(candidate)
             if _compat.is_of_zero12(candidate) or _compat.zero3_optimizer(candidate) is not None:
-                reject_parts(candidate)
                 if shape_of(candidate) == self.shapes[slot]:
                     found[slot] = weakref.ref(candidate)
         self._origins = dict(sorted(found.items()))

@@ -18,7 +18,8 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
             raise ValueError(
                 f"param group {index} of this state has no 'role', so another optimizer than Mars saved it (its keys: "
                 f"{', '.join(saved)}). To train on from its weights with a fresh Mars, load the checkpoint as the "
-                "model, with from_pretrained, or resume from a copy of it without optimizer.pt and scheduler.pt"
+                "model, with from_pretrained, or, without DeepSpeed, resume from a copy of it without optimizer.pt and "
+                "scheduler.pt, which also starts the schedule anew"
             )
         patterns = [group.get("pattern") for group in (saved, own)]
         if None not in patterns and patterns[0] != patterns[1]:

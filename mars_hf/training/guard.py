@@ -84,8 +84,8 @@ def refuse_mars_checkpoint(state: TrainerState, optimizer: Any) -> None:
         optimizer: Trainer's optimizer, wrappers included.
     """
     states: Any = state.stateful_callbacks or {}  # a dict, whatever its annotation says
-    saved_by = states.get(_MARK)
-    if saved_by is not None:
+    saved_by = states.pop(_MARK, None)  # what is saved from now on is not of MARS
+    if saved_by is not None and innermost(optimizer).state:  # else the checkpoint had no state of an optimizer
         raise RuntimeError(
             f"MARS saved the checkpoint of step {state.global_step}, and {type(innermost(optimizer)).__name__} would "
             f"resume it with MARS's settings; resume with optim={saved_by['mars_type'].replace('-', '_')!r} (after "

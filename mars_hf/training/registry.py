@@ -369,6 +369,8 @@ def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], tr
             f"{', '.join(OPTIM_NAMES)}, leave optim out, or train {optim!r} with transformers.Trainer or the class "
             "that with_mars was given"
         )
+    if not isinstance(mars_kwargs, Mapping):
+        raise TypeError(f"mars_kwargs={mars_kwargs!r}: give a dict of settings, such as {{'gamma': 0.05}}")
     settings = parse_optim_args(split_optim_args(args.optim_args))
     twice = sorted(settings.keys() & mars_kwargs)
     if twice:
@@ -397,6 +399,8 @@ def asking_for_mars(args: TrainingArguments, settings: Mapping[str, Any]) -> Tra
 def _class_default(args: TrainingArguments, name: str) -> Any:
     """Return the default that a field has in the arguments' own class: subclasses have others."""
     field = getattr(type(args), "__dataclass_fields__", {}).get(name)
+    if field is not None and field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
     return dataclasses.MISSING if field is None else field.default
 
 

@@ -65,22 +65,31 @@ class TrainerWithMars(_Base):
         self._step_batches: list[Any] = []
         self._adopted: _Adopted | None = None
         self._stale_pass = StalePass(self, self.clips_at)
+        self._mars_kwargs = mars_kwargs
         self._own_settings: dict[str, Any] | None = None
+        self._knows_whose_optimizer = False
         super().__init__(*bound.args, **bound.kwargs)
+        self._decide_whose_optimizer()
         mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
-        if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
-            self._own_settings = trainer_settings(self.args, mars_kwargs or {}, type(self).__name__)
-        elif mars_kwargs:
-            raise ValueError(
-                f"mars_kwargs={dict(mars_kwargs)!r} and an optimizer are both given; give the settings where the "
-                "optimizer is made, or leave the optimizer out"
-            )
         makes_mars = mars is not None or self._own_settings is not None
         if makes_mars and not self._known(LastGradientCallback, but=DefaultMarsCallback):
             self.add_callback(LastGradientCallback(mars))
         self.add_callback(StalePassCallback(self._stale_pass))
         if not self._known(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
+
+    def _decide_whose_optimizer(self) -> None:
+        """Decide, once, whether this trainer makes its own Mars: when it is made, or its class makes an optimizer."""
+        if self._knows_whose_optimizer:
+            return
+        self._knows_whose_optimizer = True
+        if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
+            self._own_settings = trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
+        elif self._mars_kwargs:
+            raise ValueError(
+                f"mars_kwargs={self._mars_kwargs!r} and an optimizer are both given; give the settings where the "
+                "optimizer is made, or leave the optimizer out"
+            )
 
     @property
     def in_stale_pass(self) -> bool:
@@ -122,6 +131,7 @@ class TrainerWithMars(_Base):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
+        self._decide_whose_optimizer()
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
         args = self.args

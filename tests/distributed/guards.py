@@ -90,7 +90,7 @@ def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
         make_trainer(way, model, folder, config).train()
 
 
-def train_with_autotp(stage: int) -> None:
+def train_with_autotp(stage: int, *, bf16: bool) -> None:
     """Take a step of a Llama (GPT-2 is not supported there) whose matrices DeepSpeed has divided."""
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo")
@@ -101,6 +101,7 @@ def train_with_autotp(stage: int) -> None:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
         "tensor_parallel": {"autotp_size": dist.get_world_size()},
+        "bf16": {"enabled": bf16},
     }
     mars = mars_hf.create(model, **CASE.hyperparameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=mars, config=config)
@@ -174,7 +175,7 @@ def run(spec: str, file: Path) -> None:
         if way == "layout":
             LAYOUTS[config](model)
         elif way == "autotp":
-            train_with_autotp(int(config.removeprefix("zero")))
+            train_with_autotp(int(config[4]), bf16=config.endswith("bf16"))
         else:
             train_with_deepspeed(way, config, model)
     except RuntimeError as raised:

@@ -26,7 +26,9 @@ SWAPS = {
     **dict.fromkeys(("factory/fp16", "mars_trainer/fp16"), UNSCALED),
 }
 # Launched last: DeepSpeed keeps the process groups of tensor parallelism.
-DIVIDED = dict.fromkeys(("autotp/zero0", "autotp/zero1"), r"has marked as one part.*ZeRO without AutoTP")
+DIVIDED = dict.fromkeys(
+    ("autotp/zero0", "autotp/zero0_bf16", "autotp/zero1"), r"has marked as one part.*ZeRO without AutoTP"
+)
 KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "mars_trainer/zero2_offload")
 BF16_WITHOUT_ZERO = "mars_trainer/bf16"
 LAYOUTS = {

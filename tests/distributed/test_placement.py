@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -103,6 +104,11 @@ def test_parts_of_tensor_parallelism_without_dtensors_are_refused(mark):
         optimizer.step()
     with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
         mars_hf.Mars(params)
+    part = nn.Parameter(params[1].detach()[:1].clone())  # in its place, as DeepSpeed's fp32 copies are, without a mark
+    optimizer.param_groups[0]["params"][1] = part
+    part.grad = torch.ones_like(part)
+    with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
+        optimizer.step()
     setattr(params[1], mark, False)  # as Megatron marks what it has not divided
     optimizer.step()
 
@@ -124,6 +130,43 @@ def test_parameters_that_fully_shard_has_replaced_are_missed(alone):
         optimizers[2].step()
     mars_hf.create(models[0]).step()
     assert optimizers[1].state == {}
+
+
+def test_parameters_that_are_not_the_optimizers_may_be_sharded(alone):
+    """Frozen when it was made, or taken out of it since."""
+    mesh = init_device_mesh("cpu", (1,))
+    made = {}
+    for is_sharded_first in (False, True):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        if is_sharded_first:
+            fully_shard(model, mesh=mesh)
+        optimizer = mars_hf.create(model)
+        if not is_sharded_first:  # as accelerate does
+            before = dict(model.named_parameters())
+            fully_shard(model, mesh=mesh)
+            after = {id(before[name]): param for name, param in model.named_parameters()}
+            for group in optimizer.param_groups:
+                group["params"] = [after[id(param)] for param in group["params"]]
+        else:
+            model[0].requires_grad_(True)
+            optimizer.param_groups[0]["params"].pop()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        made[is_sharded_first] = len(optimizer.state)
+    assert made == {False: 4, True: 3}
+
+
+def test_parameters_that_fully_shard_replaces_after_a_step_are_missed_too(alone):
+    model = nn.Linear(3, 4)
+    optimizer = mars_hf.create(model)
+    for is_sharded in (False, True):
+        if is_sharded:
+            optimizer.zero_grad()
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match="replaced 2 parameters") if is_sharded else contextlib.nullcontext():
+            optimizer.step()
 
 
 def test_experts_over_several_groups_are_refused(alone):

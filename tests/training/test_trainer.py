@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,7 @@ import textwrap
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 import mars_hf
 
@@ -194,6 +195,35 @@ def test_settings_beside_an_optimizer_are_refused(tmp_path):
     for given in ({"optimizers": (mars_hf.create(model), None)}, {"optimizer_cls_and_kwargs": mars_hf.factory()}):
         with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
             mars_trainer(arguments(tmp_path), model, mars_kwargs={"gamma": 0.1}, **given)
+
+
+def test_a_class_that_makes_its_optimizer_at_once_makes_mars(tmp_path):
+    class Making(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.create_optimizer()
+
+    make = mars_hf.with_mars(Making)
+    run = make(gpt2(), arguments(tmp_path), train_dataset=Blocks(), mars_kwargs={"gamma": 0.1})
+    run.train()
+    assert {group["gamma"] for group in run.optimizer.optimizer.param_groups} == {0.1}
+    with pytest.raises(ValueError, match=r"optim='adafactor' and .*, which trains MARS"):
+        make(gpt2(), arguments(tmp_path, optim="adafactor"))
+
+
+def test_a_default_that_is_made_is_no_choice(tmp_path):
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        optim: str = dataclasses.field(default_factory=lambda: "adafactor")
+
+    args = Own(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+    run = mars_trainer(args, gpt2())
+    assert isinstance(run.create_optimizer(), mars_hf.Mars)
+
+
+def test_settings_that_are_no_dict_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"mars_kwargs='gamma=0.1': give a dict of settings"):
+        mars_trainer(arguments(tmp_path), gpt2(), mars_kwargs="gamma=0.1")
 
 
 def test_an_override_that_makes_another_optimizer_stops_the_run(tmp_path):
