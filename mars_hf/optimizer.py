@@ -158,8 +158,8 @@ class Mars(torch.optim.Optimizer):
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
         While it orthogonalizes, a step also holds first moments, directions and the temporaries of Newton-Schulz, of
         matrices of one shape and at most 2**27 elements (2**22 on CPUs; or one parameter) at a time: 8 to 10 bytes an
-        element with bfloat16. Where ranks share the work it holds all first moments of this rank at once, in the dtype
-        of the iteration.
+        element with bfloat16, 16 with float32. Where ranks share the work it holds all first moments of this rank at
+        once, in the dtype of the iteration.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.
@@ -415,7 +415,7 @@ class Mars(torch.optim.Optimizer):
             )
 
     def _reject_frozen(self) -> None:
-        """Raise RuntimeError if every parameter has been frozen since it was added; warn if none has ever trained."""
+        """Raise RuntimeError if every parameter has been frozen since it was added; warn if no step has trained one."""
         if self._was_trainable and not any(
             param.requires_grad for group in self.param_groups for param in group["params"]
         ):

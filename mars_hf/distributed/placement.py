@@ -56,9 +56,9 @@ def shape_of(param: Tensor) -> torch.Size:
 
 
 def reject_parts(param: Tensor) -> None:
-    """Raise RuntimeError for a parameter that FSDP1 has flattened, or of which tensor parallelism has left a part.
+    """Raise RuntimeError for a parameter flattened by FSDP1 or divided by tensor parallelism without DTensors.
 
-    Its shape is no longer that of the whole, and nothing on it says where the rest is.
+    Its shape is no longer that of the whole, and nothing says where the rest is.
     """
     if _compat.is_of_tensor_parallelism(param):
         raise RuntimeError(
