@@ -138,8 +138,10 @@ class Mars(torch.optim.Optimizer):
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
             value and the accepted ones.
-        RuntimeError: in `step()`, a sparse, complex or integer gradient, or an exact step without stale gradients;
-            nothing has been changed then.
+        RuntimeError: a parameter of which this rank has an unknown part (FSDP1, DeepSpeed's AutoTP, Megatron), or
+            ZeroRedundancyOptimizer makes the optimizer. In `step()`, a sparse, complex or integer gradient, an exact
+            step without stale gradients, or a model whose parameters `fully_shard` has replaced since `create`; nothing
+            has been changed then.
 
     State, per parameter, made at its first step:
         step: 0-d float32 on CPU, number of steps taken.

@@ -72,7 +72,7 @@ def _omp_num_threads_is_set() -> bool:
     """Whether the user has set OMP_NUM_THREADS; launchers give it to their workers unasked, but not to themselves."""
     is_launched = not os.environ.keys().isdisjoint({"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"})
     try:
-        environment = psutil.Process().parent().environ() if is_launched else os.environ
+        environment = psutil.Process(os.getppid()).environ() if is_launched else os.environ
     except psutil.Error:
         environment = {}
     return "OMP_NUM_THREADS" in environment

@@ -55,8 +55,8 @@ def with_mars(trainer_class: type[Trainer]) -> type[Trainer]:
 
     `with_mars(Trainer)` is MarsTrainer. The class is a subclass of `trainer_class`, trains MARS like MarsTrainer, takes
     the class's arguments and `mars_kwargs`, and keeps its overrides: they run inside of what MARS adds. A trainer that
-    overrides `_clip_grad_norm` clips itself, before the step. `class Mine(MarsTrainer, SFTTrainer)` is
-    the same.
+    overrides `_clip_grad_norm` clips itself, before the step. `class Mine(MarsTrainer, SFTTrainer)` has
+    the same methods; the other order takes no `mars_kwargs`.
 
     Args:
         trainer_class: `transformers.Trainer` or a subclass, such as trl's `SFTTrainer` or `Seq2SeqTrainer`.
