@@ -147,34 +147,9 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers:Trainer",
-        "_mixed_mesh_grad_norm",
+        "_get_grad_norm",
         "transformers 5.19 to 5.23",
-        "With tensor parallelism, a report of a NaN gradient names all gradients.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
-        "_tr_loss",
-        "transformers 5.19 to 5.23",
-        "The logged loss of a run that skips batches would include them.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
-        "_globalstep_last_logged",
-        "transformers 5.19 to 5.23",
-        "The logged loss of a resumed run that skips batches would be divided by too few steps.",
-    ),
-    PrivateName("transformers:Trainer", "_initial_global_step", "transformers 5.19 to 5.23", "As the name before."),
-    PrivateName(
-        "transformers:Trainer",
-        "_save_checkpoint",
-        "transformers 5.19 to 5.23",
-        "Checkpoints that other callbacks ask for could hold non-finite weights.",
-    ),
-    PrivateName(
-        "accelerate.optimizer:AcceleratedOptimizer",
-        "_is_overflow",
-        "accelerate 1.10 to 1.15",
-        "The schedule would advance with a skipped batch.",
+        "NonFiniteCallback takes a norm of its own.",
     ),
     PrivateName(
         "accelerate.state:GradientState",
@@ -393,28 +368,6 @@ def made_its_scheduler(trainer: Any) -> bool:
 def fsdp_reduction_deferred(trainer: Any) -> AbstractContextManager[Any]:
     """Return the context in which transformers' own FSDP leaves gradients unreduced."""
     return trainer._defer_fsdp_gradient_reduction()
-
-
-CLIPS_SEVERAL_MESHES = "_mixed_mesh_grad_norm"  # the method of a Trainer that clips gradients on several meshes
-SAVES_CHECKPOINT = "_save_checkpoint"  # the method of a Trainer that writes a checkpoint and removes older ones
-
-
-def loss_sum(trainer: Any) -> Tensor | None:
-    """Return the sum of the losses since a Trainer's last log line, which it adds to in place; None if it has none."""
-    found = getattr(trainer, "_tr_loss", None)
-    return found if isinstance(found, Tensor) else None
-
-
-def losses_since(trainer: Any) -> tuple[int, int]:
-    """Return the steps after which the next log line's losses begin, and those of the whole call of `train()`."""
-    step = trainer.state.global_step
-    return getattr(trainer, "_globalstep_last_logged", step), getattr(trainer, "_initial_global_step", step)
-
-
-def mark_step_skipped(optimizer: Any, value: bool) -> None:
-    """Say whether accelerate's optimizer has skipped its step; if it has, Trainer does not advance the schedule."""
-    if hasattr(optimizer, "_is_overflow"):
-        optimizer._is_overflow = value
 
 
 def set_sync_gradients(gradient_state: Any, value: bool) -> None:

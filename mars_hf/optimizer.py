@@ -191,10 +191,6 @@ class Mars(torch.optim.Optimizer):
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
 
-    # Set by whoever runs the loop: `step()` calls it with the norm that `max_grad_norm` takes, before anything changes,
-    # and leaves the step out if it returns True.
-    refuses: Callable[[Tensor], bool] | None = None
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -482,9 +478,6 @@ class Mars(torch.optim.Optimizer):
         )
         if norm is not None:
             self.grad_norm.copy_(norm)
-            if self.refuses is not None and self.refuses(norm):
-                self.leave_step_out()
-                return
         if self.is_exact and entries:
             exact.keep_params(self.param_groups, self.state)
         counted = False
@@ -500,20 +493,6 @@ class Mars(torch.optim.Optimizer):
             _count_step(entries)
         exact.drop_stale_gradients(self.param_groups, self.state)
         self._stale_gradients_given = False
-
-    def leave_step_out(self) -> None:
-        """Undo what was prepared for a step that is left out: new states, stale gradients, metrics."""
-        made = [param for param, state in self.state.items() if "step" in state and not state["step"].item()]
-        for param in made:
-            del self.state[param]
-        for group in self.param_groups if made else ():
-            if not any(param in self.state for param in group["params"]):
-                group.pop("gamma_of_average", None)
-        if made:
-            self._order = None
-        exact.drop_stale_gradients(self.param_groups, self.state)
-        self._stale_gradients_given = False
-        self.collect_metrics(self._metrics is not None)
 
     def _stand_aside(self) -> None:
         """Answer other ranks, which may want to share the work on matrices in this step, with nothing."""

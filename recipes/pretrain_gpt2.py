@@ -116,7 +116,7 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         data_collator=default_data_collator,
         optimizer_cls_and_kwargs=optimizer,
         callbacks=[
-            mars_hf.NonFiniteCallback(training.on_nonfinite, training.nonfinite_patience),
+            mars_hf.NonFiniteCallback(training.nonfinite_patience),
             *([GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()] if mars else []),
             *callbacks,
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from mars_hf import _compat
 from mars_hf.arithmetic.clipping import global_scale
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
-from mars_hf.training import finite
 from mars_hf.training.guard import innermost
 from mars_hf.training.random_state import RandomState
 from mars_hf.training.snapshots import attribute_set, attributes_kept, buffers_kept, copied, difference
@@ -181,11 +180,11 @@ class StalePass:
         params = [*clipped, *(param for param in own if id(param) not in known)]  # with the weights of a loss
         scaler = trainer.accelerator.scaler
         if scaler is not None:
-            finite.scale_gradients(params, 1 / scaler.get_scale())
+            _scale_gradients(params, 1 / scaler.get_scale())
         limit = self._max_grad_norm()
-        self.norm = finite.total_norm(clipped)
+        self.norm = _total_norm(clipped)
         if limit > 0 and self.norm is not None:
-            finite.scale_gradients(clipped, global_scale(self.norm, limit))
+            _scale_gradients(clipped, global_scale(self.norm, limit))
         if scaler is not None:
             self._overflows = self.norm
         mars.update_previous_grad()
@@ -203,6 +202,28 @@ class StalePass:
         ):
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
+
+
+def _total_norm(params: Iterable[Tensor]) -> Tensor | None:
+    """Return the norm of all gradients, over all ranks that hold parts of them; None if there is none."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param.grad)
+    norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in meshes.values()]
+    whole = [norm.full_tensor() if dtensors.is_dtensor(norm) else norm for norm in norms]
+    if len(whole) <= 1:
+        return whole[0] if whole else None
+    return torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]))
+
+
+@torch.no_grad()
+def _scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients in place; torch's foreach functions take no list that mixes meshes."""
+    for param in params:
+        if param.grad is not None:
+            grad = dtensors.local(param.grad)
+            grad.mul_(factor.to(grad) if isinstance(factor, Tensor) else factor)
 
 
 class StalePassCallback(TrainerCallback):

@@ -105,11 +105,6 @@ class TrainerWithMars(_Base):
         """Return the micro-batches of the current step, as the data loader gave them."""
         return self._step_batches
 
-    @property
-    def stale_grad_norm(self) -> torch.Tensor | None:
-        """Return the norm of this step's stale gradient, before clipping; None where a step has none."""
-        return self._stale_pass.norm
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; the optimizer is afterwards set as it was handed over."""
         self._is_training = True
@@ -117,8 +112,6 @@ class TrainerWithMars(_Base):
             return super().train(*args, **kwargs)
         finally:
             self._is_training = False
-            for callback in self._known(NonFiniteCallback):
-                callback.detach()
             self._stale_pass.forget()
             self._step_batches = []
             self._give_back()
@@ -219,6 +212,15 @@ class TrainerWithMars(_Base):
         finally:
             self.args.max_grad_norm = given
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        for callback in self._known(NonFiniteCallback):
+            for norm in (grad_norm, self._stale_pass.norm):
+                if norm is not None:
+                    callback.watch_norm(norm)
+        return grad_norm
+
     def _can_fold(self, mars: Mars, model: Any) -> bool:
         # Exact MARS clips two gradients, and both the same way.
         if mars.is_exact or self.accelerator.scaler is not None or self._clips_by_itself():
@@ -246,7 +248,11 @@ class TrainerWithMars(_Base):
         self._take_gradients()
         note_wrapper(model)
         with self._stale_pass.micro_batch():
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self.in_stale_pass:
+            for callback in self._known(NonFiniteCallback):
+                callback.watch_loss(loss)
+        return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log like Trainer, but not from the stale pass: once per batch."""

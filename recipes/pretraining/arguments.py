@@ -159,10 +159,6 @@ class PretrainingArguments(TrainingArguments):
             "help": "Threads of a process on CPU; left out: OMP_NUM_THREADS, or the cores divided by the processes."
         },
     )
-    on_nonfinite: Literal["stop", "skip", "ignore"] = field(
-        default="stop",
-        metadata={"help": "What a non-finite loss or gradient does: see mars_hf.NonFiniteCallback."},
-    )
     nonfinite_patience: int = field(
         default=3, metadata={"help": "Steps in a row with a non-finite loss or gradient that stop the run."}
     )

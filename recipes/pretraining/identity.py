@@ -15,16 +15,7 @@ _OPTIMIZER = ("learning_rate", "weight_decay", "adam_epsilon")
 # A resume takes these as given, and says so.
 _TRAINING = (
     *("max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
-    *(
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "seed",
-        "data_seed",
-        "bf16",
-        "fp16",
-        "tf32",
-        "on_nonfinite",
-    ),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "bf16", "fp16", "tf32"),
 )
 _FREE_MODEL = ("dropout", "attn_implementation")
 

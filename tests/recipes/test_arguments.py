@@ -120,12 +120,8 @@ def _settings(tmp_path, *argv):
     return run.optimizer, run.training
 
 
-def test_what_a_non_finite_value_does(tmp_path):
-    training = parse(tmp_path).training
-    assert (training.on_nonfinite, training.nonfinite_patience) == ("stop", 3)
-    training = parse(tmp_path, "--on_nonfinite", "skip", "--nonfinite_patience", "5").training
-    assert (training.on_nonfinite, training.nonfinite_patience) == ("skip", 5)
-    with pytest.raises(Mistake, match=r"--on_nonfinite: .*'explode'.*'stop', 'skip', 'ignore'"):
-        parse(tmp_path, "--on_nonfinite", "explode")
+def test_nonfinite_patience(tmp_path):
+    assert parse(tmp_path).training.nonfinite_patience == 3
+    assert parse(tmp_path, "--nonfinite_patience", "5").training.nonfinite_patience == 5
     with pytest.raises(Mistake, match=r"--nonfinite_patience.*'0' is not a whole number from 1 on"):
         parse(tmp_path, "--nonfinite_patience", "0")
