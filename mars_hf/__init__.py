@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from mars_hf.training.callbacks import LastGradientCallback
     from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
     from mars_hf.training.registry import factory, register
-    from mars_hf.training.tracking import TrackingProbe
     from mars_hf.training.trainer import MarsTrainer, with_mars
 
 __version__ = "0.1.0"
@@ -23,7 +22,6 @@ __all__ = [
     "MarsTrainer",
     "NonFiniteCallback",
     "NonFiniteError",
-    "TrackingProbe",
     "create",
     "factory",
     "register",
@@ -38,7 +36,6 @@ _LAZY = {
     "MarsTrainer": "training.trainer",
     "NonFiniteCallback": "training.nonfinite",
     "NonFiniteError": "training.nonfinite",
-    "TrackingProbe": "training.tracking",
     "factory": "training.registry",
     "register": "training.registry",
     "with_mars": "training.trainer",

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from pretraining.mistakes import Mistake, told
 from pretraining.stopping import Stopping
 from pretraining.token_files import TokenDataset
 from pretraining.trainer import PretrainingTrainer, optimizer_steps
-from transformers import TrainerCallback, default_data_collator, set_seed
+from transformers import default_data_collator, set_seed
 
 import mars_hf
 from mars_hf.groups.summary import summary
@@ -53,8 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     train(argv)
 
 
-def train(argv: list[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> arguments.RunArguments:
-    """Train with further callbacks, and return the run's arguments; see `main`."""
+def train(
+    argv: list[str] | None = None, prepare: Callable[[PretrainingTrainer], None] | None = None
+) -> arguments.RunArguments:
+    """Train and return the run's arguments; `prepare` gets the Trainer before it trains. See `main`."""
     run = arguments.parse(argv)
     training = run.training
     output = Path(str(training.output_dir))
@@ -64,7 +66,7 @@ def train(argv: list[str] | None = None, callbacks: Sequence[TrainerCallback] = 
     with contextlib.ExitStack() as stack:
         output.parent.mkdir(parents=True, exist_ok=True)
         resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
-        _train(run, output, is_main, callbacks)
+        _train(run, output, is_main, prepare)
     return run
 
 
@@ -78,7 +80,9 @@ def _omp_num_threads_is_set() -> bool:
     return "OMP_NUM_THREADS" in environment
 
 
-def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: Sequence[TrainerCallback]) -> None:
+def _train(
+    run: arguments.RunArguments, output: Path, is_main: bool, prepare: Callable[[PretrainingTrainer], None] | None
+) -> None:
     training = run.training
     set_seed(training.seed)
     if training.device.type == "cpu" and (training.cpu_threads or not _omp_num_threads_is_set()):
@@ -118,7 +122,6 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
         callbacks=[
             mars_hf.NonFiniteCallback(training.nonfinite_patience),
             *([GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()] if mars else []),
-            *callbacks,
         ],
         run=start.run,
         card_facts=CardFacts(
@@ -131,6 +134,8 @@ def _train(run: arguments.RunArguments, output: Path, is_main: bool, callbacks: 
     )
     stopping = Stopping(trainer.accelerator)
     trainer.add_callback(stopping)
+    if prepare is not None:
+        prepare(trainer)
     per_step = tokens_per_step.count(training, block)
     if is_main:
         _introduce(run, source, train_set, gpt2, optimizer, per_step)

@@ -21,7 +21,6 @@ def test_import_brings_torch_and_nothing_heavy():
 def test_every_public_name_is_there():
     assert set(mars_hf.__all__) == {
         *("LastGradientCallback", "Mars", "MarsTrainer", "NonFiniteCallback", "NonFiniteError"),
-        "TrackingProbe",
         *("create", "factory", "register", "with_mars"),
     }
     for name in mars_hf.__all__:

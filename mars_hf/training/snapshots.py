@@ -113,7 +113,7 @@ def attributes_kept(holder: Any, skip: Collection[str] = ()) -> Iterator[None]:
         for name, contents in kept.items():
             if not contents.restore():
                 logger.warning_once(
-                    f"{type(holder).__name__}.{name} was changed by a pass that is no step (exact MARS, TrackingProbe) "
+                    f"{type(holder).__name__}.{name} was changed by exact MARS's pass for the stale gradient "
                     f"and is too large to be put back (more than {_MOST_ITEMS:,} items or {_MOST_ELEMENTS:,} tensor "
                     "elements); change it only where in_stale_pass is False"
                 )

@@ -94,7 +94,7 @@ class StalePass:
         self.forget()
         if not mars.has_previous_params:
             return
-        with mars.previous_params(), self.aside():
+        with mars.previous_params(), self._aside():
             starts = [self._backward(inputs, last=index == len(batches) - 1) for index, inputs in enumerate(batches)]
         self._commit(mars)
         starts[0].restore()
@@ -157,7 +157,7 @@ class StalePass:
         return start
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def _aside(self) -> Iterator[None]:
         """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
         held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
         models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,7 +61,6 @@ class TrainerWithMars(_Base):
         if isinstance(self._kept_optimizer, Mars):
             origins.remember(self._kept_optimizer)
         self._is_training = False
-        self._step_batches: list[Any] = []
         self._adopted: _Adopted | None = None
         self._stale_pass = StalePass(self, self.clips_at)
         self._mars_kwargs = mars_kwargs
@@ -93,17 +91,8 @@ class TrainerWithMars(_Base):
 
     @property
     def in_stale_pass(self) -> bool:
-        """Return whether `compute_loss` runs for the stale gradient or a probe; for losses that count something."""
+        """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
         return self._stale_pass.running
-
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for passes that are no part of the run; `in_stale_pass` is True in it."""
-        return self._stale_pass.aside()
-
-    @property
-    def step_batches(self) -> list[Any]:
-        """Return the micro-batches of the current step, as the data loader gave them."""
-        return self._step_batches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; the optimizer is afterwards set as it was handed over."""
@@ -113,7 +102,6 @@ class TrainerWithMars(_Base):
         finally:
             self._is_training = False
             self._stale_pass.forget()
-            self._step_batches = []
             self._give_back()
 
     def _known(self, kind: type, but: type | None = None) -> list[Any]:
@@ -239,7 +227,6 @@ class TrainerWithMars(_Base):
         if self._adopted is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
             self._adopted.mars.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._step_batches = batches
         self._stale_pass.hold(batches, num_items)
         return batches, num_items
 

@@ -16,8 +16,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mars_hf.training.tracking import median, shown_clip
 from pretraining.comparison import Run, baseline_of, by_contender, difference, mean_curve
+from pretraining.tracking_probe import median, shown_clip
 
 _BASELINE_COLOR = "0.25"
 # With more contenders than this, thin lines for each seed would hide the means.
@@ -125,7 +125,7 @@ def tracking(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the tracking error over gamma, split in lag and noise, for each beta1 and form, and the cosine, as a PNG.
 
     Args:
-        rows: of TrackingProbe; those of the whole model without clipping (else with the largest threshold) are drawn,
+        rows: of a TrackingProbe; those of the whole model without clipping (else with the largest threshold) are drawn,
             as medians over the steps.
         path: PNG file to write.
     """

@@ -62,6 +62,7 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         self.card_facts = card_facts
         self._run = run
         self._resumed = resumed
+        self.step_batches: list[Any] = []
         self._seconds_before = float(resumed.progress.get("seconds", 0.0)) if resumed else 0.0
         self._began = time.monotonic()
         # Trainer would delete old checkpoints before the new one is sealed.
@@ -94,6 +95,11 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
                 if name in logs:
                     logs[name] = round(logs[name] * share, 3)
         super().log(logs, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step from Trainer, and keep them for a callback that looks at them."""
+        self.step_batches, num_items = super().get_batch_samples(*args, **kwargs)
+        return self.step_batches, num_items
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train an epoch; Trainer would make one step more of a run that has made all of its steps."""

@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import mars_hf
+import measure_tracking
+from pretraining import tracking_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
@@ -17,29 +16,30 @@ NUMBERS = ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def probe() -> mars_hf.TrackingProbe:
-    made = mars_hf.TrackingProbe()
-    made.rows = [{**row, **{name: math.nan for name in NUMBERS if row[name] is None}} for row in RESULT["rows"]]
-    return made
+ROWS = [{**row, **{name: math.nan for name in NUMBERS if row[name] is None}} for row in RESULT["rows"]]
 
 
-def test_it_has_the_whole_grid(probe):
-    assert set(probe.means()) == set(probe.moments) and len(probe.moments) == 54
+def test_it_has_the_whole_grid():
+    settings, _ = measure_tracking._parse([])
+    moments = tracking_probe.grid(settings.betas, settings.gammas, settings.forms, [None, 1.0])
+    assert set(tracking_probe.medians(ROWS)) == set(moments) and len(moments) == 54
     assert {"matrix", "embedding", "vector", "layer 0", "layer 3"} <= set(RESULT["medians"])
-    assert len({row["step"] for row in probe.rows}) == 10
+    assert len({row["step"] for row in ROWS}) == 10
     flags = RESULT["arguments"].removeprefix("--").split(" --")
     assert [flag for flag in flags if f"--{flag}" not in PAGE] == []
 
 
-def test_the_page_shows_moments_without_clipping(probe):
-    shown = [line for line in probe.table().splitlines() if line.startswith("| beta1") and " clip " not in line]
+def test_the_page_shows_moments_without_clipping():
+    assert tracking_probe.conclusion(ROWS, 0.9) == RESULT["conclusion"]
+    shown = [
+        line for line in tracking_probe.table(ROWS).splitlines() if line.startswith("| beta1") and " clip " not in line
+    ]
     wanted = [line for line in shown if " 0.0125" not in line and " gamma 0.05" not in line]
     assert len(wanted) == 15
     assert [line for line in wanted if line not in PAGE] == []
 
 
-def test_the_page_shows_every_role_and_layer(probe):
+def test_the_page_shows_every_role_and_layer():
     """The errors at beta1 0.9 and the noise scale, in samples."""
 
     def row(name: str, medians: list[dict[str, Any]]) -> str:
@@ -48,15 +48,6 @@ def test_the_page_shows_every_role_and_layer(probe):
         errors = " | ".join(f"{own[column]['error']:.3f}" for column in columns)
         return f"| {name} | {errors} | {own[columns[0]]['noise_scale']:.0f} |"
 
-    whole = [
-        {
-            "beta1": moment.beta1,
-            "gamma": moment.gamma,
-            "form": "approx" if moment.is_approx else "exact",
-            "clip": moment.clip_threshold,
-            **numbers,
-        }
-        for moment, numbers in probe.means().items()
-    ]
+    whole = [{**moment._asdict(), **numbers} for moment, numbers in tracking_probe.medians(ROWS).items()]
     rows = [row("all", whole), *(row(scope, medians) for scope, medians in RESULT["medians"].items())]
     assert [line for line in rows if line not in PAGE] == []

@@ -346,7 +346,8 @@ def test_recipe_goes_on_with_a_run_that_moved_over(tmp_path, tokens, monkeypatch
     argv = ["--config", "pretrain.yaml", "--resume_from_checkpoint", ".", "--data_dir", tokens, "--output_dir", "run"]
     argv += ["--max_steps", "8", "--use_cpu", "true", "--sample_tokens", "0", "--max_eval_blocks", "4"]
     monkeypatch.chdir(tmp_path / "there")
-    pretrain_gpt2.train([*map(str, argv), "--disable_tqdm", "true", "--cpu_threads", "1"], [seen])
+    argv += ["--disable_tqdm", "true", "--cpu_threads", "1"]
+    pretrain_gpt2.train([*map(str, argv)], lambda trainer: trainer.add_callback(seen))
     assert json.loads(Path("run/metrics.json").read_text())["steps"] == 8
     assert len(seen.seen) == 8 - STEPS
 

@@ -1,0 +1,357 @@
+"""Follow first moments of a grid of settings along a run, and measure how well they track the true gradient.
+
+Each step's batch is split in two halves, whose gradients the moments average. At every measured step the gradient G of
+the whole training set is estimated from two sets of micro-batches. Products of independent halves have no bias from
+noise: they tell lag (squared distance of the moment's expectation from G) and noise (the moment's variance) apart.
+Estimates of lag may be below 0, and cosines above 1.
+
+Sources: corrected gradient, equation (5) and clipping of Algorithm 2 of arXiv 2411.10438; simple noise scale, equation
+2.9 of arXiv 1812.06162.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import mars_hf
+
+Batch = dict[str, Tensor]
+Row = dict[str, Any]
+
+_MEASURED = ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+class Moment(NamedTuple):
+    """Settings of one first moment; `form` is "approx" or "exact", and `clip` None for no clipping."""
+
+    beta1: float
+    gamma: float
+    form: str
+    clip: float | None
+
+    @property
+    def weight(self) -> float:
+        """Return the correction coefficient, gamma beta1 / (1 - beta1)."""
+        return self.gamma * self.beta1 / (1 - self.beta1)
+
+    def __str__(self) -> str:
+        form = f" {self.form}" if self.gamma else ""
+        clip = "" if self.clip is None else f" clip {self.clip:g}"
+        return f"beta1 {self.beta1:g} gamma {self.gamma:g}{form}{clip}"
+
+
+def grid(
+    betas: Iterable[float], gammas: Sequence[float], forms: Sequence[str], clips: Sequence[float | None]
+) -> list[Moment]:
+    """Return all combinations, each once; without a correction both forms are one."""
+    combinations = itertools.product(betas, clips, gammas, forms)
+    moments = (Moment(beta1, gamma, form if gamma else forms[0], clip) for beta1, clip, gamma, form in combinations)
+    return list(dict.fromkeys(moments))
+
+
+class ShadowMoments:
+    """First moments along the gradients of a run, bias-corrected as AdamW's are: m / (1 - beta1^t).
+
+    Gradients are flat, both halves of a batch in one tensor of shape [2, elements].
+
+    Args:
+        moments: the settings to follow.
+        sizes: elements of each parameter.
+    """
+
+    def __init__(self, moments: Sequence[Moment], sizes: Sequence[int]) -> None:
+        """Follow no gradient yet."""
+        self.moments, self.steps = moments, 0
+        self._sizes = list(sizes)
+        self._last: Tensor | None = None
+        self._averages: dict[Moment, Tensor] = {}
+        self._restart_variances()
+
+    def update(self, gradients: Tensor, stale: Tensor | None, samples: float) -> None:
+        """Take a step's gradients.
+
+        Args:
+            gradients: of both halves.
+            stale: the same at the parameters of the step before; None at the first step, or if no moment needs them.
+            samples: size of the batch.
+        """
+        # MARS's first step has a last gradient of zero; here it has no correction, which the average forgets sooner.
+        before = {"approx": self._last, "exact": stale}
+        corrections = {form: gradients - (gradients if old is None else old) for form, old in before.items()}
+        self._last = gradients
+        self.steps += 1
+        self._window += 1
+
+        variance = self._variance(gradients)
+        self._gradient_variance += variance
+        self._sample_variance += variance * samples
+        for moment in self.moments:
+            corrected = gradients + moment.weight * corrections[moment.form]
+            if moment.clip is not None:
+                for piece in corrected.split(self._sizes, dim=1):
+                    # The whole batch decides, as in a step: a half has a larger norm.
+                    piece.div_((torch.linalg.vector_norm(piece.mean(0)) / moment.clip).clamp(min=1))
+            self._corrected_variance[moment] += self._variance(corrected)
+            if moment in self._averages:
+                self._averages[moment].lerp_(corrected, 1 - moment.beta1)
+            else:
+                self._averages[moment] = corrected.mul_(1 - moment.beta1)
+
+    def measure(self, truth: Tensor, scopes: Mapping[str, Sequence[int]]) -> Iterator[Row]:
+        """Yield a row for each moment and scope, and begin new means of the variances.
+
+        Args:
+            truth: two independent estimates of G, flat, in one tensor of shape [2, elements].
+            scopes: parameters by index.
+        """
+        mean_truth = truth.mean(0)
+        shared = {
+            "gradient": self._dot(truth[0], truth[1]),
+            "gradient_variance": self._gradient_variance,
+            "sample_variance": self._sample_variance / self._window,
+        }
+        for moment in self.moments:
+            halves = self.value(moment)
+            mean, error = halves.mean(0), halves - truth
+            per_param = {
+                **shared,
+                "lag": self._dot(error[0], error[1]),
+                "noise": self._variance(halves),
+                "along": self._dot(mean, mean_truth),
+                "moment": self._dot(mean, mean),
+                "corrected_variance": self._corrected_variance[moment],
+            }
+            for scope, members in scopes.items():
+                sums = {name: float(values[list(members)].sum()) for name, values in per_param.items()}
+                yield {"scope": scope, **moment._asdict(), **_ratios(sums)}
+        self._restart_variances()
+
+    def value(self, moment: Moment) -> Tensor:
+        """Return a moment of both halves, flat."""
+        return self._averages[moment] / (1 - moment.beta1**self.steps)
+
+    def _restart_variances(self) -> None:
+        self._window = 0
+        self._gradient_variance, self._sample_variance = torch.zeros(2, len(self._sizes), dtype=torch.float64)
+        self._corrected_variance = {moment: self._gradient_variance.clone() for moment in self.moments}
+
+    def _variance(self, halves: Tensor) -> Tensor:
+        """Return the variance of the mean of two independent halves, summed over each parameter's elements."""
+        difference = halves[0] - halves[1]
+        return self._dot(difference, difference) / 4
+
+    def _dot(self, one: Tensor, two: Tensor) -> Tensor:
+        """Return the inner product of each parameter's elements, in float64."""
+        return torch.stack([piece.sum(dtype=torch.float64) for piece in (one * two).split(self._sizes)]).cpu()
+
+
+def _ratios(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return what is measured of a scope: NaN where the squared norm of G drowns in its noise."""
+    norm = sums["gradient"] if sums["gradient"] > 0 else math.nan
+    lengths = math.sqrt(sums["moment"] * norm) if sums["moment"] > 0 else math.nan
+    variance = sums["gradient_variance"] or math.nan
+    return {
+        "error": (sums["lag"] + sums["noise"]) / norm,
+        "lag": sums["lag"] / norm,
+        "noise": sums["noise"] / norm,
+        "cosine": sums["along"] / lengths,
+        "variance_ratio": sums["corrected_variance"] / variance,
+        "noise_scale": sums["sample_variance"] / norm,
+    }
+
+
+class TrackingProbe(TrainerCallback):
+    """Measure moments along the run of a Trainer, which it does not change.
+
+    A step costs two more passes over its batch (one without exact moments), a measured one `batches` micro-batches.
+    Moments are those of unclipped gradients. A step of a single sample, which has no halves, is left out.
+
+    Args:
+        trainer: the PretrainingTrainer, before training.
+        moments: the settings to follow.
+        every: steps between measurements.
+        batches: micro-batches of a measurement, an even number.
+
+    `rows` has a dict for each measured step, moment and scope: `"all"`, a role or a layer of the model.
+    """
+
+    def __init__(self, trainer: Any, moments: Sequence[Moment], every: int, batches: int) -> None:
+        """Measure nothing yet."""
+        self.rows: list[Row] = []
+        self._trainer = trainer
+        self._every, self._batches = every, batches
+        named = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
+        self._params = list(named.values())
+        self._scopes = _scopes(trainer.model, list(named))
+        self._moments = ShadowMoments(moments, [param.numel() for param in self._params])
+        self._needs_stale = any(moment.gamma and moment.form == "exact" for moment in moments)
+        self._previous: list[Tensor] = []
+        self._draws = _micro_batches(trainer)
+
+    @property
+    def beta1(self) -> float | None:
+        """Return the run's beta1 of matrices; None if its optimizer has none."""
+        group = next(group for group in self._trainer.optimizer.param_groups if group["role"] == "matrix")
+        return group["betas"][0] if "betas" in group else group.get("momentum")
+
+    @torch.no_grad()
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the moments the gradients of the step to come; measure them if one is due."""
+        step = state.global_step + 1
+        with _random_state_kept(args.device):
+            if (halves := split(self._trainer.step_batches)) is not None:
+                stale = self._stale(halves) if self._previous else None  # first: both draw the same dropout masks
+                self._moments.update(self._gradients(halves), stale, samples_of(halves))
+            if self._needs_stale:
+                self._previous = [param.clone() for param in self._params]
+            if step % self._every == 0 and self._moments.steps:
+                truth = self._gradients([list(itertools.islice(self._draws, self._batches // 2)) for _ in range(2)])
+                self.rows += [{"step": step, **row} for row in self._moments.measure(truth, self._scopes)]
+
+    def _stale(self, halves: Sequence[Sequence[Batch]]) -> Tensor:
+        """Return the gradients at the parameters of the step before."""
+        current = [param.clone() for param in self._params]
+        torch._foreach_copy_(self._params, self._previous)
+        try:
+            with _random_state_kept(self._trainer.args.device):
+                return self._gradients(halves)
+        finally:
+            torch._foreach_copy_(self._params, current)
+
+    def _gradients(self, halves: Sequence[Sequence[Batch]]) -> Tensor:
+        """Return the mean gradient over the micro-batches of each half, flat and in float32; `p.grad` stays."""
+        trainer = self._trainer
+        trainer.model.train()
+        total = torch.zeros(len(halves), sum(param.numel() for param in self._params), device=trainer.args.device)
+        for row, batches in zip(total, halves, strict=True):
+            for batch in batches:
+                with torch.enable_grad(), trainer.compute_loss_context_manager():
+                    loss = trainer.compute_loss(trainer.model, send_to_device(batch, trainer.args.device))
+                gradients = torch.autograd.grad(loss, self._params, allow_unused=True, materialize_grads=True)
+                row += torch.cat([gradient.flatten().float() for gradient in gradients]) / len(batches)
+        return total
+
+
+def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]] | None:
+    """Return the halves of a step: each micro-batch cut in two, or else every other one; None for a single sample."""
+    if all(len(batch["labels"]) > 1 for batch in batches):
+        first = [{key: value[: len(value) // 2] for key, value in batch.items()} for batch in batches]
+        return first, [{key: value[len(value) // 2 :] for key, value in batch.items()} for batch in batches]
+    return (list(batches[0::2]), list(batches[1::2])) if len(batches) > 1 else None
+
+
+def samples_of(halves: Sequence[Sequence[Batch]]) -> float:
+    """Return the number of samples whose mean has the noise of the mean of the halves.
+
+    Micro-batches of a half weigh equally, and so do the halves; of different sizes they count as fewer samples.
+    """
+    return 4 / sum(sum(1 / len(batch["labels"]) for batch in half) / len(half) ** 2 for half in halves)
+
+
+def _micro_batches(trainer: Any) -> Iterator[Batch]:
+    """Yield micro-batches of the training data, shuffled anew whenever all were drawn."""
+    size = trainer.args.per_device_train_batch_size
+    loader = DataLoader(
+        trainer.train_dataset,
+        batch_size=size,
+        shuffle=True,
+        drop_last=len(trainer.train_dataset) >= size,
+        generator=torch.Generator().manual_seed(0),
+        collate_fn=trainer.data_collator,
+    )
+    while True:
+        yield from loader
+
+
+def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
+    """Return the parameters of the whole model, of each of mars-m's roles and of each layer, by index."""
+    groups = mars_hf.create(model, mars_type="mars-m").param_groups
+    roles = {name: group["role"] for group in groups for name in group["param_names"]}
+    layers = {name: f"layer {match[1]}" for name in names if (match := _LAYER.search(name))}
+    scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
+    for labels in (roles, layers):
+        for index, name in enumerate(names):
+            if name in labels:
+                scopes.setdefault(labels[name], []).append(index)
+    return scopes
+
+
+def medians(rows: Iterable[Row], scope: str = "all") -> dict[Moment, dict[str, float]]:
+    """Return each moment's medians over the measured steps; NaN if no step gave a number."""
+    of_moment: dict[Moment, list[Row]] = {}
+    for row in rows:
+        if row["scope"] == scope:
+            of_moment.setdefault(Moment(*(row[name] for name in Moment._fields)), []).append(row)
+    return {
+        moment: {name: median(row[name] for row in measured) for name in _MEASURED}
+        for moment, measured in of_moment.items()
+    }
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median of the finite values; NaN without any."""
+    return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
+
+
+def shown_clip(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the clip threshold of the moments that stand for all: None, or else the largest."""
+    clips = {row["clip"] for row in rows}
+    return None if None in clips else max(clips)
+
+
+def table(rows: Sequence[Row], scope: str = "all") -> str:
+    """Return the medians as a Markdown table, one line a moment, and the noise scale."""
+    lines = [
+        "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    values = medians(rows, scope)
+    for moment, numbers in values.items():
+        lines.append(f"| {moment} | {' | '.join(f'{numbers[name]:.4g}' for name in _MEASURED[:-1])} |")
+    lines += ["", f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."]
+    if drowned := len({row["step"] for row in rows if row["scope"] == scope and math.isnan(row["error"])}):
+        lines[-1] += f" At {drowned} of the measured steps the gradient drowned in its noise."
+    return "\n".join(lines)
+
+
+def conclusion(rows: Sequence[Row], beta1: float | None = None) -> str:
+    """Return one line: what would have tracked best, among the moments without clipping if there are any.
+
+    Args:
+        rows: of a TrackingProbe.
+        beta1: what the run trained with; only its moments are compared, if it is in the grid.
+    """
+    clip, is_followed = shown_clip(rows), any(row["beta1"] == beta1 for row in rows)
+    errors = {
+        moment: numbers["error"]
+        for moment, numbers in medians(rows).items()
+        if moment.clip == clip and (moment.beta1 == beta1 or not is_followed) and math.isfinite(numbers["error"])
+    }
+    if not errors:
+        return "the gradient drowned in its noise: measure with more --batches"
+    best: dict[str, Moment] = {}  # of each form, and of those without a correction
+    for moment in sorted(errors, key=errors.__getitem__):
+        best.setdefault(moment.form if moment.gamma else "none", moment)
+    winner, *others = best.values()
+    rivals = "; ".join(f"{moment} {errors[moment]:.3g}" for moment in others)
+    line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
+    return f"{line} ({rivals})" if rivals else line
