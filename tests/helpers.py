@@ -19,7 +19,7 @@ VOCAB = 64
 
 def _has_compiler() -> bool:
     try:
-        compiler.find()
+        compiler.find_compiler()
     except RuntimeError:
         return False
     return True
