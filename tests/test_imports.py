@@ -83,7 +83,7 @@ ALLOWED = {
     "sitecustomize.py": {"_mars_hf_import_hooks"},
     "import_hooks.py": {"_initializing"},
     "script_trainer.py": {"_initializing"},
-    "snapshots.py": {"_fields"},
+    "stale_pass.py": {"_fields"},
     "trainer_with_mars.py": {
         *("_clip_grad_norm", "_generate", "_generate_and_score_completions", "_generate_student_completions")
     },

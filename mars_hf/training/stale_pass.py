@@ -1,196 +1,186 @@
-"""Compute the stale gradient of exact MARS with a Trainer's own training step."""
+"""Exact MARS in a Trainer: the gradient of a step's batch at the parameters of the step before."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import Tensor, nn
-from transformers import TrainingArguments
 from transformers.integrations.fsdp import is_fsdp_managed_module
-from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat
 from mars_hf.arithmetic.clipping import global_scale
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import innermost
-from mars_hf.training.random_state import RandomState
-from mars_hf.training.snapshots import attribute_set, attributes_kept, buffers_kept, copied, difference
 
-# Attributes of a Trainer that may be large and whose contents no pass changes.
-_UNCHANGED = ("train_dataset", "eval_dataset", "model", "model_wrapped")
+# Attributes of a Trainer that may be long lists, and that no pass changes.
+_NOT_COPIED = ("train_dataset", "eval_dataset")
 
 
-class StalePass:
-    """Run the micro-batches of one step at the previous step's parameters, ahead of the ordinary pass.
+class StalePass(TrainerCallback):
+    """Run the micro-batches of each exact step at the previous step's parameters, ahead of the ordinary pass.
 
     All micro-batches run at once, so gradients accumulate and synchronize as in an ordinary step, whatever wraps the
-    model. The pass keeps the random state at the start of each micro-batch for its ordinary pass, which then draws the
-    same dropout masks. Nothing else of a stale pass remains: it works on copies of the batches and restores the model's
-    buffers and the Trainer's attributes (counters, metrics).
+    model. Each ordinary micro-batch starts from the random state of its stale one and so draws the same dropout masks.
+    Nothing else of a stale pass remains: it changes copies of the batches and of the Trainer's containers (metrics,
+    counters), and buffers of modules are restored.
 
-    Both passes need the same batch. A Trainer that calls the model's `generate` inside the step raises an error. The
-    inputs of `compute_loss` are compared, so different ones raise an error before the step.
+    Both passes need the same inputs. Those of `compute_loss` are compared, so a Trainer that generates or draws
+    different ones inside the step raises an error before the step.
+
+    Args:
+        trainer: a TrainerWithMars.
+
+    Attributes:
+        running: whether a stale pass is running.
+        norm: of the last stale gradient, before clipping; None where a step has none.
     """
 
-    def __init__(self, trainer: Trainer, max_grad_norm: Callable[[], float]) -> None:
-        """Serve one Trainer.
-
-        Args:
-            trainer: the Trainer whose `training_step` is run.
-            max_grad_norm: returns the norm that both gradients are clipped to; 0 for no clipping.
-        """
+    def __init__(self, trainer: Any) -> None:
+        """See the class."""
         self.running = False
-        self.norm: Tensor | None = None  # of the last stale gradient, before clipping
+        self.norm: Tensor | None = None
         self._trainer = trainer
-        self._max_grad_norm = max_grad_norm
-        self._seen: deque[list[Any]] = deque()  # one list per micro-batch: the inputs of compute_loss
         self._batches: list[Any] = []
         self._num_items: Any = None
-        self._starts: deque[RandomState] = deque()
-        self._overflows: Tensor | None = None
+        # Per micro-batch: what restores its random state, and the inputs of its calls of compute_loss.
+        self._pending: deque[tuple[Callable[[], None], list[Any]]] = deque()
 
     def hold(self, batches: list[Any], num_items: Any) -> None:
         """Keep the next step's micro-batches, and the number of items that divides their loss."""
         self._batches, self._num_items = batches, num_items
 
-    @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Wrap an ordinary micro-batch: give it its stale pass's random numbers, and check for the same inputs."""
-        if self.running or not self._starts:
-            yield
-            return
-        self._starts.popleft().restore()
-        expected = self._seen.popleft()
-        with self._watching(lambda inputs: self._compare(expected, inputs)):
-            yield
-        if expected:
-            self._refuse("did not call compute_loss as often as in the pass for the stale gradient")
-        if self._overflows is not None and not self._starts:
-            self._spread_overflow()
-
-    def require_both_passes(self) -> None:
-        """Raise RuntimeError, ahead of the optimizer's step, if a stale pass has no ordinary one."""
-        if self._starts:
-            self._refuse("has a training_step of its own that does not call MarsTrainer's")
-
     def forget(self) -> None:
         """Drop what an interrupted step has left."""
-        self._batches, self._overflows, self.norm = [], None, None
-        self._starts.clear()
-        self._seen.clear()
+        self._batches = []
+        self.norm = None
+        self._pending.clear()
 
-    def run(self, mars: Mars) -> None:
-        """Supply the optimizer with the stale gradient; a no-op before its first step.
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Supply an exact Mars with the stale gradient: here Trainer has not wrapped a micro-batch in a context yet.
 
-        Gradients, random state, buffers and the Trainer's attributes are unchanged afterwards.
+        Does nothing before the first step of a Mars, which has no previous parameters.
         """
+        mars = innermost(optimizer)
+        if not (isinstance(mars, Mars) and mars.is_exact):
+            return
         batches = self._batches
         self.forget()
         if not mars.has_previous_params:
             return
         with mars.previous_params(), self._aside():
-            starts = [self._backward(inputs, last=index == len(batches) - 1) for index, inputs in enumerate(batches)]
+            for index, inputs in enumerate(batches):
+                self._pending.append(self._backward(inputs, last=index == len(batches) - 1))
         self._commit(mars)
-        starts[0].restore()
-        self._starts.extend(starts)
-
-    def _spread_overflow(self) -> None:
-        """Make the ordinary gradient overflow if the stale one did in fp16, so that the scaler skips the step."""
-        norm, self._overflows = self._overflows, None
-        assert norm is not None
-        with torch.no_grad():
-            for param in self._trainer.model_wrapped.parameters():
-                if param.grad is not None:
-                    here = dtensors.local(param.grad)
-                    here.add_((norm * 0).to(here))  # 0, or NaN
-
-    def _compare(self, expected: list[Any], inputs: Any) -> None:
-        if not expected:
-            self._refuse("calls compute_loss more often than in the pass for the stale gradient")
-        found = difference(expected.pop(0), inputs)
-        if found is not None:
-            self._refuse(f"computes the two losses of a step from different inputs ({found} differs)")
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise RuntimeError(
-            "is_approx=False: exact MARS takes two gradients of one batch, and "
-            f"{type(self._trainer).__name__} {reason}. A Trainer that generates or draws its inputs inside the step "
-            "(GRPO, online DPO) cannot be exact: use is_approx=True"
-        )
+        restore_first_random_state = self._pending[0][0]
+        restore_first_random_state()
 
     @contextlib.contextmanager
-    def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
-        """Call `see` with the inputs of every call of `compute_loss`, whichever class defines it."""
-        compute_loss = self._trainer.compute_loss
-
-        def watched(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            see(inputs)
-            return compute_loss(model, inputs, *args, **kwargs)
-
-        with attribute_set(self._trainer, "compute_loss", watched):
+    def micro_batch(self) -> Iterator[None]:
+        """Wrap an ordinary micro-batch: give it its stale pass's random numbers, and check for the same inputs."""
+        if self.running or not self._pending:
             yield
+            return
+        restore_random_state, expected = self._pending.popleft()
+        restore_random_state()
 
-    def _refuse_generation(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("generates text inside the step")
+        def compare(inputs: Any) -> None:
+            place = _difference(expected.pop(0), inputs) if expected else "their number"
+            if place is not None:
+                self._refuse(f"computes the two losses of a step from different inputs ({place} differs)")
 
-    def _backward(self, inputs: Any, *, last: bool) -> RandomState:
-        """Add the gradient of a micro-batch and return the random state at its start."""
+        with self._watching(compare):
+            yield
+        if expected:
+            self._refuse("calls compute_loss less often than in the pass for the stale gradient")
+        if not self._pending and self._trainer.accelerator.scaler is not None and self.norm is not None:
+            # A stale gradient that overflows makes the ordinary one overflow, so that the scaler skips the step.
+            params = [param for param in self._trainer.model_wrapped.parameters() if param.grad is not None]
+            with torch.no_grad():
+                for param in params:
+                    grad = dtensors.local(param.grad)
+                    grad.add_((self.norm * 0).to(grad))  # 0, or NaN
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Check that every stale micro-batch had its ordinary one."""
+        if self._pending:
+            self._refuse("has a training_step of its own that does not call MarsTrainer's")
+
+    def _backward(self, inputs: Any, *, last: bool) -> tuple[Callable[[], None], list[Any]]:
+        """Add the gradient of a micro-batch; return what restores the random state at its start, and its inputs."""
         trainer = self._trainer
-        start = RandomState.capture(trainer.args.device)
+        restore_random_state = _capture_random_state(trainer.args.device)
         seen: list[Any] = []
         _compat.set_sync_gradients(trainer.accelerator.gradient_state, last)
-        with (
-            self._synchronization(last),
-            self._watching(lambda inputs: seen.append(copied(inputs))),
-            attribute_set(trainer.model, "generate", self._refuse_generation),
-        ):
-            trainer.training_step(trainer.model_wrapped, copied(inputs), self._num_items)
-        if not seen:
-            self._refuse("has a training_step that does not call compute_loss, so that its inputs are not known")
-        self._seen.append(seen)
-        return start
+        with self._synchronization(last), self._watching(lambda inputs: seen.append(_copied(inputs))):
+            trainer.training_step(trainer.model_wrapped, _copied(inputs), self._num_items)
+        return restore_random_state, seen
+
+    def _commit(self, mars: Mars) -> None:
+        """Clip the stale gradients like ordinary ones and make them the optimizer's last gradients."""
+        trainer = self._trainer
+        of_model = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
+        of_mars = [param for group in mars.param_groups for param in group["params"] if param.grad is not None]
+        params = list(dict.fromkeys([*of_model, *of_mars]))  # with the weights of a loss, which Trainer does not clip
+        if trainer.accelerator.scaler is not None:
+            _scale_gradients(params, 1 / trainer.accelerator.scaler.get_scale())
+        self.norm = _total_norm(of_model)
+        if trainer.clips_at() > 0:
+            _scale_gradients(of_model, global_scale(self.norm, trainer.clips_at()))
+        mars.update_previous_grad()
+        mars.update_last_grad()
+        for param in params:
+            param.grad = None
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
-        held = [value for value in vars(self._trainer).values() if isinstance(value, nn.Module)]
-        models = [self._trainer.model_wrapped, *(value for value in held if value.training)]  # a loss with statistics
+        attributes = vars(self._trainer)
+        before: dict[str, Any] = dict(attributes)
+        losses = [value for value in before.values() if isinstance(value, nn.Module) and value.training]
         gradient_state = self._trainer.accelerator.gradient_state
-        synchronizes = gradient_state.sync_gradients
-        with buffers_kept(*models), attributes_kept(self._trainer, _UNCHANGED):
+        sync_gradients = gradient_state.sync_gradients
+        with _buffers_kept(self._trainer.model_wrapped, *losses):
+            attributes.update({name: _copied(before[name]) for name in before if name not in _NOT_COPIED})
             self.running = True
             try:
                 yield
             finally:
                 self.running = False
-                _compat.set_sync_gradients(gradient_state, synchronizes)
+                attributes.clear()
+                attributes.update(before)
+                _compat.set_sync_gradients(gradient_state, sync_gradients)
 
-    def _commit(self, mars: Mars) -> None:
-        """Clip the stale gradients like ordinary ones and make them the optimizer's last gradients."""
-        trainer = self._trainer
-        clipped = [param for param in trainer.model_wrapped.parameters() if param.grad is not None]
-        known = {id(param) for param in clipped}
-        own = [param for group in mars.param_groups for param in group["params"] if param.grad is not None]
-        params = [*clipped, *(param for param in own if id(param) not in known)]  # with the weights of a loss
-        scaler = trainer.accelerator.scaler
-        if scaler is not None:
-            _scale_gradients(params, 1 / scaler.get_scale())
-        limit = self._max_grad_norm()
-        self.norm = _total_norm(clipped)
-        if limit > 0 and self.norm is not None:
-            _scale_gradients(clipped, global_scale(self.norm, limit))
-        if scaler is not None:
-            self._overflows = self.norm
-        mars.update_previous_grad()
-        mars.update_last_grad()
-        for param in params:
-            param.grad = None
+    @contextlib.contextmanager
+    def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
+        """Call `see` with the inputs of every call of `compute_loss`, whichever class defines it."""
+        attributes = vars(self._trainer)
+        compute_loss, of_instance = self._trainer.compute_loss, attributes.get("compute_loss")
+
+        def watched(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            see(inputs)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        attributes["compute_loss"] = watched
+        try:
+            yield
+        finally:
+            del attributes["compute_loss"]
+            if of_instance is not None:
+                attributes["compute_loss"] = of_instance
 
     def _synchronization(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context of Trainer's loop: ranks reduce gradients with the last micro-batch only."""
@@ -203,46 +193,103 @@ class StalePass:
             return _compat.fsdp_reduction_deferred(trainer)
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
 
+    def _refuse(self, reason: str) -> NoReturn:
+        raise RuntimeError(
+            "is_approx=False: exact MARS takes two gradients of one batch, and "
+            f"{type(self._trainer).__name__} {reason}. A Trainer that generates or draws its inputs inside the step "
+            "(GRPO, online DPO) cannot be exact: use is_approx=True"
+        )
 
-def _total_norm(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients, over all ranks that hold parts of them; None if there is none."""
-    meshes: dict[Any, list[Tensor]] = {}
+
+def _capture_random_state(device: torch.device) -> Callable[[], None]:
+    """Return what restores the generators that a forward pass may use: Python's, NumPy's, torch's."""
+    state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    on_device = None if accelerator is None else accelerator.get_rng_state(device)
+
+    def restore() -> None:
+        random.setstate(state[0])
+        numpy.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+        if accelerator is not None:
+            accelerator.set_rng_state(on_device, device)
+
+    return restore
+
+
+@contextlib.contextmanager
+def _buffers_kept(*models: nn.Module) -> Iterator[None]:
+    """Restore the modules' buffers afterwards: the same tensors with the same values, assigned ones too."""
+    modules = {module for model in models for module in model.modules()}
+    kept = [
+        (buffers, name, buffer, buffer.clone())
+        for buffers in map(_compat.own_buffers, modules)
+        for name, buffer in buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, value in kept:
+                buffers[name] = buffer.copy_(value)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a batch or of metrics that a pass may change: containers and tensors; other objects are shared.
+
+    Tensors that require a gradient, such as weights of a loss, are shared too.
+    """
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)
+        for key, entry in value.items():
+            result[key] = _copied(entry)
+        return result
+    if isinstance(value, (list, tuple)):
+        entries = [_copied(entry) for entry in value]
+        if type(value) is list:
+            return entries
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value
+
+
+def _difference(one: Any, other: Any, where: str = "inputs") -> str | None:
+    """Return where two batches differ in structure or in values of tensors, or None; other objects count as equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return None if alike and bool(((one == other) | (one != one) & (other != other)).all()) else where
+    if type(one) is not type(other):
+        return where
+    if isinstance(one, Mapping):
+        if set(one) != set(other):
+            return f"the keys of {where}"
+        pairs: Iterable[Any] = [(one[key], other[key], f"{where}[{key!r}]") for key in one]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return f"the length of {where}"
+        pairs = [(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        return None
+    return next((place for pair in pairs if (place := _difference(*pair)) is not None), None)
+
+
+def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:
+    """Return the norm of all gradients, over all ranks that hold parts of them; torch's takes one mesh only."""
+    meshes: dict[Any, list[Any]] = {}
     for param in params:
-        if param.grad is not None:
-            meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param.grad)
+        meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param.grad)
     norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in meshes.values()]
-    whole = [norm.full_tensor() if dtensors.is_dtensor(norm) else norm for norm in norms]
-    if len(whole) <= 1:
-        return whole[0] if whole else None
-    return torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]))
+    norms = [norm.full_tensor() if dtensors.is_dtensor(norm) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
 @torch.no_grad()
-def _scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply all gradients in place; torch's foreach functions take no list that mixes meshes."""
+def _scale_gradients(params: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply all gradients in place, whatever meshes and devices they are on."""
     for param in params:
-        if param.grad is not None:
-            grad = dtensors.local(param.grad)
-            grad.mul_(factor.to(grad) if isinstance(factor, Tensor) else factor)
-
-
-class StalePassCallback(TrainerCallback):
-    """Start the stale pass of every step of an exact run."""
-
-    def __init__(self, stale_pass: StalePass) -> None:
-        """Keep the stale pass to start."""
-        self._stale_pass = stale_pass
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
-    ) -> None:
-        """Run the stale pass before the first micro-batch, outside the contexts that Trainer wraps micro-batches in."""
-        mars = innermost(optimizer)
-        if isinstance(mars, Mars) and mars.is_exact:
-            self._stale_pass.run(mars)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Check, after the last micro-batch, that every stale pass had its ordinary one."""
-        self._stale_pass.require_both_passes()
+        grad: Any = dtensors.local(param.grad)
+        grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)

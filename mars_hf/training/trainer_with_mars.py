@@ -16,7 +16,7 @@ from mars_hf.training.callbacks import DefaultMarsCallback, LastGradientCallback
 from mars_hf.training.guard import innermost
 from mars_hf.training.nonfinite import NonFiniteCallback
 from mars_hf.training.registry import asking_for_mars, register, trainer_settings
-from mars_hf.training.stale_pass import StalePass, StalePassCallback
+from mars_hf.training.stale_pass import StalePass
 
 # A mixin: the methods' `super()` is the trainer class that it is combined with.
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TrainerWithMars(_Base):
             origins.remember(self._kept_optimizer)
         self._is_training = False
         self._adopted: _Adopted | None = None
-        self._stale_pass = StalePass(self, self.clips_at)
+        self._stale_pass = StalePass(self)
         self._mars_kwargs = mars_kwargs
         self._own_settings: dict[str, Any] | None = None
         self._knows_whose_optimizer = False
@@ -72,7 +72,7 @@ class TrainerWithMars(_Base):
         makes_mars = mars is not None or self._own_settings is not None
         if makes_mars and not self._known(LastGradientCallback, but=DefaultMarsCallback):
             self.add_callback(LastGradientCallback(mars))
-        self.add_callback(StalePassCallback(self._stale_pass))
+        self.add_callback(self._stale_pass)
         if not self._known(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
 

@@ -1,21 +1,24 @@
-"""Exact MARS in MarsTrainer against the straight-line algorithm."""
+"""Exact MARS in MarsTrainer: the algorithm in straight lines, and a stale pass that leaves only its gradient."""
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict, namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import straight_line
 import torch
 from helpers import arguments, gpt2
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import BatchEncoding, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 import mars_hf
-from mars_hf.training.random_state import RandomState
-from mars_hf.training.snapshots import buffers_kept
+from mars_hf.training import stale_pass
 
 SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
 LR_1D = 1e-3
@@ -37,24 +40,13 @@ class Rows(Dataset):
         return {"input_ids": self.ids[index], "labels": labels}
 
 
-class Notes:
-    """Keep records where MarsTrainer cannot restore them, unlike lists among its attributes."""
-
-    def __init__(self) -> None:
-        self.passes: list[tuple[int, bool, torch.Tensor]] = []
-
-
 class Recording(mars_hf.MarsTrainer):
     """Record random state and parameters of every forward pass, and optionally make one overflow."""
 
     def __init__(self, *args: Any, overflow: tuple[tuple[int, bool], ...] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.notes = Notes()
+        self.notes = SimpleNamespace(passes=[])  # the stale pass changes copies of lists among the attributes
         self.overflow = overflow
-
-    @property
-    def passes(self) -> list[tuple[int, bool, torch.Tensor]]:
-        return self.notes.passes
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         now = (self.state.global_step, self.in_stale_pass)
@@ -62,12 +54,13 @@ class Recording(mars_hf.MarsTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss * float("inf") if now in self.overflow else loss
 
-    def random_states(self, stale: bool = False) -> list[list[torch.Tensor]]:
-        found: dict[int, list[torch.Tensor]] = {}
-        for step, in_stale_pass, random in self.passes:
-            if in_stale_pass == stale:
-                found.setdefault(step, []).append(random)
-        return [found[step] for step in sorted(found)]
+    def random_states(self) -> list[list[torch.Tensor]]:
+        """Return the states before the ordinary micro-batches of each step."""
+        steps: dict[int, list[torch.Tensor]] = {}
+        for step, in_stale_pass, state in self.notes.passes:
+            if not in_stale_pass:
+                steps.setdefault(step, []).append(state)
+        return list(steps.values())
 
 
 def exact_run(folder: Path, model: nn.Module, *, kind: type = Recording, settings: dict | None = None, **args: Any):
@@ -114,7 +107,7 @@ def dropout(p: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 @pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_it_is_the_algorithm_in_straight_lines(tmp_path, accumulation, mars_type):
+def test_straight_line_parity(tmp_path, accumulation, mars_type):
     """The run crosses epoch boundaries and incomplete accumulations, with dropout."""
     model = gpt2(**dropout(0.1))
     settings = {"mars_type": mars_type} | ({"lr": 2e-4} if mars_type == "mars-lion" else {})
@@ -133,7 +126,7 @@ def test_it_is_the_algorithm_in_straight_lines(tmp_path, accumulation, mars_type
     assert apart(run.trajectory, expected) <= 1e-5
 
 
-def test_the_approximation_is_something_else(tmp_path):
+def test_approximation_differs(tmp_path):
     """Otherwise the comparison above would prove nothing."""
     model = gpt2()
     run = exact_run(tmp_path, model, settings={"is_approx": True})
@@ -144,7 +137,7 @@ def test_the_approximation_is_something_else(tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_autocast(tmp_path):
+def test_bf16_autocast_parity(tmp_path):
     model = gpt2()
     run = exact_run(tmp_path, model, gradient_accumulation_steps=2, bf16=True)
     run.train()
@@ -155,15 +148,28 @@ def test_bf16_autocast(tmp_path):
 
 
 class FirstGradients(TrainerCallback):
-    """Record both gradients of every step."""
+    """Record both gradients of every step, and draw random numbers between the passes, as other callbacks may."""
 
     def __init__(self) -> None:
         self.pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def on_step_begin(self, *args, **kwargs):
+        random.random(), numpy.random.rand(), torch.rand(3)
+
+    on_substep_end = on_step_begin
 
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
         states = optimizer.optimizer.state
         found = [(param.grad.clone(), states[param].get("last_grad")) for param in model.parameters() if param.ndim > 1]
         self.pairs.append([(grad, stale.clone()) for grad, stale in found if stale is not None])
+
+
+def still_run(folder: Path, model: nn.Module, **settings: Any) -> Trainer:
+    """Return a run that moves no weight, so that both gradients of a step are equal."""
+    run = exact_run(folder, model, kind=mars_hf.MarsTrainer, settings={"weight_decay": 0.0}, **settings)
+    for group in run._kept_optimizer.param_groups:
+        group["lr"] = 0.0
+    return run
 
 
 # Renamed after transformers 5.19.
@@ -176,54 +182,18 @@ CHECKPOINTING = next(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
-def test_at_the_same_parameters_both_gradients_are_equal_to_the_bit(tmp_path, max_grad_norm, checkpointing):
+def test_gradients_at_equal_parameters_are_equal(tmp_path, max_grad_norm, checkpointing):
     """Both passes have the same dropout masks and the same gradient scaling."""
     noted = FirstGradients()
-    run = exact_run(
-        tmp_path,
-        gpt2(**dropout(0.1)),
-        settings={"lr": 0.0, "weight_decay": 0.0},
-        max_steps=3,
-        gradient_accumulation_steps=4,
-        max_grad_norm=max_grad_norm,
-        **{CHECKPOINTING: checkpointing},
-        callbacks=[noted],
+    settings = {"max_grad_norm": max_grad_norm, CHECKPOINTING: checkpointing}
+    run = still_run(
+        tmp_path, gpt2(**dropout(0.1)), max_steps=3, gradient_accumulation_steps=4, callbacks=[noted], **settings
     )
-    run._kept_optimizer.param_groups[1]["lr"] = 0.0
     run.train()
     assert [len(pairs) for pairs in noted.pairs] == [0, 10, 10]  # the first step has none
     for pairs in noted.pairs:
         assert all(torch.equal(grad, stale) for grad, stale in pairs)
-    later = [torch.stack([grad.norm() for grad, _ in pairs]) for pairs in noted.pairs[1:]]
-    assert not torch.equal(*later)
-    assert run.random_states(stale=True)[0] != []
-    for stale, ordinary in zip(run.random_states(stale=True), run.random_states()[1:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(stale, ordinary, strict=True))
-
-
-class DrawsRandomNumbers(TrainerCallback):
-    """Draw random numbers between the passes, as other callbacks may."""
-
-    def on_step_begin(self, *args, **kwargs):
-        torch.rand(3)
-
-    def on_substep_end(self, *args, **kwargs):
-        torch.rand(3)
-
-
-def test_callbacks_that_draw_random_numbers_do_not_part_the_masks(tmp_path):
-    noted = FirstGradients()
-    run = exact_run(
-        tmp_path,
-        gpt2(**dropout(0.1)),
-        settings={"lr": 0.0, "weight_decay": 0.0},
-        max_steps=2,
-        gradient_accumulation_steps=3,
-        callbacks=[DrawsRandomNumbers, noted],
-    )
-    run._kept_optimizer.param_groups[1]["lr"] = 0.0
-    run.train()
-    assert noted.pairs[1] and all(torch.equal(grad, stale) for grad, stale in noted.pairs[1])
+    assert not torch.equal(noted.pairs[1][0][0], noted.pairs[2][0][0])
 
 
 def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +204,8 @@ def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_fp16_with_a_gradient_scaler(tmp_path, monkeypatch):
-    """A step that overflows in either gradient leaves no trace of its batch."""
+def test_fp16_parity(tmp_path, monkeypatch):
+    """A step whose stale or ordinary gradient overflows leaves no trace of its batch."""
     overflow = ((0, False), (4, True), (9, False))
     model = gpt2()
     run = exact_run(tmp_path, model, overflow=overflow, gradient_accumulation_steps=2)
@@ -258,42 +228,8 @@ def test_fp16_with_a_gradient_scaler(tmp_path, monkeypatch):
     assert apart(run.trajectory, expected) <= 1e-5
 
 
-class Snapshots(TrainerCallback):
-    """Record parameters and states around every step."""
-
-    def __init__(self) -> None:
-        self.taken: list[dict] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
-        self._take(model, optimizer)
-
-    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
-        self._take(model, optimizer)
-
-    def _take(self, model, optimizer):
-        states = optimizer.optimizer.state_dict()["state"]
-        self.taken.append(
-            {f"{i}.{key}": value.clone() for i, state in states.items() for key, value in state.items()}
-            | {name: param.detach().clone() for name, param in model.named_parameters()}
-        )
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_skipped_step_changes_nothing(tmp_path, stale, monkeypatch):
-    snapshots = Snapshots()
-    run = exact_run(tmp_path, gpt2(), overflow=((2, stale),), max_steps=4, callbacks=[snapshots])
-    use_fp16_on_cpu(run, 1024.0, monkeypatch)
-    run.train()
-    before, after = snapshots.taken[4:6]
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
-    before, after = snapshots.taken[6:8]  # the next step is taken
-    assert not torch.equal(before["transformer.wte.weight"], after["transformer.wte.weight"])
-
-
 @pytest.mark.slow
-def test_resuming_within_an_epoch(tmp_path):
+def test_resume_within_an_epoch(tmp_path):
     """Resuming is bit-exact with dropout and an accumulation that does not divide the epoch."""
     settings = {"gradient_accumulation_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 5}
     whole = gpt2(**dropout(0.1))
@@ -302,11 +238,11 @@ def test_resuming_within_an_epoch(tmp_path):
     again = exact_run(tmp_path, resumed, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
-    assert again.passes[0][:2] == (5, True)  # the first step after resuming has a stale gradient
+    assert again.notes.passes[0][:2] == (5, True)  # the first step after resuming has a stale gradient
 
 
 @pytest.mark.parametrize("way", ["optim", "factory"])
-def test_it_is_chosen_by_name_or_factory(tmp_path, way):
+def test_optim_and_factory(tmp_path, way):
     mars_hf.register()
     named = {"optim": "mars_adamw", "optim_args": "is_approx=false,gamma=0.1"} if way == "optim" else {}
     given = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False, gamma=0.1)} if way == "factory" else {}
@@ -318,70 +254,199 @@ def test_it_is_chosen_by_name_or_factory(tmp_path, way):
         **given,
     )
     run.train()
-    assert [stale for _, stale, _ in run.passes] == [False, True, False, True, False]
+    assert [stale for _, stale, _ in run.notes.passes] == [False, True, False, True, False]
 
 
-@pytest.mark.parametrize("way", ["instance", "instance with callback", "factory", "optim"])
-def test_plain_trainer_says_what_it_needs(tmp_path, way):
-    mars_hf.register()
+@pytest.mark.parametrize("way", ["instance", "factory"])
+def test_plain_trainer_is_refused(tmp_path, way):
     model = gpt2()
-    named, given = {}, {}
-    if way.startswith("instance"):
-        given["optimizers"] = (mars_hf.create(model, is_approx=False), None)
-    if way == "instance with callback":
-        given["callbacks"] = [mars_hf.LastGradientCallback()]
-    if way == "factory":
-        given["optimizer_cls_and_kwargs"] = mars_hf.factory(is_approx=False)
-    if way == "optim":
-        named = {"optim": "mars_adamw", "optim_args": "is_approx=false"}
-    run = Trainer(
-        model, arguments(tmp_path, **named), train_dataset=Rows(), data_collator=default_data_collator, **given
-    )
+    made = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False)}
+    if way == "instance":
+        made = {"optimizers": (mars_hf.create(model, is_approx=False), None)}
+    run = Trainer(model, arguments(tmp_path), train_dataset=Rows(), data_collator=default_data_collator, **made)
     with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):
         run.train()
     assert run.state.global_step == 0
 
 
-class Normalized(nn.Module):
-    """A model with running statistics."""
+class Averaging(nn.Module):
+    """Keep statistics in buffers: in place (BatchNorm), by assignment, in the dict; the loss depends on them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 4)
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 64)
+        self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("in_the_dict", torch.zeros(()))
 
     def forward(self, input_ids, labels):
-        hidden = self.norm(self.embed(input_ids).flatten(0, 1))
+        hidden = self.norm(self.embed(input_ids).flatten(0, 1)) + 0.1 * self.assigned
+        self.assigned = self.assigned + 1
+        self._buffers["in_the_dict"] = self.in_the_dict + 1
         return {"loss": nn.functional.cross_entropy(self.head(hidden), labels.flatten())}
 
 
-def test_running_statistics_count_every_batch_once(tmp_path):
+def test_buffers_count_every_batch_once(tmp_path):
     torch.manual_seed(0)
-    model = Normalized()
-    exact_run(tmp_path, model, settings={"lr": 0.0}, max_steps=5, save_strategy="no").train()
-    assert model.norm.num_batches_tracked == 5
+    model, noted = Averaging(), FirstGradients()
+    run = still_run(tmp_path, model, max_steps=5, callbacks=[noted])
+    run.train()
+    assert model.norm.num_batches_tracked == model.assigned == model.in_the_dict == 5
+    pairs = [pair for pairs in noted.pairs for pair in pairs]
+    assert pairs and all(torch.equal(grad, stale) for grad, stale in pairs)
 
 
-def test_buffers_are_kept_in_place():
-    module = nn.BatchNorm1d(3)
-    buffer = module.running_mean
-    with buffers_kept(module):
-        module(torch.randn(5, 3))
-        assert buffer.any()
-    assert module.running_mean is buffer and not buffer.any()
+class Metered(mars_hf.MarsTrainer):
+    """Count and log as trl's SFTTrainer does, and spoil the inputs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": defaultdict(list)}
+        self._total_train_tokens = 0
+        self.running_loss = torch.zeros(())
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["input_ids"].add_(inputs.pop("extra")["shift"].pop()).remainder_(64)
+        loss = super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
+        self._total_train_tokens += inputs["input_ids"].numel()
+        self._metrics["train"]["num_tokens"].append(self._total_train_tokens)
+        self.running_loss += loss.detach()
+        self.log({"inside": float(loss.detach())})
+        inputs["labels"].fill_(0)
+        return loss
 
 
-def test_the_random_state_comes_back():
-    import random
+class Unmetered(mars_hf.MarsTrainer):
+    """Compute the same loss and nothing else."""
 
-    import numpy
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        shifted = (inputs["input_ids"] + inputs["extra"]["shift"][0]) % 64
+        inputs = {"input_ids": shifted, "labels": inputs["labels"]}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def draw():
-        return random.random(), numpy.random.rand(), torch.rand(2).tolist()
 
-    state = RandomState.capture(torch.device("cpu"))
-    first = draw()
-    assert draw() != first
-    state.restore()
-    assert draw() == first
+def test_metrics_and_inputs_are_untouched(tmp_path):
+    runs = []
+    for kind in (Metered, Unmetered):
+        run = exact_run(tmp_path, gpt2(), kind=kind, max_steps=4, gradient_accumulation_steps=2)
+        run.data_collator = lambda rows: default_data_collator(rows) | {"extra": {"shift": [torch.tensor(3)]}}
+        metrics = vars(run).get("_metrics")
+        run.train()
+        assert vars(run).get("_metrics") is metrics
+        runs.append(run)
+    metered, unmetered = runs
+    inside = [row["inside"] for row in metered.state.log_history if "inside" in row]
+    assert len(inside) == 8
+    assert metered._metrics["train"]["num_tokens"] == [24 * (1 + i) for i in range(8)]
+    assert metered.running_loss.item() == pytest.approx(sum(inside), rel=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(metered.model.parameters(), unmetered.model.parameters(), strict=True))
+
+
+class Sampling(mars_hf.MarsTrainer):
+    """Train on what the model makes of the inputs."""
+
+    def _prepare_inputs(self, inputs):
+        with torch.no_grad():
+            ids = (self.model(input_ids=inputs["input_ids"]).logits.sum(-1) * 1e6).long() % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+class Overriding(mars_hf.MarsTrainer):
+    """Skip MarsTrainer's training_step, which sets the random state."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+class Moody(mars_hf.MarsTrainer):
+    """Compute an extra loss in one of the passes."""
+
+    in_passes = (True,)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.is_first = True
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.in_stale_pass in self.in_passes and self.is_first:
+            self.is_first = False
+            loss = loss + self.compute_loss(model, inputs, *args, **kwargs)
+        return loss
+
+
+class MoodyLater(Moody):
+    in_passes = (False,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Sampling, r"computes the two losses of a step from different inputs \(inputs\['input_ids'\] differs\)"),
+        (Overriding, "has a training_step of its own that does not call MarsTrainer's"),
+        (Moody, "calls compute_loss less often"),
+        (MoodyLater, r"computes the two losses of a step from different inputs \(their number differs\)"),
+    ],
+)
+def test_different_inputs_are_refused(tmp_path, kind, message):
+    run = exact_run(tmp_path, gpt2(), kind=kind)
+    with pytest.raises(RuntimeError, match=f"{kind.__name__} {message}.*is_approx=True"):
+        run.train()
+    assert run.state.global_step == 1  # the first step has one pass
+    assert "compute_loss" not in vars(run)
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def nested_batch() -> dict[str, Any]:
+    return {
+        "ids": torch.arange(4),
+        "nested": [{"x": torch.zeros(2)}, (torch.zeros(1), "text")],
+        "pair": Pair(torch.ones(1), numpy.zeros(1)),
+        "encoding": BatchEncoding({"y": torch.zeros(2)}),
+        "nan": torch.tensor([float("nan")]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda b: b["ids"].add_(1), "inputs['ids']"),
+        (lambda b: b.update(ids=b["ids"].float()), "inputs['ids']"),
+        (lambda b: b.update(ids=b["ids"][:3]), "inputs['ids']"),
+        (lambda b: b.update(ids=None), "inputs['ids']"),
+        (lambda b: b.pop("nan"), "the keys of inputs"),
+        (lambda b: b["nested"].append(1), "the length of inputs['nested']"),
+        (lambda b: b["nested"][0]["x"].add_(1), "inputs['nested'][0]['x']"),
+        (lambda b: b["pair"].left.add_(1), "inputs['pair'][0]"),
+        (lambda b: b["encoding"]["y"].add_(1), "inputs['encoding']['y']"),
+        (lambda b: b["nan"].fill_(0), "inputs['nan']"),
+    ],
+)
+def test_copied_batch_and_difference(change, where):
+    batch = nested_batch()
+    changed = stale_pass._copied(batch)
+    assert stale_pass._difference(batch, changed) is None
+    assert type(changed["pair"]) is Pair and type(changed["encoding"]) is BatchEncoding
+    change(changed)
+    changed["pair"].right.fill(1)
+    assert stale_pass._difference(batch, changed) == where
+    assert stale_pass._difference(batch, nested_batch()) is None and not batch["pair"].right.any()
+
+
+@pytest.mark.slow
+def test_interrupted_run_leaves_nothing_to_the_next(tmp_path):
+    class Break(TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise InterruptedError
+
+    run = exact_run(tmp_path, gpt2(), max_steps=4, gradient_accumulation_steps=2, callbacks=[Break()])
+    with pytest.raises(InterruptedError):
+        run.train()
+    run.pop_callback(Break)
+    run.train()
