@@ -99,7 +99,14 @@ def _adamw(**settings: Any) -> Make:
 
 
 def _mars(**settings: Any) -> Make:
-    return lambda named: [mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)]
+    take_grad = settings.pop("take_grad", False)
+
+    def make(named: Named) -> list[torch.optim.Optimizer]:
+        mars = mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)
+        mars.take_grad = take_grad
+        return [mars]
+
+    return make
 
 
 def _is_hidden(name: str, param: Tensor) -> bool:
@@ -142,10 +149,8 @@ def contenders() -> dict[str, Contender]:
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
         "Mars": Contender(mars, 44),
         "Mars take_grad": Contender(_mars(take_grad=True), 40),
-        "Mars last_grad in bfloat16": Contender(_mars(last_grad_dtype="bfloat16"), 38),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
-        "Mars foreach": Contender(_mars(fused=False, foreach=True), 44),
-        "Mars for-loop": Contender(_mars(fused=False, foreach=False), 44),
+        "Mars fused=False": Contender(_mars(fused=False), 44),
         "mars-lion": Contender(_mars(mars_type="mars-lion"), 36),
         "Muon, AdamW for the rest": Contender(_muon, None),
         "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),

@@ -117,20 +117,13 @@ class Mars(torch.optim.Optimizer):
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
-        take_grad: True moves gradients into the state where that saves a copy, and sets `p.grad` to None; only for a
-            loop that you own. Views, sharded gradients and gradients of another dtype than the state's are copied.
-        last_grad_dtype: of last_grad; a torch.dtype or its name; None for that of the other states.
         state_dtype: of the states; None for float32, and float64 for float64 parameters.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
             `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
             unit in the last place; the first loses them.
         maximize: ascend instead of descend.
-        foreach: True updates many tensors per kernel launch at the price of temporary copies, False one tensor after
-            the other. None is True on accelerators and False on CPU, where no faster backend runs.
-        fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False never does.
-            None takes them where they run, `foreach` is None and, on CPU, compiling pays (see `backends`).
-        capturable: step counts live on the device, so that a CUDA graph can hold the step; give `lr` as a tensor then.
-            Not for matrices that are orthogonalized.
+        fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False plain PyTorch.
+            None takes the kernels where they run and, on CPU, compiling pays (see `backends`).
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients, in
             a loop without DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each rank
             work alone there, and shares under DistributedDataParallel. Not saved.
@@ -188,6 +181,10 @@ class Mars(torch.optim.Optimizer):
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
+    # Set by whoever runs the loop: True lets the step move gradients into the state where that saves a copy, and set
+    # `p.grad` to None. Views, sharded gradients and gradients of another dtype than the state's are copied.
+    take_grad = False
+
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
 
@@ -215,14 +212,10 @@ class Mars(torch.optim.Optimizer):
         ns_dtype: str | torch.dtype | None = None,
         layout: MatrixLayout | Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
-        take_grad: bool = False,
-        last_grad_dtype: str | torch.dtype | None = None,
         state_dtype: str | torch.dtype | None = None,
         rounding: str = "nearest",
         maximize: bool = False,
-        foreach: bool | None = None,
         fused: bool | None = None,
-        capturable: bool = False,
         process_group: Any = None,
     ) -> None:
         """See the class."""
@@ -254,8 +247,8 @@ class Mars(torch.optim.Optimizer):
 
         Args:
             param_group: as in the constructor. Settings that it does not state come from the constructor;
-                `max_grad_norm` and `take_grad` come from the existing groups if those agree. Parameters get names if
-                the existing ones have names, and lose them if not.
+                `max_grad_norm` comes from the existing groups if those agree. Parameters get names if the existing ones
+                have names, and lose them if not.
 
         Raises:
             ValueError: as the constructor; the optimizer stays as it was.
@@ -289,13 +282,9 @@ class Mars(torch.optim.Optimizer):
         return self._locator, self._matrices
 
     def _of_the_loop(self) -> dict[str, Any]:
-        """Return the settings that the owner of the loop may have changed in all groups."""
-        found = {}
-        for key in ("max_grad_norm", "take_grad") if self._is_made else ():
-            values = [group[key] for group in self.param_groups]
-            if values and values.count(values[0]) == len(values):
-                found[key] = values[0]
-        return found
+        """Return the setting that the owner of the loop may have changed in all groups."""
+        values = [group["max_grad_norm"] for group in self.param_groups] if self._is_made else []
+        return {"max_grad_norm": values[0]} if values and values.count(values[0]) == len(values) else {}
 
     def _match_names(self, part: dict[str, Any]) -> None:
         """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
@@ -325,14 +314,14 @@ class Mars(torch.optim.Optimizer):
         """Load a state; its tensors are copied and keep the dtypes they were saved in.
 
         torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
-        except for `max_grad_norm` and `take_grad`, which belong to the running loop (MarsTrainer sets them). Hooks act
-        as on any torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
+        except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it). Hooks act as on any torch
+        optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        kept = ("max_grad_norm", "take_grad", *_OF_MODEL)  # of the running loop and model
+        kept = ("max_grad_norm", *_OF_MODEL)  # of the running loop and model
         own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         found: dict[str, Any] = {}
 
@@ -431,7 +420,7 @@ class Mars(torch.optim.Optimizer):
 
     def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
         """Return how the step before sorted its tensors, if these look the same; None if they do not."""
-        if self._order is None or not self._order.fits(self.param_groups, entries):
+        if self._order is None or not self._order.fits(self.param_groups, entries, self.take_grad):
             return None
         recipes = self._order.recipes
         averaging = [recipe.group for recipe in recipes if "last_grad" not in recipe.keys]
@@ -457,13 +446,15 @@ class Mars(torch.optim.Optimizer):
         warn_of_one_rate(self.param_groups, self.defaults)
         _, matrices = self._helpers()
         chunks = matrices.assign(self.param_groups, placements)
-        recipes = plan_buckets(self.param_groups, entries, placements, chunks)
+        recipes = plan_buckets(self.param_groups, entries, placements, chunks, take_grad=self.take_grad)
         for entry in entries:
             self.state[entry.param] = entry.state
         for index in averaging:
             self.param_groups[index]["gamma_of_average"] = float(self.param_groups[index]["gamma"])
         alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
-        self._order = Order(recipes, self.param_groups, entries) if alone and Order.covers(entries) else None
+        self._order = None
+        if alone and Order.covers(entries):
+            self._order = Order(recipes, self.param_groups, entries, self.take_grad)
         return recipes
 
     def _update_buckets(
@@ -652,8 +643,8 @@ def create(
         model_or_params: a module, or what `Mars` takes as `params`.
         like: whose settings to take up, for continued pretraining: a folder with the mars.json of a run, or the name
             of such a repository on the Hub. Arguments given here win, also over rates that mars.json has for vectors
-            and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `take_grad`,
-            `foreach`, `fused`, `capturable`, `process_group`). None takes the defaults.
+            and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `fused`,
+            `process_group`). None takes the defaults.
         no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`. Needs a

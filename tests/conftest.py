@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mars_hf.arithmetic import backends
+
 _THREADS = torch.get_num_threads()
 
 
@@ -27,6 +29,12 @@ def seeded() -> None:
     """Seed, and restore the number of threads, which recipes change: it decides how sums are rounded."""
     torch.manual_seed(0)
     torch.set_num_threads(_THREADS)
+
+
+@pytest.fixture
+def foreach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plain PyTorch take whole lists on the CPU, as it does on accelerators, or one tensor after the other."""
+    monkeypatch.setattr(backends, "takes_lists", lambda device: request.param)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -41,14 +41,14 @@ def set_gradients(params: list, tensors: dict, name: str) -> None:
         param.grad = tensors[f"{name}.p{i}"].clone()
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"])
+@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"], indirect=True)
 @pytest.mark.parametrize(("file", "case"), cases())
 def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
     tensors = load_file(GOLDEN / f"{file}.safetensors")
     description = json.loads((GOLDEN / f"{file}.json").read_text())
     settings = {key: value for key, value in description["cases"][case].items() if key != "optimizer"}
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    optimizer = mars_hf.Mars(params, matrix_ndim="==2", foreach=foreach, **settings)
+    optimizer = mars_hf.Mars(params, matrix_ndim="==2", fused=False, **settings)
     peaks = [group["lr"] for group in optimizer.param_groups]
     for t in range(description["steps"]):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -123,7 +123,7 @@ def steps(optimizer: mars_hf.Mars, params: list, tensors: dict, description: dic
         yield t
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"])
+@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"], indirect=True)
 @pytest.mark.parametrize("case", ORTHOGONAL)
 @pytest.mark.parametrize("file", FILES)
 def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach, monkeypatch):
@@ -139,7 +139,7 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
 
     monkeypatch.setattr(directions, "orthogonalize", with_official_roundings)
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    optimizer = mars_hf.Mars(params, ns_dtype="float32", foreach=foreach, **settings)
+    optimizer = mars_hf.Mars(params, ns_dtype="float32", fused=False, **settings)
     for t in steps(optimizer, params, tensors, description):
         for i in compared(settings, description):
             expected = tensors[f"{case}.{t}.p{i}"]

@@ -140,7 +140,7 @@ def choose_backend(
     """Return the backend of a bucket.
 
     Args:
-        group: the parameter group; its `foreach`, `fused`, `capturable` and `rounding` decide.
+        group: the parameter group; its `fused` and `rounding` decide.
         device: device of the tensors.
         dtypes: dtypes of all tensors.
         numel: number of elements in all parameters of the step.
@@ -148,33 +148,28 @@ def choose_backend(
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
     Raises:
-        RuntimeError: `fused=True` where no kernels run, or `capturable` on an accelerator without kernels.
+        RuntimeError: `fused=True` where no kernels run.
     """
     wanted = group["fused"]
-    if dense and (wanted or (wanted is None and group["foreach"] is None)):
+    if dense and wanted is not False:
         kernels = _kernels(device, dtypes, numel, always=wanted is True)
         if kernels is not None:
             return kernels
         rounds = group["rounding"] != "nearest" and torch.bfloat16 in dtypes
-        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not (rounds or group["capturable"]):
+        if plain_adamw and device.type == "cpu" and len(set(dtypes)) == 1 and not rounds:
             return AdamWBackend("adamw")
-    names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
     if wanted and dense:
+        names = ", ".join(sorted(str(dtype) for dtype in set(dtypes)))
         raise RuntimeError(
             f"fused=True, and no kernels run on {device.type} for {names}: GPUs need Triton (pip install triton), CPUs "
             "a C++ compiler; use fused=None"
         )
-    if group["capturable"] and device.type != "cpu":
-        reason = f"which do not run on {device} for {names}" if dense else "which take dense tensors only"
-        raise RuntimeError(
-            f"capturable=True needs the Triton kernels, {reason} (pip install triton; leave foreach and fused at None; "
-            "parameters, gradients and states must be contiguous)"
-        )
-    return Backend("foreach", foreach=True) if _foreach(group, device) else Backend("for-loop")
+    return Backend("foreach", foreach=True) if takes_lists(device) else Backend("for-loop")
 
 
-def _foreach(group: dict[str, Any], device: torch.device) -> bool:
-    return device.type != "cpu" if group["foreach"] is None else group["foreach"]
+def takes_lists(device: torch.device) -> bool:
+    """Return whether plain PyTorch is faster on whole lists there: they save launches, and leave a CPU's cache."""
+    return device.type != "cpu"
 
 
 def _kernels(device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, always: bool) -> Backend | None:

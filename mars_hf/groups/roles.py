@@ -67,7 +67,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
 
     Raises:
         ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
-            a layout that does not fit, or `capturable` with a rule that orthogonalizes.
+            or a layout that does not fit.
     """
     reject_misspelled(group, "parameter group")
     check(group)
@@ -113,11 +113,6 @@ def _check_orthogonal(group: Mapping[str, Any]) -> None:
     """Raise ValueError if the group's rule orthogonalizes and a matrix or setting does not allow it."""
     if not orthogonalizes(group):
         return
-    if group["capturable"]:
-        raise ValueError(
-            f"capturable=True and mars_type={group['mars_type']!r}: the step of its matrices cannot be captured; use "
-            "capturable=False"
-        )
     layout = matrix_layouts.from_plain(group["layout"])
     for entry in group["params"]:
         shape = shape_of(entry[1] if isinstance(entry, tuple) else entry)

@@ -18,7 +18,7 @@ from mars_hf.groups.values import patterns
 FILE = "mars.json"
 _FORMAT = 1
 # What the loop (clipping, memory) and the machine (backends) decide, and the shape of one matrix.
-_NOT_KEPT = ("max_grad_norm", "take_grad", "foreach", "fused", "capturable", "layout")
+_NOT_KEPT = ("max_grad_norm", "fused", "layout")
 KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in _NOT_KEPT)
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

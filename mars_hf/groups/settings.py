@@ -128,10 +128,6 @@ _TABLE = (
         "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True
     ),
     Setting("max_grad_norm", None, values.THRESHOLD, "Largest global norm of all gradients.", is_live=True),
-    Setting("take_grad", False, _FLAG, "Move gradients into the state where that saves a copy."),
-    Setting(
-        "last_grad_dtype", None, optional_dtype(*DTYPES), "Dtype of last gradients; left out: that of the other states."
-    ),
     Setting("state_dtype", None, optional_dtype(*DTYPES), "Dtype of the states; left out: float32, or float64."),
     Setting(
         "rounding",
@@ -140,9 +136,7 @@ _TABLE = (
         "Rounding of bfloat16 parameters: nearest, stochastic or kahan.",
     ),
     Setting("maximize", False, _FLAG, "Ascend instead of descend."),
-    Setting("foreach", None, optional(_FLAG), "True: many tensors per kernel launch; False: one after the other."),
     Setting("fused", None, optional(_FLAG), "True: the kernels made for the device, or an error; False: none."),
-    Setting("capturable", False, _FLAG, "Step counts live on the device, for CUDA graphs."),
     Setting(
         "no_decay", [], values.PATTERNS, "Shell patterns of names of matrices that are not decayed.", scope="model"
     ),
@@ -270,10 +264,6 @@ def check(settings: Mapping[str, Any]) -> None:
             one_of(*ROLES).check(name, value)
         elif name in SETTINGS:
             SETTINGS[name].kind.check(name, value)
-    if settings.get("foreach") and settings.get("fused"):
-        raise ValueError("foreach=True and fused=True contradict each other; give one of them")
-    if settings.get("capturable") and settings.get("rounding") == "stochastic":
-        raise ValueError("capturable=True and rounding='stochastic' cannot be had together; rounding='kahan' can")
     if "ns_steps" in settings and "ns_coefficients" in settings:
         ns_coefficients(settings)
 

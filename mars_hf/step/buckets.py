@@ -168,6 +168,8 @@ def plan_buckets(
     entries: Sequence[Entry],
     placements: Mapping[Tensor, Placement],
     chunks: Mapping[Tensor, Hashable] | None = None,
+    *,
+    take_grad: bool = False,
 ) -> list[Recipe]:
     """Decide which entries are updated together, and add missing buffers to their states.
 
@@ -176,6 +178,7 @@ def plan_buckets(
         entries: the step's entries.
         placements: placements of the sharded parameters.
         chunks: the chunk of each parameter to orthogonalize, see `Bucket.chunk`; None means none.
+        take_grad: `Mars.take_grad`.
     """
     chunks = chunks or {}
     needed = [states.fill(entry.param, param_groups[entry.group], entry.state) for entry in entries]
@@ -188,7 +191,7 @@ def plan_buckets(
             *(entry.group, param.device, param.dtype, gradient.dtype),
             tuple(needed[place].items()),
             None if placement is None else (placement.group,),
-            placement is None and place not in shared and may_move(entry, group),
+            take_grad and placement is None and place not in shared and may_move(entry, group),
             place not in shared and _is_dense(entry, needed[place]),
             chunks.get(param),
         )
@@ -245,7 +248,7 @@ def entries_of(param_groups: Sequence[Mapping[str, Any]], all_states: Mapping[Te
 def may_move(entry: Entry, group: Mapping[str, Any]) -> bool:
     """Return whether the gradient tensor itself may become the last gradient: same look, memory of its own."""
     grad, last = entry.param.grad, entry.state.get("last_grad")
-    if not group["take_grad"] or not group["is_approx"] or grad is None or last is None:
+    if not group["is_approx"] or grad is None or last is None:
         return False
     if dtensors.is_dtensor(grad) or grad.requires_grad or _compat.is_view(grad) or not looks.is_plain(grad):
         return False

@@ -20,10 +20,15 @@ class Order:
     """Remember how a step was sorted, for as long as later steps look like it; holds no tensor."""
 
     def __init__(
-        self, recipes: Sequence[Recipe], param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
+        self,
+        recipes: Sequence[Recipe],
+        param_groups: Sequence[Mapping[str, Any]],
+        entries: Sequence[Entry],
+        take_grad: bool,
     ) -> None:
         """Remember the recipes of `plan_buckets` for these entries."""
         self.recipes = recipes
+        self._take_grad = take_grad
         self._structure = structure(param_groups)
         self._slots = [entry.slot for entry in entries]
         keys: dict[int, tuple[str, ...]] = {place: recipe.keys for recipe in recipes for place in recipe.places}
@@ -40,8 +45,10 @@ class Order:
         """Return whether `fits` can judge these entries: only plain tensors."""
         return all(type(entry.param) in (Tensor, nn.Parameter) for entry in entries)
 
-    def fits(self, param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> bool:
+    def fits(self, param_groups: Sequence[Mapping[str, Any]], entries: Sequence[Entry], take_grad: bool) -> bool:
         """Return whether every tensor of a step looks like its predecessor and every setting is the same."""
+        if take_grad != self._take_grad:
+            return False
         if [entry.slot for entry in entries] != self._slots or structure(param_groups) != self._structure:
             return False
         if ["last_grad" in entry.state for entry in entries] != self._has_last:
@@ -52,10 +59,9 @@ class Order:
             return False
         if not self._look.fits(tensors):
             return False
-        return all(
+        return not take_grad or all(
             moves is may_move(entry, param_groups[entry.group])
             for entry, moves in zip(entries, self._moves, strict=True)
-            if param_groups[entry.group]["take_grad"]
         )
 
     def _tensors(self, entries: Sequence[Entry]) -> list[Tensor]:

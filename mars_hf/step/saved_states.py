@@ -43,7 +43,7 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
             settings.check(saved)
         except ValueError as error:
             raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
-    for id_, param, _ in _pairs(state_dict, groups):
+    for id_, param in _pairs(state_dict, groups):
         states.check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
 
 
@@ -51,19 +51,17 @@ def copy_into(
     state: MutableMapping[Tensor, Any], state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Copy saved tensors, in the dtypes they have, over the state that torch made of them."""
-    for id_, param, group in _pairs(state_dict, groups):
+    for id_, param in _pairs(state_dict, groups):
         for key, value in state_dict["state"].get(id_, {}).items():
             if key == "step":
                 value = states.step_of(value)
             if isinstance(value, Tensor):
-                device = value.device if key == "step" and not group["capturable"] else param.device
+                device = value.device if key == "step" else param.device
                 state[param][key] = value.detach().to(device, copy=True)
 
 
-def _pairs(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> list[tuple[Any, Tensor, Mapping[str, Any]]]:
-    """Return saved ids, and the parameters and groups they belong to."""
+def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Tensor]]:
+    """Return saved ids, and the parameters they belong to."""
     ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-    params = [(param, group) for group in groups for param in group["params"]]
-    return [(id_, *pair) for id_, pair in zip(ids, params, strict=False)]  # torch complains of other lengths
+    params = [param for group in groups for param in group["params"]]
+    return list(zip(ids, params, strict=False))  # torch complains of other lengths

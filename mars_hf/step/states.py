@@ -33,12 +33,8 @@ def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
 
 
 def last_grad_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of last gradients: the loaded one, else `last_grad_dtype`, else that of the moments."""
-    if "last_grad" in state:
-        return state["last_grad"].dtype
-    if group["last_grad_dtype"] is not None:
-        return dtype_of_name(group["last_grad_dtype"])
-    return dtype_of(param, group, state)
+    """Return the dtype of last gradients: the loaded one, else that of the moments."""
+    return state["last_grad"].dtype if "last_grad" in state else dtype_of(param, group, state)
 
 
 def has_squares(group: dict[str, Any]) -> bool:
@@ -86,8 +82,7 @@ def step_of(value: Any) -> Tensor:
 
 def fill(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, torch.dtype]:
     """Add the buffers that the state lacks, filled with zeros; return what `needed` returns."""
-    step = step_of(state.get("step", 0))
-    state["step"] = step.to(param.device) if group["capturable"] else step
+    state["step"] = step_of(state.get("step", 0))
     keys = needed(param, group, state)
     for key, of in keys.items():
         if key not in state:

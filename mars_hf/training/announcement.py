@@ -116,7 +116,7 @@ def saved_settings_that_win(mars: Mars) -> str | None:
     """Return a line about settings of the checkpoint that override those given now; None if there are none.
 
     Loading an optimizer's state replaces the settings of its groups; loading a scheduler's state replaces its base
-    rates. The shape of the schedule (kind, warmup, number of steps), `max_grad_norm` and `take_grad` stay this run's.
+    rates. The shape of the schedule (kind, warmup, number of steps) and `max_grad_norm` stay this run's.
     """
     changes = {
         f"{label_of(group)} {key}={_text(now)} (now given: {_text(before)})": None

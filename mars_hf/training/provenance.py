@@ -17,7 +17,7 @@ from mars_hf.groups.settings import GROUP_KEYS, lr_1d_ratio
 from mars_hf.optimizer import Mars
 
 # The loop owns the first two; loading a state checks the layout.
-_NOT_COMPARED = ("max_grad_norm", "take_grad", "layout")
+_NOT_COMPARED = ("max_grad_norm", "layout")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class _Adopted(NamedTuple):
 
     mars: Mars
     max_grad_norm: float | None
-    take_grad: list[bool]
+    take_grad: bool
     expects_stale_gradients: bool
 
 
@@ -146,12 +146,11 @@ class TrainerWithMars(_Base):
                 f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
                 + (", in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "")
             )
-        take_grad = [group["take_grad"] for group in mars.param_groups]
-        self._adopted = _Adopted(mars, own, take_grad, mars.expects_stale_gradients)
+        self._adopted = _Adopted(mars, own, mars.take_grad, mars.expects_stale_gradients)
+        mars.take_grad = True
         mars.expects_stale_gradients = mars.is_exact
         if own is not None:  # off until a step in which it can clip
             mars.max_grad_norm = None
-        self._take_gradients()
 
     def _give_back(self) -> None:
         """Restore the settings of an adopted optimizer."""
@@ -161,14 +160,7 @@ class TrainerWithMars(_Base):
         mars = adopted.mars
         mars.expects_stale_gradients = adopted.expects_stale_gradients
         mars.max_grad_norm = adopted.max_grad_norm
-        for index, group in enumerate(mars.param_groups):
-            group["take_grad"] = adopted.take_grad[min(index, len(adopted.take_grad) - 1)]  # some groups may be new
-
-    def _take_gradients(self) -> None:
-        """Turn `take_grad` on in every group, new ones included."""
-        if self._adopted is not None:
-            for group in self._adopted.mars.param_groups:
-                group["take_grad"] = True
+        mars.take_grad = adopted.take_grad
 
     def clips_at(self) -> float:
         """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
@@ -232,7 +224,6 @@ class TrainerWithMars(_Base):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch."""
-        self._take_gradients()
         note_wrapper(model)
         with self._stale_pass.micro_batch():
             loss = super().training_step(model, inputs, num_items_in_batch)

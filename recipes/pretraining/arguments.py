@@ -102,9 +102,7 @@ _DECIDED_ELSEWHERE = (
     "max_grad_norm",
     "mars_type",
     "layout",
-    "take_grad",
     "maximize",
-    "capturable",
 )
 _HELP = {
     "betas": "Decay rate of the {} moment.",

@@ -52,8 +52,7 @@ with _importable():
 
 # PyTorch's tests switch between these implementations.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    "for-loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True},
+    "for-loop": {"fused": False},
     "fused": {"fused": True},
     "auto": {},
 }
@@ -89,16 +88,11 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "max_grad_norm": lambda: {"max_grad_norm": 1.0},
     "small max_grad_norm": lambda: {"max_grad_norm": 0.01, "clip_threshold": 0.01},
     "max_grad_norm, maximize": lambda: {"max_grad_norm": 1.0, "maximize": True},
-    "take_grad": lambda: {"take_grad": True},
-    "take_grad, max_grad_norm": lambda: {"take_grad": True, "max_grad_norm": 1.0},
-    "last_grad in bfloat16": lambda: {"last_grad_dtype": "bfloat16"},
     "states in bfloat16": lambda: {"state_dtype": torch.bfloat16},
     "states in float64": lambda: {"state_dtype": "float64"},
     "stochastic rounding": lambda: {"rounding": "stochastic"},
     "kahan": lambda: {"rounding": "kahan"},
-    "capturable": lambda: {"capturable": True},
-    "capturable, amsgrad, tensor lr": lambda: {
-        "capturable": True,
+    "amsgrad, tensor lr": lambda: {
         "amsgrad": True,
         "lr": torch.tensor(0.001, dtype=torch.float32),
     },
@@ -107,7 +101,6 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "mars-lion, recursive": lambda: {"mars_type": "mars-lion", "clip_threshold": None},
     "mars-lion, optimize_1d": lambda: {"mars_type": "mars-lion", "optimize_1d": True},
     "mars-lion, max_grad_norm": lambda: {"mars_type": "mars-lion", "max_grad_norm": 1.0},
-    "mars-lion, capturable": lambda: {"mars_type": "mars-lion", "capturable": True},
     "mars-shampoo": lambda: {"mars_type": "mars-shampoo"},
     "mars-shampoo, maximize": lambda: {"mars_type": "mars-shampoo", "weight_decay": 0.1, "maximize": True},
     "mars-shampoo, recursive": lambda: {"mars_type": "mars-shampoo", "clip_threshold": None},
@@ -117,14 +110,14 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "mars-m, recursive": lambda: {"mars_type": "mars-m", "clip_threshold": None},
     "mars-m, polar-express": lambda: {"mars_type": "mars-m", "ns_coefficients": "polar-express"},
     "mars-m, three steps in float64": lambda: {"mars_type": "mars-m", "ns_steps": 3, "ns_dtype": "float64"},
-    "mars-m, take_grad": lambda: {"mars_type": "mars-m", "take_grad": True, "max_grad_norm": 1.0},
+    "mars-m, max_grad_norm": lambda: {"mars_type": "mars-m", "max_grad_norm": 1.0},
 }
 
 # Each configuration with two of the implementations in turn, for checks that do not depend on them.
 PAIRS = [
     pytest.param(configuration, name, marks=needs_compiler if name == "fused" else ())
     for index, configuration in enumerate(CONFIGURATIONS)
-    for name in (list(IMPLEMENTATIONS)[index % 4], list(IMPLEMENTATIONS)[(index + 1 + index // 4 % 3) % 4])
+    for name in (list(IMPLEMENTATIONS)[index % 3], list(IMPLEMENTATIONS)[(index + 1 + index // 3 % 2) % 3])
 ]
 
 
@@ -208,7 +201,6 @@ def error_inputs(device: Any, dtype: torch.dtype) -> list[ErrorOptimizerInput]:
         _refused("unknown rounding", ValueError, "rounding='up'", rounding="up"),
         _refused("integer states", ValueError, "state_dtype=torch.int8", state_dtype=torch.int8),
         _refused("no Newton-Schulz steps", ValueError, "ns_steps=0", ns_steps=0),
-        _refused("foreach and fused", ValueError, "foreach=True and fused=True", foreach=True, fused=True),
         _refused("differentiable", TypeError, "differentiable", differentiable=True),
         _refused("misspelt setting", TypeError, "weigth_decay", weigth_decay=0.1),
         _refused(
@@ -231,13 +223,12 @@ MARS = OptimizerInfo(
         ],
         [lambda opt: lr_scheduler.PolynomialLR(opt, power=0.9, total_iters=40)],
     ),
-    supported_impls=("foreach", "fused"),
+    supported_impls=("fused",),
     # Settings newer than the first checkpoints of Mars.
     not_og_supported_flags=(
-        *("foreach", "fused", "maximize", "capturable", "max_grad_norm", "take_grad", "last_grad_dtype"),
+        *("fused", "maximize", "max_grad_norm"),
         *("state_dtype", "rounding", "ns_dtype", "ns_coefficients", "ns_steps", "layout"),
     ),
-    has_capturable_arg=True,
     supports_complex=False,
     supports_fused_on=("cpu", "cuda"),
 )

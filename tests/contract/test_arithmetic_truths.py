@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import mars_of
 from mars_info import EVERY_IMPLEMENTATION, IMPLEMENTATIONS, equal, needs_compiler
 from reference import Reference
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def test_one_large_gradient_is_clipped_to_the_global_norm(implementation, mars_t
     """The step matches clip_grad_norm_ in float64 and a step after it."""
     params = [nn.Parameter(normal((6, 5), 1)), nn.Parameter(normal((7,), 2))]
     settings = {"mars_type": mars_type, "take_grad": take_grad, **IMPLEMENTATIONS[implementation]}
-    optimizer = Mars(params, lr=LR, max_grad_norm=1.0, **settings)
+    optimizer = mars_of(params, lr=LR, max_grad_norm=1.0, **settings)
     lines = references(params, rule=mars_type)
     for step in range(3):
         gradients = [normal(param.shape, 10 * step + param.ndim) for param in params]
@@ -387,7 +388,7 @@ def lower_the_threshold(optimizer: Mars, param: nn.Parameter, line: Reference) -
 @every_implementation
 def test_what_makes_a_small_gradient_clipped(implementation, change, settings):
     param = nn.Parameter(normal((6, 5), 1))
-    optimizer = Mars([param], lr=LR, gamma=0.5, **settings, **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of([param], lr=LR, gamma=0.5, **settings, **IMPLEMENTATIONS[implementation])
     line = Reference(param, rule="mars-adamw", lr=LR, betas=(0.95, 0.99), gamma=0.5)
     small_steps(optimizer, param, line, range(3))
     change(optimizer, param, line)
@@ -495,7 +496,7 @@ def test_settings_changed_in_the_recursive_form(implementation, settings, change
 def test_a_scale_does_not_outlive_a_switch_to_the_exact_form(implementation):
     """`last_grad_scale` belongs to a gradient moved unscaled, not to a stale gradient."""
     param = nn.Parameter(normal((6, 5), 1))
-    optimizer = Mars([param], lr=LR, take_grad=True, max_grad_norm=0.5, **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of([param], lr=LR, take_grad=True, max_grad_norm=0.5, **IMPLEMENTATIONS[implementation])
     line = Reference(param, rule="mars-adamw", lr=LR, betas=(0.95, 0.99))
 
     def clipped(gradient: Tensor) -> Tensor:
@@ -522,13 +523,13 @@ def test_a_scale_does_not_outlive_a_switch_to_the_exact_form(implementation):
 @every_implementation
 def test_a_scale_does_not_outlive_the_settings_it_comes_from(implementation, switch):
     param = nn.Parameter(normal((6, 5), 1))
-    optimizer = Mars([param], lr=LR, take_grad=True, max_grad_norm=0.5, **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of([param], lr=LR, take_grad=True, max_grad_norm=0.5, **IMPLEMENTATIONS[implementation])
     line = Reference(param, rule="mars-adamw", lr=LR, betas=(0.95, 0.99))
     for seed in range(6):
         if seed == 3 and switch in ("max_grad_norm", "both"):
             optimizer.max_grad_norm = None
         if seed == 3 and switch in ("take_grad", "both"):
-            optimizer.param_groups[0]["take_grad"] = False
+            optimizer.take_grad = False
         gradient = 3 * normal(param.shape, seed)
         param.grad = gradient.clone()
         norm = optimizer.max_grad_norm

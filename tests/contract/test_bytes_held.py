@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import mars_of
 from mars_info import needs_compiler
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class Form:
 
     def __init__(self, matrix: float, vector: float = 12, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         self.matrix, self.vector, self.dtype, self.settings = matrix, vector, dtype, settings
-        self.takes = settings.get("take_grad", False) and settings.get("last_grad_dtype") is None
+        self.takes = settings.get("take_grad", False)
 
     def kept(self, shapes: Any) -> float:
         sizes = [(torch.Size(shape).numel(), len(shape) > 1) for shape in shapes]
@@ -71,8 +72,7 @@ FORMS = {
     "take_grad": Form(16, take_grad=True),
     "max_grad_norm": Form(16, max_grad_norm=0.1),
     "take_grad, max_grad_norm": Form(16, take_grad=True, max_grad_norm=0.1),
-    "foreach": Form(16, foreach=True),
-    "for-loop": Form(16, foreach=False, fused=False),
+    "for-loop": Form(16, fused=False),
     "fused": Form(16, fused=True),
     "fused, take_grad, max_grad_norm": Form(16, fused=True, take_grad=True, max_grad_norm=0.1),
     "amsgrad": Form(20, 16, amsgrad=True),
@@ -85,12 +85,10 @@ FORMS = {
     "mars-shampoo": Form(12, mars_type="mars-shampoo"),
     "mars-m": Form(12, mars_type="mars-m", take_grad=True, max_grad_norm=0.1),
     "mars-m, recursive": Form(8, mars_type="mars-m", clip_threshold=None),
-    "last_grad in bfloat16": Form(14, last_grad_dtype="bfloat16"),
     "states in bfloat16": Form(10, 8, state_dtype="bfloat16"),
     "bfloat16": Form(14, 10, dtype=torch.bfloat16),
     "bfloat16, kahan": Form(16, 12, dtype=torch.bfloat16, rounding="kahan"),
     "bfloat16, stochastic": Form(14, 10, dtype=torch.bfloat16, rounding="stochastic"),
-    "capturable": Form(16, capturable=True),
 }
 
 
@@ -120,7 +118,7 @@ def test_what_is_held_between_steps(form, measured):
     held = []
     before = live_bytes()
     params = model_of(SMALL, FORMS[form].dtype)
-    optimizer = Mars(params, **FORMS[form].settings)
+    optimizer = mars_of(params, **FORMS[form].settings)
     optimizer.collect_metrics(measured)
     for step in range(50):
         optimizer.zero_grad()
@@ -140,7 +138,7 @@ def test_what_is_held_after_a_step(form):
     """A step also holds the gradients that are not moved into the state."""
     before = live_bytes()
     params = model_of(SMALL, FORMS[form].dtype)
-    optimizer = Mars(params, **FORMS[form].settings)
+    optimizer = mars_of(params, **FORMS[form].settings)
     kept = FORMS[form].kept(SMALL)
     for step in range(4):
         optimizer.zero_grad()
@@ -162,7 +160,7 @@ def test_what_is_held_after_a_step(form):
 def test_what_is_held_of_a_large_model(form, zeroed):
     before = live_bytes()
     params = model_of(LARGE, FORMS[form].dtype)
-    optimizer = Mars(params, **FORMS[form].settings)
+    optimizer = mars_of(params, **FORMS[form].settings)
     kept = FORMS[form].kept(LARGE)
     for step in range(4):
         backward(params, step)
@@ -228,7 +226,7 @@ def with_offload(params: nn.ParameterList, optimizer: Mars, step: int) -> None:
 def test_what_is_held_in_other_loops(loop: Callable[..., None], fused, take_grad):
     before = live_bytes()
     params = model_of(SMALL, torch.float32)
-    optimizer = Mars(params, fused=fused, take_grad=take_grad, max_grad_norm=0.1)
+    optimizer = mars_of(params, fused=fused, take_grad=take_grad, max_grad_norm=0.1)
     kept = FORMS["mars-adamw"].kept(SMALL)
     for step in range(10):
         loop(params, optimizer, step)
@@ -263,7 +261,7 @@ def test_what_is_held_by_the_exact_form(fused):
 def test_nothing_is_held_when_the_optimizer_is_gone(form):
     before = live_bytes()
     params = model_of(SMALL, FORMS[form].dtype)
-    optimizer = Mars(params, **FORMS[form].settings)
+    optimizer = mars_of(params, **FORMS[form].settings)
     for step in range(3):
         backward(params, step)
         optimizer.step()

@@ -75,9 +75,7 @@ def test_a_model_may_be_converted(implementation, dtype, swap, steps_before):
 
 
 @pytest.mark.parametrize("made", ["Mars", "create"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_grad_norm": 1.0}, {"take_grad": True}, {"mars_type": "mars-m"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 1.0}, {"mars_type": "mars-m"}], ids=str)
 def test_nothing_of_the_optimizer_hinders_a_swap(settings: dict[str, Any], made):
     """torch refuses to swap a tensor with weak references."""
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))

@@ -283,7 +283,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "no clipping": {"clip_threshold": None},
     "vectors too": {"optimize_1d": True},
     "amsgrad": {"amsgrad": True},
-    "global norm": {"max_grad_norm": 1.0, "take_grad": True},
+    "global norm": {"max_grad_norm": 1.0},
 }
 
 

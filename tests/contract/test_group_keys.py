@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from mars_info import EVERY_IMPLEMENTATION, IMPLEMENTATIONS, needs_compiler
+from mars_info import EVERY_IMPLEMENTATION, IMPLEMENTATIONS
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
@@ -177,7 +177,6 @@ MISSPELT = {
     "optimise_1d": "optimize_1d",
     "lr1d": "lr_1d",
     "betas1d": "betas_1d",
-    "take_grads": "take_grad",
     "second_momentum": "second_moment",
     "state_dtpye": "state_dtype",
     "roles": "role",
@@ -206,47 +205,6 @@ def test_a_near_miss_is_an_error_that_names_what_was_meant(given, door):
             Mars(params[:1]).add_param_group({"params": params[1:], given: 0.1})
     if door != "Mars":  # Python itself refuses it there
         assert MISSPELT[given] in str(refused.value)
-
-
-# --- foreach and fused ------------------------------------------------------------------------------------------
-
-
-@needs_compiler
-@pytest.mark.parametrize("door", ["Mars", "group"])
-def test_fused_without_foreach(door):
-    """`fused=True, foreach=False` is fused, as in torch.optim.AdamW, or an immediate error that says why not."""
-
-    def run(**settings: Any) -> list[nn.Parameter]:
-        params = make()
-        optimizer = Mars(params, **settings) if door == "Mars" else Mars([{"params": params, **settings}])
-        train(params, optimizer, 3)
-        return params
-
-    try:
-        both = run(fused=True, foreach=False)
-    except ValueError as refused:
-        assert "foreach=False" in str(refused)
-        assert "fused=True" in str(refused)
-        assert "compiler" not in str(refused)
-    else:
-        assert all(map(torch.equal, both, run(fused=True)))
-
-
-@needs_compiler
-def test_fused_set_in_a_group_that_says_foreach():
-    """Groups may be edited between steps: contradictions raise an error there too, or resolve as in torch."""
-    params = make()
-    optimizer = Mars(params, foreach=False)
-    train(params, optimizer)
-    for group in optimizer.param_groups:
-        group["fused"] = True
-    try:
-        train(params, optimizer)
-    except (RuntimeError, ValueError) as refused:
-        assert "foreach=False" in str(refused)
-        assert "pip install triton" not in str(refused)
-    else:
-        assert all(optimizer.state[param]["step"] == 2 for param in params)
 
 
 @pytest.mark.parametrize(

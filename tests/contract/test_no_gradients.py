@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import mars_of
 from mars_info import EVERY_IMPLEMENTATION, IMPLEMENTATIONS, equal
 from torch import nn
 
@@ -54,7 +55,7 @@ def assert_nothing_happens(params: list[nn.Parameter], optimizer: Mars) -> None:
 @every_form
 def test_a_step_without_any_gradient_is_a_no_op(form, implementation, measured):
     params = make()
-    optimizer = Mars(params, **FORMS[form], **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of(params, **FORMS[form], **IMPLEMENTATIONS[implementation])
     optimizer.collect_metrics(measured)
     assert_nothing_happens(params, optimizer)
     assert not any(optimizer.state.values())
@@ -83,7 +84,7 @@ def test_a_step_without_gradients_leaves_the_next_ones_as_they_were(form, implem
     results = []
     for idle in (False, True):
         params = make()
-        optimizer = Mars(params, **settings)
+        optimizer = mars_of(params, **settings)
         for value in (0.5, -0.2, 0.7):
             set_gradients(params, value)
             optimizer.step()
@@ -101,9 +102,9 @@ def test_an_empty_group(form, implementation, place):
     params = make()
     groups: list[dict[str, Any]] = [{"params": [params[0]]}, {"params": [params[1]]}]
     groups.insert(place, {"params": []})
-    optimizer = Mars(groups, **FORMS[form], **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of(groups, **FORMS[form], **IMPLEMENTATIONS[implementation])
     plain = make()
-    other = Mars(plain, **FORMS[form], **IMPLEMENTATIONS[implementation])
+    other = mars_of(plain, **FORMS[form], **IMPLEMENTATIONS[implementation])
     assert_nothing_happens(params, optimizer)
     for _ in range(2):
         for ones, each in ((params, optimizer), (plain, other)):
@@ -129,7 +130,7 @@ def test_nothing_but_an_empty_group():
 def test_frozen_parameters_get_no_state(form, implementation):
     params = make()
     frozen = [nn.Parameter(torch.ones(3, 4), requires_grad=False), nn.Parameter(torch.ones(5), requires_grad=False)]
-    optimizer = Mars([*params, *frozen], **FORMS[form], **IMPLEMENTATIONS[implementation])
+    optimizer = mars_of([*params, *frozen], **FORMS[form], **IMPLEMENTATIONS[implementation])
     for _ in range(3):
         set_gradients(params)
         if form == "exact":

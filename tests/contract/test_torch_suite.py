@@ -40,7 +40,7 @@ every_pair = pytest.mark.parametrize(("configuration", "implementation"), PAIRS)
 # One of each kind, for checks that take long or do not depend on the configuration.
 some_configurations = pytest.mark.parametrize(
     "configuration",
-    ["default", "tensor lr", "take_grad, max_grad_norm", "recursive", "mars-lion", "mars-shampoo", "mars-m"],
+    ["default", "tensor lr", "small max_grad_norm", "recursive", "mars-lion", "mars-shampoo", "mars-m"],
 )
 
 # PyTorch's checks that do not run here, with reasons.
@@ -57,6 +57,7 @@ NOT_RUN = {
     "test_state_dict_with_cuda_params": "needs a GPU",
     "test_cpu_load_state_dict": "needs a GPU",
     "test_fused_cpu_matches_cuda": "needs a GPU",
+    "test_foreach_matches_forloop": "no setting of Mars; both kinds of lists: test_golden.py, test_rules.py",
     "test_defaults_changed_to_foreach": "looks for torch's private functions; what None stands for: test_backends.py",
     "test_second_order_optims_return_consistent_types": "Mars is of first order: it calls a closure once",
 }
@@ -88,14 +89,14 @@ def test_every_generic_check_is_run_or_listed():
 
 
 def test_there_are_as_many_configurations_as_the_authors_of_the_issue_ran():
-    assert len(CONFIGURATIONS) >= 41
+    assert len(CONFIGURATIONS) >= 36
 
 
 def test_every_setting_of_mars_is_in_some_configuration():
     import inspect
 
     settings = set(inspect.signature(Mars.__init__).parameters) - {"self", "params", "process_group"}
-    given = {key for name in CONFIGURATIONS for key in settings_of(name)} | {"foreach", "fused"}
+    given = {key for name in CONFIGURATIONS for key in settings_of(name)} | {"fused"}
     elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py", "layout": "test_matrix_layouts.py"}
     assert settings - given == set(elsewhere)
 
@@ -293,11 +294,6 @@ def is_orthogonal(configuration: str) -> bool:
     return settings_of(configuration).get("mars_type") in ("mars-shampoo", "mars-m")
 
 
-@every_configuration
-def test_foreach_matches_forloop(configuration):
-    assert_same_run(configuration, "foreach", torch.float64, rtol=1e-7, atol=1e-7)
-
-
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)  # and float16 below
 @every_configuration
@@ -329,7 +325,7 @@ def mixed_steps(configuration: str, implementation: str) -> tuple[list[Tensor], 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.parametrize("implementation", ["fused"])
 @every_configuration
 def test_mixed_device_dtype(configuration, implementation):
     """One list of all dtypes; the other devices of PyTorch's check are GPUs."""
@@ -361,7 +357,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("configuration", "implementation"),
     [
-        pytest.param(name, "fused", marks=needs_compiler) if index % 2 else (name, "foreach")
+        pytest.param(name, "fused", marks=needs_compiler) if index % 2 else (name, "for-loop")
         for index, name in enumerate(CONFIGURATIONS)
     ],
 )
@@ -403,13 +399,13 @@ def test_the_peak_counts_what_is_held_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", [pytest.param("fused", marks=needs_compiler), "foreach", "for-loop"])
+@pytest.mark.parametrize("implementation", [pytest.param("fused", marks=needs_compiler), "for-loop"])
 @pytest.mark.parametrize(
     ("configuration", "ns_dtype"),
-    [("default", None), ("take_grad, max_grad_norm", None), ("mars-m", "bfloat16"), ("mars-m", "float32")],
+    [("default", None), ("max_grad_norm", None), ("mars-m", "bfloat16"), ("mars-m", "float32")],
 )
 def test_peak_memory_foreach(configuration, ns_dtype, implementation):
-    """A step holds at most a few copies of all parameters with foreach, of one parameter without, none in kernels."""
+    """A step holds at most a few copies of one parameter, none in kernels."""
     count, shape = 10, (64, 64)
     params = [nn.Parameter(torch.randn(shape)) for _ in range(count)]
     optimizer = Mars(params, **settings_of(configuration, implementation) | {"ns_dtype": ns_dtype})
@@ -423,10 +419,10 @@ def test_peak_memory_foreach(configuration, ns_dtype, implementation):
         optimizer.step()
     backward()
     one = params[0].numel() * 4
-    limit = {"for-loop": 8 * one, "foreach": 6 * count * one, "fused": one // 2}[implementation]
+    limit = {"for-loop": 8 * one, "fused": one // 2}[implementation]
     if is_orthogonal(configuration):  # Newton-Schulz works on all matrices of one shape, and on their products
         per_element = {"bfloat16": 13, "float32": 17}[ns_dtype]
-        limit = per_element * count * params[0].numel() + 6 * count * one * (implementation == "foreach")
+        limit = per_element * count * params[0].numel()
     assert peak_of(optimizer.step) <= limit
 
 

@@ -103,7 +103,7 @@ def train_with_autotp(stage: int, *, bf16: bool) -> None:
         "tensor_parallel": {"autotp_size": dist.get_world_size()},
         "bf16": {"enabled": bf16},
     }
-    mars = mars_hf.create(model, **CASE.hyperparameters())
+    mars = CASE.create(model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=mars, config=config)
     ids = torch.arange(8)[None]
     engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -111,17 +111,17 @@ def train_with_autotp(stage: int, *, bf16: bool) -> None:
 
 
 def fsdp1_after_create(model: nn.Module) -> None:
-    mars = mars_hf.create(model, **CASE.hyperparameters())
+    mars = CASE.create(model)
     step(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), mars)
 
 
 def fsdp1_before_create(model: nn.Module) -> None:
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    step(wrapped, mars_hf.create(wrapped, **CASE.hyperparameters()))
+    step(wrapped, CASE.create(wrapped))
 
 
 def fully_shard_after_create(model: nn.Module) -> None:
-    mars = mars_hf.create(model, **CASE.hyperparameters())
+    mars = CASE.create(model)
     step(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), mars)
 
 
@@ -131,7 +131,7 @@ def zero_redundancy_optimizer(model: nn.Module) -> None:
 
 def flat_buffer(model: nn.Module) -> None:
     """Act like an unknown engine: replace the parameters by a flat copy."""
-    mars = mars_hf.create(model, **CASE.hyperparameters())
+    mars = CASE.create(model)
     flat = nn.Parameter(torch.cat([param.detach().flatten() for param in mars.param_groups[0]["params"]]))
     flat.grad = torch.ones_like(flat)
     mars.param_groups[0]["params"] = [flat]

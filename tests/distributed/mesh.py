@@ -43,8 +43,6 @@ from train import Watched, corrected_norms, plain_results, set_lr
 from worker import main
 from workload import ACCUMULATION, BLOCK, CASES, MAX_GRAD_NORM, STEPS, VOCAB, Case, Tokens
 
-import mars_hf
-
 WIDTH, HEADS, HIDDEN, BOTTLENECK = 16, 4, 27, 3
 
 
@@ -193,7 +191,7 @@ class Run:
                 self.parts * mesh[name].size(),
                 self.part * mesh[name].size() + mesh[name].get_local_rank(),
             )
-        self.mars = mars_hf.create(self.model, **case.hyperparameters(), is_approx="exact" not in flags)
+        self.mars = case.create(self.model, is_approx="exact" not in flags)
         set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
         self.watched = Watched(self.mars, flags)
         self.names = {param: name for name, param in self.model.named_parameters()}

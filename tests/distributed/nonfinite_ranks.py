@@ -96,7 +96,7 @@ def train(engine: str, kind: str) -> dict[str, Any]:
             args,
             train_dataset=Poisoned(kind),
             data_collator=default_data_collator,
-            optimizers=(mars_hf.create(model, **CASES["adamw"].hyperparameters()), None),
+            optimizers=(CASES["adamw"].create(model), None),
         )
         try:
             trainer.train()

@@ -70,7 +70,7 @@ class Torch:
             shard(self.model, (dist.get_world_size(),), mp_policy=policy)
             self._wrapped = self.model
         self._autocast = engine == "ddp"
-        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self.mars = case.create(self.model)
         self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
 
     def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
@@ -106,7 +106,7 @@ class DeepSpeed:
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
         deepspeed.init_distributed("gloo")
         self.model = build_model(case)
-        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self.mars = case.create(self.model)
         fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "loss_scale_window": 2, "hysteresis": 1}
         config = {**deepspeed_config(engine, dist.get_world_size()), "fp16": fp16}
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)

@@ -17,15 +17,13 @@ from torch import nn
 from train import Results, deepspeed_config, deepspeed_results, fresh_accelerate, plain_results, set_lr, shard
 from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Case, Tokens, build_model, lr_factor
 
-import mars_hf
-
 HALF = STEPS // 2
 WRAPPERS = {"ddp": "DistributedDataParallel", "fully_shard": "FSDPTinyGPT2", "zero2": "DeepSpeedEngine"}
 
 
 def train_plain(case: Case) -> Results:
     model = build_model(case)
-    mars = mars_hf.create(model, **case.hyperparameters())
+    mars = case.create(model)
     tokens = Tokens()
     for step in range(STEPS):
         set_lr(mars, step)
@@ -55,7 +53,7 @@ class Loop:
         self.model = build_model(case)
         if self.sharded:
             shard(self.model, (world,))
-        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self.mars = case.create(self.model)
         loader = torch.utils.data.DataLoader(Tokens(), batch_size=MICRO_BATCH // world)
         # accelerate's scheduler takes a step for each process.
         schedule = torch.optim.lr_scheduler.LambdaLR(self.mars, lambda step: lr_factor(step // world))

@@ -50,7 +50,7 @@ class TorchRun:
             self.wrapped = nn.parallel.DistributedDataParallel(self.model)
         elif self.sharded:
             train.shard(self.model, (dist.get_world_size(),))
-        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self.mars = case.create(self.model)
         train.set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
 
     def train(self, first: int, last: int) -> None:
@@ -111,7 +111,7 @@ class DeepSpeedRun:
         config = train.deepspeed_config(engine, dist.get_world_size())
         self.case = case
         self.model = build_model(case)
-        self.mars = mars_hf.create(self.model, **case.hyperparameters())
+        self.mars = case.create(self.model)
         config["checkpoint"] = {"load_universal": load_universal}
         self.wrapped, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
 
@@ -199,7 +199,7 @@ def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = N
             args=arguments,
             train_dataset=Tokens(),
             data_collator=default_data_collator,
-            optimizers=(mars_hf.create(model, **case.hyperparameters()), None),
+            optimizers=(case.create(model), None),
         )
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}

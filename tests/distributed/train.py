@@ -163,7 +163,7 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=case.skipping, **settings[engine])
     elif engine in ("fsdp2", "hsdp"):
         shard(model, (world,) if engine == "fsdp2" else (2, world // 2))
-    mars = mars_hf.create(model, **case.hyperparameters())
+    mars = case.create(model)
     watched = Watched(mars, flags)
     names = {param: name for name, param in model.named_parameters()}
     norms, total_norms = [], []
@@ -244,7 +244,7 @@ def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], flags: set[s
     deepspeed.init_distributed("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = build_model(case)
-    mars = mars_hf.create(model, **case.hyperparameters())
+    mars = case.create(model)
     watched = Watched(mars, flags)
     wrapped, *_ = deepspeed.initialize(model=model, optimizer=mars, config=deepspeed_config(engine, world))
     tokens = Tokens()
@@ -382,7 +382,7 @@ def train_accelerate(backend: str, model: nn.Module, case: Case, zero: dict[str,
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
     if backend == "fsdp2":
         use_fsdp2_on_cpu(accelerator)
-    mars = mars_hf.create(model, **case.hyperparameters())
+    mars = case.create(model)
     micro_batch = MICRO_BATCH // accelerator.num_processes
     loader = torch.utils.data.DataLoader(Tokens(), batch_size=micro_batch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: lr_factor(step // accelerator.num_processes))

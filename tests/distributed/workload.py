@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import mars_hf
+
 STEPS = 8
 LONGEST = 20  # of runs that are longer
 ACCUMULATION = 2
@@ -51,10 +53,15 @@ class Case:
             "optimize_1d": self.optimize_1d,
             "clip_threshold": self.clip_threshold,
             "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
-            "take_grad": self.folded,
             "ns_dtype": self.ns_dtype,
             "fused": self.kernels or None,
         }
+
+    def create(self, model: nn.Module, **settings: Any) -> mars_hf.Mars:
+        """Return the optimizer of a model, which takes gradients where the loop would let it."""
+        mars = mars_hf.create(model, **self.hyperparameters(), **settings)
+        mars.take_grad = self.folded
+        return mars
 
 
 CASES = {

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 from guarded import READABLE, WRITABLE, place
-from helpers import needs_compiler
+from helpers import mars_of, needs_compiler
 from straight_step import MOMENTS, Entry, Mirror, expect, is_recursive, takes_mars
 from test_layout_fuzz import BACKENDS, DTYPES, RULES, TRITON, draw_settings, draw_values, named, not_interpreted
 from torch import Tensor, nn
 
 import mars_hf
-from mars_hf import Mars
 from mars_hf.arithmetic import backends
 
 SHAPES = ((4, 3), (3, 4), (4, 3), (5,), (5,), (), (2, 3, 4), (1, 7), (9, 2), (3, 2, 1, 2))
@@ -37,7 +36,7 @@ class Subject:
         self.random = random
         self.dtype = random.choice((torch.float32, torch.float32, *DTYPES))
         self.params = [self.new_param(shape) for shape in shapes]
-        self.optimizer = Mars(self.params, **settings)
+        self.optimizer = mars_of(self.params, **settings)
         self.mirror = Mirror.of(self.optimizer)
         self.edits: list[str] = []
         self.refusals: list[tuple[str, Callable[[], None]]] = []  # edits that a step may refuse, and what undoes them
@@ -389,7 +388,7 @@ def change_global_norm(s: Subject) -> None:
 
 @edit
 def change_take_grad(s: Subject) -> None:
-    s.set("take_grad", s.random.random() < 0.7)
+    s.optimizer.take_grad = s.random.random() < 0.7
 
 
 @edit

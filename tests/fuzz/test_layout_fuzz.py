@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from guarded import READABLE, WRITABLE, Guarded, place
-from helpers import needs_compiler
+from helpers import mars_of, needs_compiler
 from straight_step import Mirror, expect
 from torch import Tensor, nn
 
@@ -29,7 +29,6 @@ from mars_hf.arithmetic import backends as backend_choice
 BACKENDS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": True},
     "for-loop": {"fused": False},
-    "foreach": {"foreach": True},
     "auto": {},
 }
 EXACT = {"ns_dtype": "float64"}
@@ -84,7 +83,6 @@ def draw_settings(random: Random, rule: str) -> dict[str, Any]:
         "optimize_1d": random.random() < 0.3,
         "rounding": random.choice(("nearest", "nearest", "stochastic", "kahan")),
         "state_dtype": random.choice((None, None, None, *DTYPES)),
-        "last_grad_dtype": random.choice((None, None, None, *DTYPES)),
     }
     return {**settings, **RULES[rule]}
 
@@ -162,7 +160,7 @@ def run_case(backend: str, rule: str, sizes: str, seed: int) -> None:
     for param in params:
         param.grad_dtype = None  # any
     layouts = [guarded.layout for guarded in made]
-    optimizer = Mars(params, **settings, **({} if backend == "triton" else BACKENDS[backend]))
+    optimizer = mars_of(params, **settings, **({} if backend == "triton" else BACKENDS[backend]))
     guards = [(f"parameter {index}", guarded) for index, guarded in enumerate(made)]
     what = f"run_case({backend!r}, {rule!r}, {sizes!r}, {seed})"
     for step in range(random.randint(3, 5)):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from mars_hf import Mars
 
-BACKENDS = {"for-loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+BACKENDS = {"for-loop": {"fused": False}, "fused": {"fused": True}}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EPS = {dtype: torch.finfo(dtype).eps for dtype in DTYPES}
 
-every_backend = pytest.mark.parametrize("backend", ["for-loop", "foreach", pytest.param("fused", marks=needs_compiler)])
+every_backend = pytest.mark.parametrize("backend", ["for-loop", pytest.param("fused", marks=needs_compiler)])
 
 
 def searched(examples: int) -> Any:
@@ -190,7 +190,7 @@ def test_saving_and_loading_at_any_step_changes_no_bit(backend, values, rule, at
     saving(backend, values, rule, at)
 
 
-@pytest.mark.parametrize("backend", ["foreach", pytest.param("fused", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", [pytest.param("fused", marks=needs_compiler)])
 @QUICK
 @given(values=problems(), rule=rules())
 def test_backends_agree(backend, values, rule):

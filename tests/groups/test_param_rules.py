@@ -165,10 +165,10 @@ def test_every_setting_of_a_group_reaches_its_parameters_and_no_others(name):
         **{"lr": 0.5, "eps": 1e-6, "weight_decay": 0.25, "gamma": 0.5, "mars_type": "mars-shampoo", "is_approx": False},
         **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 0.125, "weight_decay_1d": 0.25},
         **{"matrix_ndim": "==2", "second_moment": "gradient", "ns_steps": 3, "ns_coefficients": "polar-express"},
-        **{"ns_dtype": "float32", "take_grad": True, "last_grad_dtype": "bfloat16", "state_dtype": "bfloat16"},
-        **{"rounding": "kahan", "maximize": True, "foreach": True, "fused": False, "capturable": True},
+        **{"ns_dtype": "float32", "state_dtype": "bfloat16"},
+        **{"rounding": "kahan", "maximize": True, "fused": False},
     }
-    mars_type = "mars-adamw" if name in ("capturable", "role") else "mars-m"
+    mars_type = "mars-adamw" if name == "role" else "mars-m"
     rule = {name: others[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
     pattern = "*.bias" if name in KEYS_1D else "a.weight"
     optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)])

@@ -44,8 +44,9 @@ def edit(folder, **changes) -> None:
 OTHERS = {
     **{"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1, "gamma": 0.05, "is_approx": False},
     **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
-    **{"weight_decay_1d": 0.01, "matrix_ndim": "==2", "second_moment": "gradient", "last_grad_dtype": torch.bfloat16},
-    **{"state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3, "no_decay": ["*wte*"]},
+    **{"weight_decay_1d": 0.01, "matrix_ndim": "==2", "second_moment": "gradient"},
+    **{"state_dtype": torch.bfloat16, "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3},
+    "no_decay": ["*wte*"],
     "param_rules": [("linear.*", {"lr": 5e-4, "betas": (0.7, 0.8)})],
 }
 ORTHOGONAL = {
@@ -57,9 +58,7 @@ ORTHOGONAL = {
 
 def test_the_examples_name_every_setting_that_is_kept():
     assert OTHERS.keys() | ORTHOGONAL.keys() == set(saved_settings.KEPT)
-    assert set(SETTINGS) - set(saved_settings.KEPT) == {
-        *("max_grad_norm", "take_grad", "foreach", "fused", "capturable", "layout")
-    }
+    assert set(SETTINGS) - set(saved_settings.KEPT) == {*("max_grad_norm", "fused", "layout")}
 
 
 @pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
@@ -81,9 +80,7 @@ def test_every_default_is_written_so_that_a_later_version_takes_them_too(tmp_pat
 def test_arguments_win_over_saved_settings(tmp_path, given):
     leave(tmp_path, mars_hf.create(Tiny(), **OTHERS))
     mars = mars_hf.create(Tiny(), like=tmp_path / "mars.json", **given)
-    assert settings_of(mars) == settings_of(
-        mars_hf.create(Tiny(), **{**OTHERS, "last_grad_dtype": "bfloat16", **given})
-    )
+    assert settings_of(mars) == settings_of(mars_hf.create(Tiny(), **{**OTHERS, "state_dtype": "bfloat16", **given}))
 
 
 def test_vectors_follow_a_new_rate_unless_theirs_was_stated(tmp_path):
@@ -94,10 +91,9 @@ def test_vectors_follow_a_new_rate_unless_theirs_was_stated(tmp_path):
 
 
 def test_what_the_loop_and_the_machine_decide_is_not_taken_up(tmp_path):
-    leave(tmp_path, mars_hf.create(Tiny(), max_grad_norm=1.0, take_grad=True, foreach=True, fused=False))
+    leave(tmp_path, mars_hf.create(Tiny(), max_grad_norm=1.0, fused=False))
     mars = mars_hf.create(Tiny(), like=str(tmp_path))
-    assert mars.max_grad_norm is None and mars.param_groups[0]["foreach"] is mars.param_groups[0]["fused"] is None
-    assert not mars.param_groups[0]["take_grad"]
+    assert mars.max_grad_norm is None and mars.param_groups[0]["fused"] is None
 
 
 def test_what_like_took_up_is_kept_again(tmp_path):

@@ -146,7 +146,6 @@ FLAGS = of(
     ("--param_rules *.mlp.*;lr", "--param_rules: '*.mlp.*;lr': 'lr' is not key:value"),
     ("--param_rules nowhere.yaml", "--param_rules: 'nowhere.yaml' cannot be read"),
     ("--param_rules *.mlp.*;lr:1 --optimizer adamw", "adamw has no param_rules"),
-    ("--foreach true --fused true", "contradict each other"),
     ("--fp16 true --bf16 true", "fp16 and bf16"),
     ("--fp16 true", "needs a GPU"),
     ("--tf32 true", "--tf32 false"),

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import backend_names, needs_compiler
+from helpers import backend_names, mars_of, needs_compiler
 from torch import nn
 
 import mars_hf
@@ -23,9 +23,9 @@ def gathered(monkeypatch) -> list[int]:
     calls: list[int] = []
     sort = optimizer.plan_buckets
 
-    def counted(*args):
+    def counted(*args, **settings):
         calls.append(1)
-        return sort(*args)
+        return sort(*args, **settings)
 
     monkeypatch.setattr(optimizer, "plan_buckets", counted)
     return calls
@@ -34,7 +34,7 @@ def gathered(monkeypatch) -> list[int]:
 def make(**settings) -> tuple[list[nn.Parameter], Mars]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    return params, Mars(params, lr=0.01, **settings)
+    return params, mars_of(params, lr=0.01, **settings)
 
 
 def gradient(param: torch.Tensor, step: int) -> torch.Tensor:
@@ -232,7 +232,7 @@ def strided(values: torch.Tensor, how: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["sliced", "expanded", "negated", "real", "misaligned", "transposed"])
 @pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"fused": True}, marks=needs_compiler), {"foreach": True}], ids=str
+    "settings", [{}, pytest.param({"fused": True}, marks=needs_compiler), {"fused": False}], ids=str
 )
 def test_gradients_of_any_layout(how, settings):
     results = []
@@ -250,7 +250,7 @@ def test_gradients_of_any_layout(how, settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"fused": True}, marks=needs_compiler), {"foreach": True}], ids=str
+    "settings", [{}, pytest.param({"fused": True}, marks=needs_compiler), {"fused": False}], ids=str
 )
 def test_parameters_and_states_with_gaps(settings):
     """For a vector `b[::2]`, a matrix `m[:, ::2]` and a replaced moment, nothing is written between elements."""
@@ -296,7 +296,7 @@ def test_a_changed_gamma_is_refused_for_every_parameter_of_a_group(stepped, mars
 def test_a_negated_gradient_is_kept_with_its_sign(dtype):
     param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
     twin = nn.Parameter(param.detach().clone())
-    exact = [Mars([one], is_approx=False, foreach=False) for one in (param, twin)]
+    exact = [Mars([one], is_approx=False, fused=False) for one in (param, twin)]
     for number in range(3):
         for one, mars in zip((param, twin), exact, strict=True):
             values = gradient(one, number).to(dtype)

@@ -92,14 +92,14 @@ def straight_line(steps: int, problem: Problem, mars_type: str, maximize: bool =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, True], indirect=True)
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
 @pytest.mark.parametrize("loop", [behind, ahead])
 def test_it_is_the_algorithm_in_straight_lines(loop, mars_type, foreach, maximize):
     problem = Problem()
     params = make_params()
     optimizer = Mars(
-        params, **SETTINGS, mars_type=mars_type, lr_1d=5e-3, is_approx=False, foreach=foreach, maximize=maximize
+        params, **SETTINGS, mars_type=mars_type, lr_1d=5e-3, is_approx=False, fused=False, maximize=maximize
     )
     loop(params, optimizer, problem, range(20))
     for param, expected in zip(params, straight_line(20, problem, mars_type, maximize), strict=True):

@@ -13,14 +13,14 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
 
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, True], indirect=True)
 @pytest.mark.parametrize("clip_threshold", [1.0, None])
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
 def test_metrics_of_a_step(mars_type, clip_threshold, foreach):
     shapes = ((4, 3), (2, 5), (6,))
     params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     settings = {"lr": 0.01, "weight_decay": 0.1, "gamma": 0.5}
-    optimizer = Mars(params, mars_type=mars_type, clip_threshold=clip_threshold, foreach=foreach, **settings)
+    optimizer = Mars(params, mars_type=mars_type, clip_threshold=clip_threshold, fused=False, **settings)
     optimizer.collect_metrics(True)
     last = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for scales in ((0.01, 0.01), (0.01, 9.0), (9.0, 9.0)):

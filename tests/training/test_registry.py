@@ -386,7 +386,6 @@ def test_training_args_load_where_mars_hf_is_not(tmp_path):
         ("clip_threshold=none", "clip_threshold", None),
         ("amsgrad=True", "amsgrad", True),
         ("optimize_1d=false", "optimize_1d", False),
-        ("foreach=1", "foreach", True),
         ("second_moment=gradient", "second_moment", "gradient"),
         ("beta1=0.8", "betas", (0.8, 0.99)),
         ("beta2_1d=0.8", "betas_1d", (0.9, 0.8)),

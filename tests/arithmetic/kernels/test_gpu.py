@@ -11,8 +11,8 @@ import os
 
 import pytest
 import torch
+from helpers import mars_of
 
-from mars_hf import Mars
 from mars_hf.arithmetic import backends, clipping, rules
 from mars_hf.arithmetic.kernels import gpu as kernels
 
@@ -437,7 +437,7 @@ def mars_steps(device, *, lr=0.01, **settings):
     shapes = (40, 30), (3, 700), (50,)
     starts = draw([shape.numel() for shape in map(torch.Size, shapes)], device=device)
     params = [torch.nn.Parameter(start.view(shape)) for start, shape in zip(starts, shapes, strict=True)]
-    optimizer = Mars(params, lr=lr, lr_1d=0.005, weight_decay=0.1, **settings)
+    optimizer = mars_of(params, lr=lr, lr_1d=0.005, weight_decay=0.1, **settings)
     for step in range(3):
         gradients = draw([param.numel() for param in params], device=device, seed=100 + step)
         for param, gradient in zip(params, gradients, strict=True):
@@ -460,7 +460,7 @@ def mars_steps(device, *, lr=0.01, **settings):
     ids=str,
 )
 def test_the_optimizer_on_these_kernels(device, settings, monkeypatch):
-    expected = doubles(mars_steps(device, fused=False, foreach=False, **settings))
+    expected = doubles(mars_steps(device, fused=False, **settings))
     triton = backends.KernelBackend("triton", module=kernels)
     monkeypatch.setattr(backends, "_kernels", lambda *_, **__: triton)
     for lr in (0.01, torch.tensor(0.01, device=device)):
@@ -761,7 +761,7 @@ def test_a_step_never_waits_for_the_gpu(device):
 def test_the_optimizer_never_waits_for_the_gpu(device, settings):
     shapes = (300, 40), (17,), (64, 64)
     params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-    optimizer = Mars(params, lr=0.01, **settings)
+    optimizer = mars_of(params, lr=0.01, **settings)
     for step in range(5):
         for param in params:
             param.grad = torch.randn_like(param)
