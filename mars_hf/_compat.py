@@ -129,12 +129,6 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers:Trainer",
-        "_created_lr_scheduler",
-        "transformers 5.19 to 5.23",
-        "The model card takes a scheduler that was handed over for Trainer's own.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
         "_defer_fsdp_gradient_reduction",
         "transformers 5.19 to 5.23",
         "The stale pass reduces every micro-batch's gradients under transformers' own FSDP.",
@@ -358,11 +352,6 @@ def checkpoint_classes(names: Iterable[str] = tuple(CHECKPOINT_CLASSES)) -> list
 def optimizer_handlers(trainer_optimizer: Any) -> MutableMapping[Any, Any]:
     """Return what transformers calls for each `--optim` name, from its module `transformers.trainer_optimizer`."""
     return trainer_optimizer._OPTIMIZER_HANDLERS
-
-
-def made_its_scheduler(trainer: Any) -> bool:
-    """Tell whether a Trainer has made its learning rate schedule itself."""
-    return bool(trainer._created_lr_scheduler)
 
 
 def fsdp_reduction_deferred(trainer: Any) -> AbstractContextManager[Any]:

@@ -29,8 +29,6 @@ from tasks.adapters import AdapterArguments
 from tasks.command_line import Start
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator, set_seed
 
-from mars_hf.training.card_facts import CardFacts
-
 # By --use_peft and --optim.
 STARTS = {
     False: {
@@ -146,7 +144,7 @@ def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
             processing_class=tokenizer,
             data_collator=default_data_collator,
         )
-        found = running.train(trainer, CardFacts(dataset=name, tokens_per_sample=block))
+        found = running.train(trainer, name, dataset=name)
     running.conclude(trainer, found, "loss")
     return trainer, found
 

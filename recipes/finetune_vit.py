@@ -38,8 +38,6 @@ from transformers import (
     set_seed,
 )
 
-from mars_hf.training.card_facts import CardFacts
-
 STARTS = {
     "mars_m": Start(2e-3, "beta1=0.95"),
     "mars_adamw": Start(1e-3, "beta1=0.9,beta2=0.95"),
@@ -136,7 +134,7 @@ def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
             data_collator=default_data_collator,
             **metrics.classification(),
         )
-        found = running.train(trainer, CardFacts(dataset=name, tasks="image-classification"))
+        found = running.train(trainer, name, dataset=name)
     running.conclude(trainer, found, "accuracy", "macro_f1", "loss")
     return trainer, found
 

@@ -44,7 +44,6 @@ from transformers import default_data_collator, set_seed
 
 import mars_hf
 from mars_hf.groups.summary import summary
-from mars_hf.training.card_facts import CardFacts
 
 
 @told("pretrain_gpt2.py")
@@ -111,6 +110,9 @@ def _train(
     optimizer = optimizers.for_trainer(run.optimizer, training)
     mars = run.optimizer.optimizer.startswith("mars_")
     approx = vars(run.optimizer)["is_approx"] is not False if mars else None
+    facts: dict[str, Any] = {"license": training.license, "dataset": source.name}
+    if "/" in source.name:  # a name on the Hub: files are named without their folder
+        facts["dataset_tags"] = source.name
     trainer = PretrainingTrainer(
         model=gpt2,
         args=training,
@@ -124,12 +126,7 @@ def _train(
             *([GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()] if mars else []),
         ],
         run=start.run,
-        card_facts=CardFacts(
-            license=training.license,
-            dataset=source.name,
-            dataset_tags=source.name if "/" in source.name else None,  # files are named without their folder
-            tokens_per_sample=block,
-        ),
+        card_facts=facts,
         resumed=start.manifest,
     )
     stopping = Stopping(trainer.accelerator)
@@ -190,13 +187,11 @@ def _train(
             "parameters": gpt2.num_parameters(),
             "groups": report.groups(trainer.optimizer.param_groups),
         }
-        results = {name: value for name in ("perplexity", "bits_per_byte") if (value := metrics[name]) is not None}
-        trainer.card_facts = dataclasses.replace(trainer.card_facts, results=results)
-        trainer.create_model_card()  # and the loss curve
+        trainer.create_model_card(**facts)
         report.write(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
         _conclude(output, metrics)
     if training.push_to_hub:
-        trainer.push_to_hub()
+        trainer.push_to_hub(**facts)
     if is_main and training.sample_tokens > 0:
         text = report.sample(gpt2, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")

@@ -37,8 +37,6 @@ from transformers import (
     set_seed,
 )
 
-from mars_hf.training.card_facts import CardFacts
-
 STARTS = {
     "mars_m": Start(1.6e-2, "beta1=0.95,lr_1d=0.032"),
     "mars_adamw": Start(4e-3, "beta1=0.9,beta2=0.95"),
@@ -126,7 +124,7 @@ def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
             f"projections {sizes.projections}, {sizes.num_key_value_heads} key-value heads for "
             f"{sizes.num_attention_heads} query heads"
         )
-        found = running.train(trainer, CardFacts(dataset=source.name, tokens_per_sample=sizes.block_size))
+        found = running.train(trainer, source.name, dataset=source.name)
     running.conclude(trainer, found, "loss")
     return trainer, found
 

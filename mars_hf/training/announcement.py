@@ -1,4 +1,4 @@
-"""Describe a run: its first log line, warnings about settings that differ from the given ones, model card entries."""
+"""Describe a run: its first log line, and warnings about settings that differ from the given ones."""
 
 from __future__ import annotations
 
@@ -159,18 +159,6 @@ def clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
         f"max_grad_norm={own:g} of the optimizer has no effect: Trainer clips at max_grad_norm={args.max_grad_norm:g} "
         "before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
     )
-
-
-def card_entries(mars: Mars) -> dict[str, Any]:
-    """Return the true values for entries that transformers' model card would take from TrainingArguments."""
-    from mars_hf import __version__
-
-    matrices = [group for group in mars.param_groups if takes_mars(group)] or mars.param_groups
-    sizes = origins.of(mars).sizes
-    return {
-        "learning_rate": origins.rate(matrices[0]),
-        "optimizer": f"MARS (mars_hf {__version__}): {describe(mars, sizes)}",
-    }
 
 
 def _shared(mars: Mars) -> Mapping[str, Any]:

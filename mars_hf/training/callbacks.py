@@ -7,12 +7,10 @@ metrics reach every tracker. `import mars_hf` imports it as soon as transformers
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import modelcard
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -241,22 +239,10 @@ def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def install() -> None:
-    """Add the default callback to transformers, and make its model cards state what ran; safe to call twice."""
+    """Add the default callback to transformers; safe to call twice."""
     # By name, because a reloaded module (a notebook's autoreload) makes a new class.
     if DefaultMarsCallback.__name__ not in [known.__name__ for known in transformers_trainer.DEFAULT_CALLBACKS]:
         transformers_trainer.DEFAULT_CALLBACKS.append(DefaultMarsCallback)  # type: ignore[arg-type]
-    reads_arguments = modelcard.extract_hyperparameters_from_trainer
-    if hasattr(reads_arguments, "_states_mars"):
-        return
-
-    @functools.wraps(reads_arguments)
-    def extract_hyperparameters_from_trainer(trainer: Any) -> dict[str, Any]:
-        found: dict[str, Any] = reads_arguments(trainer)
-        mars = innermost(trainer.optimizer)
-        return found | announcement.card_entries(mars) if isinstance(mars, Mars) else found
-
-    extract_hyperparameters_from_trainer._states_mars = True  # type: ignore[attr-defined]
-    modelcard.extract_hyperparameters_from_trainer = extract_hyperparameters_from_trainer
 
 
 install()

@@ -1,198 +1,258 @@
-"""Leave a model card and mars.json beside the weights of a run, so that every push includes them."""
+"""Leave mars.json beside the weights of a run, and state in its model card what MARS did.
+
+The card is the Trainer's own, or that of TRL. It gets a section on the optimizer, MARS's tags, and the last evaluation
+in its metadata. A last line holds a checksum: training rewrites a card that is as it left it, and no other README.md.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import inspect
+import json
+import math
 import re
-import weakref
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
+from huggingface_hub import EvalResult, ModelCard
+from transformers import modelcard
 from transformers.utils import logging
 
+import mars_hf
 from mars_hf.groups import saved_settings
 from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
-from mars_hf.training import card_facts, card_metadata, card_sections, loss_curve
 from mars_hf.training import provenance as origins
-from mars_hf.training.card_facts import CardFacts
 from mars_hf.training.guard import innermost
 
 logger = logging.get_logger(__name__)
 
 CARD = "README.md"
-# What stands between them is written anew; what stands outside is kept.
-_BEGIN = "<!-- mars_hf writes what follows from the run, and writes it anew; text outside the two marks stays. -->"
-_END = "<!-- mars_hf: end -->"
-
-# What transformers and TRL write about a model without a base, in which they name one that does not exist.
-_NO_BASE = re.compile(r"is a fine-tuned version of \[(?:None)?\]\(https://huggingface\.co/(?:None)?\)")
-# Headings of transformers' card that nothing but our sections answers.
-_UNANSWERED = re.compile(
-    r"^## (?:Model description|Training and evaluation data)\n+More information needed\n+", re.MULTILINE
-)
+TAGS = ("mars", "mars_hf")
+_SEAL = "<!-- mars_hf {}: training rewrites this file unless somebody has edited it. -->\n"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)")
+_ADAPTER = "base_model:adapter:"
+_TIMES = ("runtime", "per_second", "preparation_time")  # what Trainer adds to the metrics of an evaluation
+_COLUMNS = ("lr", "betas", "eps", "weight_decay")
+_MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx")  # groups under AdamW do not use them
+_CITATION = """```bibtex
+@article{yuan2024mars,
+  title   = {MARS: Unleashing the Power of Variance Reduction for Training Large Models},
+  author  = {Yuan, Huizhuo and Liu, Yifeng and Wu, Shuang and Zhou, Xun and Gu, Quanquan},
+  journal = {arXiv preprint arXiv:2411.10438},
+  year    = {2024}
+}
+```"""
 
 
 def attach(trainer: Any) -> None:
-    """Make a Trainer leave mars.json wherever it saves the model, and complete its model cards; safe to call twice.
+    """Make a Trainer save mars.json with the model and complete its model cards; safe to call twice.
 
-    On the instance, because subclasses have `create_model_card` of their own.
+    The methods are wrapped on the instance: subclasses override them, and runs without MARS stay as they are.
+    `trainer.card_facts` keeps the keyword arguments of `create_model_card` for the next time the card is written.
     """
-    for name, makes in (("save_model", _saving), ("create_model_card", _completing)):
-        if not hasattr(getattr(trainer, name), "leaves_mars"):
-            setattr(trainer, name, makes(trainer))
-
-
-def _saving(trainer: Any) -> Callable[..., Any]:
-    """Return a `save_model` that writes mars.json beside the weights, before they are pushed or sealed."""
-    save, own = _method(trainer, "save_model")
+    save, create = trainer.save_model, trainer.create_model_card
+    if hasattr(save, "saves_mars"):
+        return
 
     @functools.wraps(save)
     def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        output = Path(str(trainer.args.output_dir))
+        folder = Path(str(output_dir or output))
+        rewrites = folder == output and _is_sealed(folder / CARD)  # PEFT edits the card when it saves
         result = save(output_dir, *args, **kwargs)
-        if (trainer := own()) is not None:
-            save_settings(trainer, Path(str(output_dir or trainer.args.output_dir)))
+        save_settings(trainer, folder)
+        if rewrites:
+            leave(trainer, overwrite=True)
         return result
-
-    save_model.leaves_mars = True  # type: ignore[attr-defined]
-    return save_model
-
-
-def _completing(trainer: Any) -> Callable[..., Any]:
-    """Return a `create_model_card` that completes what the Trainer's own has written."""
-    create, own = _method(trainer, "create_model_card")
 
     @functools.wraps(create)
     def create_model_card(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            kwargs = trainer.card_facts = {**trainer.card_facts, **kwargs}
         result = create(*args, **kwargs)
-        trainer = own()
-        if trainer is not None and trainer.is_world_process_zero():
-            given = inspect.signature(create).bind(*args, **kwargs).arguments
-            _unless_it_fails(trainer, lambda: write_model_card(trainer, facts_of(trainer).with_given(given)))
+        mars = innermost(trainer.optimizer)
+        if isinstance(mars, Mars) and trainer.is_world_process_zero():
+            with _warning(trainer):
+                _complete_card(trainer, mars)
         return result
 
-    create_model_card.leaves_mars = True  # type: ignore[attr-defined]
-    return create_model_card
-
-
-def _method(trainer: Any, name: str) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """Return a method, and what returns its Trainer without keeping it alive."""
-    own = weakref.ref(trainer)
-    if name in vars(trainer):  # somebody else's, who has put it there
-        return getattr(trainer, name), own
-    function = getattr(type(trainer), name)
-
-    @functools.wraps(function)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(own(), *args, **kwargs)
-
-    method.__signature__ = inspect.signature(getattr(trainer, name))  # type: ignore[attr-defined]
-    return method, own
+    save_model.saves_mars = True  # type: ignore[attr-defined]
+    trainer.save_model, trainer.create_model_card = save_model, create_model_card
+    trainer.card_facts = getattr(trainer, "card_facts", {})
+    if hasattr(trainer.model, "add_model_tags"):  # for the cards of PEFT and of `model.push_to_hub`
+        trainer.model.add_model_tags(list(TAGS))
 
 
 def save_settings(trainer: Any, folder: Path) -> None:
     """Write mars.json into a folder that exists, from the process that writes there, if MARS trains."""
-    from mars_hf import __version__
-
     mars = innermost(trainer.optimizer)
     if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir():
-        saved_settings.write(folder, __version__, mars.created_with, origins.trained_groups(mars))
+        saved_settings.write(folder, mars_hf.__version__, mars.created_with, origins.trained_groups(mars))
 
 
-def leave(trainer: Any) -> None:
-    """Write mars.json and the card into the output folder; a card that is not ours stays as it is."""
-    output = Path(str(trainer.args.output_dir))
-    if not output.is_dir():
-        return
-    _unless_it_fails(trainer, lambda: save_settings(trainer, output))
-    if trainer.is_world_process_zero():
-        _unless_it_fails(trainer, lambda: _refresh(trainer, output / CARD))
+def leave(trainer: Any, *, overwrite: bool = False) -> None:
+    """Write mars.json and the model card into the output folder; without `overwrite`, a README.md of others stays."""
+    folder = Path(str(trainer.args.output_dir))
+    with _warning(trainer):
+        save_settings(trainer, folder)
+        is_replaceable = overwrite or not (folder / CARD).exists() or _is_sealed(folder / CARD)
+        if (
+            is_replaceable and trainer.is_world_process_zero() and hasattr(trainer.model, "config")
+        ):  # Trainer's card reads it
+            # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
+            accepted = inspect.signature(trainer.create_model_card).parameters.keys() - trainer.card_facts.keys()
+            trainer.create_model_card(**({"finetuned_from": ""} if "finetuned_from" in accepted else {}))
 
 
-def _refresh(trainer: Any, path: Path) -> None:
-    if not path.exists() or _BEGIN in path.read_text(encoding="utf-8"):
-        write_model_card(trainer)
-
-
-def _unless_it_fails(trainer: Any, work: Callable[[], Any]) -> None:
-    """Do what a trained model must not be lost for: a folder that cannot be written, metadata that is no YAML."""
+@contextlib.contextmanager
+def _warning(trainer: Any) -> Iterator[None]:
+    """Turn any error into a warning: a trained model must not be lost for its card."""
     try:
-        work()
+        yield
     except Exception as error:
         line = " ".join(str(error).split())[:300]
         logger.warning(f"mars_hf could not describe the run in {trainer.args.output_dir}: {line or repr(error)}")
 
 
-def facts_of(trainer: Any) -> CardFacts:
-    """Return what the script has stated as `trainer.card_facts`, if it has."""
-    facts = getattr(trainer, "card_facts", None)
-    return facts if isinstance(facts, CardFacts) else CardFacts()
+def _complete_card(trainer: Any, mars: Mars) -> None:
+    """Add MARS to the card that the Trainer has just written, and correct what it states about optimizer and base."""
+    folder = Path(str(trainer.args.output_dir))
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    groups = origins.trained_groups(mars)
+    main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
+    card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
+    _complete_metadata(card.data, trainer, model)
+
+    base = card.data.base_model
+    origin = f"is a fine-tuned version of [{base}](https://huggingface.co/{base})"
+    if base is None:  # Trainer and TRL link to one that does not exist
+        is_local = getattr(model.config, "name_or_path", None)
+        origin = "is a fine-tuned version of a local model" if is_local else "was trained from scratch"
+    text = _BASE_SENTENCE.sub(lambda _: origin, card.text).replace("on the None dataset", "on an unknown dataset")
+    text = re.sub(r"^- learning_rate: .*$", f"- learning_rate: {main['lr']:g}", text, flags=re.MULTILINE)
+    optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
+    text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
+    parts = [text.rstrip(), _optimizer(groups)]
+    evaluations = modelcard.parse_log_history(trainer.state.log_history)[1]
+    if evaluations and "### Training results" not in text:  # TRL's cards have none
+        parts.append(f"## Training results\n\n{modelcard.make_markdown_table(evaluations).rstrip()}")
+    usage = _usage(folder, trainer, model, base)
+    if usage and "```python" not in text:
+        parts.append(f"## Usage\n\n```python\n{usage}\n```")
+    card.text = "\n\n".join([*parts, f"## Citation of MARS\n\n{_CITATION}"]) + "\n"
+    write_whole(folder / CARD, _sealed(str(card)))
 
 
-def create_model_card(trainer: Any, *args: Any, **given: Any) -> None:
-    """Write our card alone; for a Trainer's class that has `create_model_card = hub.create_model_card`.
-
-    Args:
-        trainer: the Trainer.
-        *args: as Trainer's method, which has `language`, `license` and `tags` first.
-        **given: as there.
-    """
-    if trainer.is_world_process_zero():
-        given |= dict(zip(("language", "license", "tags", "model_name"), args, strict=False))
-        write_model_card(trainer, facts_of(trainer).with_given(given))
-
-
-create_model_card.leaves_mars = True  # type: ignore[attr-defined]
+def _complete_metadata(data: Any, trainer: Any, model: Any) -> None:
+    """Add tags, task and the last evaluation to a card's metadata, and drop names that the Hub refuses: local paths."""
+    name = getattr(model.config, "name_or_path", None)
+    data.base_model = next((base for base in (data.base_model, name) if _on_hub(base)), None)
+    tags = [tag for tag in _listed(data.tags) if not tag.startswith(_ADAPTER) or _on_hub(tag.removeprefix(_ADAPTER))]
+    data.tags = list(dict.fromkeys((*tags, *TAGS)))
+    data.datasets = [name for name in _listed(data.datasets) if _on_hub(name)] or None
+    data.library_name = "peft" if _is_adapter(model) else data.library_name
+    data.pipeline_tag = data.pipeline_tag or _task(model)
+    data.eval_results = _eval_results(data, trainer) or None
+    if data.eval_results:
+        data.model_name = data.model_name or Path(str(trainer.args.output_dir)).absolute().name
 
 
-def write_model_card(trainer: Any, facts: CardFacts | None = None) -> Path:
-    """Write README.md into the output folder: what ran, on what, for how long, how well, and how to use it.
-
-    The text of a card that is there stays: our part of it, between two marks, is written anew, or added. Metadata are
-    completed.
-
-    Args:
-        trainer: a Trainer, after or during training.
-        facts: what only the script knows; None takes `trainer.card_facts`.
-
-    Returns:
-        The path of the card.
-
-    Raises:
-        ValueError: the metadata of the card that is there are no YAML.
-    """
-    from huggingface_hub import ModelCard
-
-    facts = facts_of(trainer) if facts is None else facts
-    output = Path(str(trainer.args.output_dir))
-    path = output / CARD
-    name = facts.model_name or Path(str(trainer.args.hub_model_id or output.absolute())).name
-    text = path.read_text(encoding="utf-8") if path.exists() else f"---\n{{}}\n---\n\n# {name}\n"
-    card = ModelCard(text, ignore_metadata_errors=True)
-    optimizer = innermost(trainer.optimizer)
-    data: Any = card.data
-    card_metadata.complete(data, trainer, facts, name, mars=isinstance(optimizer, Mars))
-    title = card_sections.title(trainer, optimizer, facts)
-    has_picture = loss_curve.draw(trainer.state.log_history, output / loss_curve.FILE, title)
-    lines = card_sections.sections(trainer, optimizer, facts, data.license, has_picture=has_picture)
-    card.text = _with_ours(_repaired(card.text, facts), "\n".join(lines).rstrip())
-    write_whole(path, str(card))
-    return path
+def _eval_results(data: Any, trainer: Any) -> list[EvalResult]:
+    """Return the results in a card's metadata, and the final metrics that they lack."""
+    results = [result for result in data.eval_results or () if result.dataset_type]
+    known = [result.metric_type for result in results]
+    facts = trainer.card_facts
+    hub_name = data.datasets[0] if data.datasets and len(data.datasets) == 1 else "unknown"
+    dataset = ", ".join(_listed(facts.get("dataset") or facts.get("dataset_name") or data.datasets)) or "unknown"
+    sets = sorted(trainer.eval_dataset, key=len, reverse=True) if isinstance(trainer.eval_dataset, dict) else ()
+    for key, value in _final_metrics(trainer).items():
+        part = next((name for name in sets if key.startswith(f"{name}_")), None)
+        metric = key.removeprefix(f"{part}_")
+        if metric not in known:
+            place = data.pipeline_tag or "other", hub_name, part or dataset, metric, value
+            title = metric.replace("_", " ").capitalize()
+            results.append(EvalResult(*place, metric_name=title, dataset_config=part))  # by which they are told apart
+    return results
 
 
-def _repaired(text: str, facts: CardFacts) -> str:
-    """Return another's text without what is wrong in it, and without questions that our part answers."""
-    text = _NO_BASE.sub("was trained from scratch", text)
-    names = " and ".join(card_facts.listed(facts.dataset))
-    if names:
-        text = text.replace("on an unknown dataset.", f"on {names}.")
-    return _UNANSWERED.sub("", text)
+def _final_metrics(trainer: Any) -> dict[str, float]:
+    """Return the finite metrics of the weights that stay: of the best step if that was loaded, else the last ones."""
+    state = trainer.state
+    steps = [row["step"] for row in state.log_history if any(name.startswith("eval_") for name in row)]
+    has_ended = any("train_runtime" in row for row in state.log_history)
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and has_ended:
+        steps.append(state.best_global_step)
+    values = {name: value for row in state.log_history if row["step"] in steps[-1:] for name, value in row.items()}
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in values.items()
+        if name.startswith("eval_") and not name.endswith(_TIMES)
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
 
 
-def _with_ours(text: str, ours: str) -> str:
-    """Return a text with our part in place of an earlier one, or at its end."""
-    before, found, rest = text.partition(_BEGIN)
-    _, _, after = rest.partition(_END) if found else ("", "", "")
-    return f"{before.rstrip()}\n\n{_BEGIN}\n\n{ours}\n\n{_END}\n{after.lstrip()}"
+def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section with one row per kind of parameter group; groups may differ in settings without a column."""
+    header = ("group", "rule", *_COLUMNS, *_MARS_COLUMNS)
+    sizes: dict[tuple[str, ...], int] = {}
+    for group in groups:
+        name = f"{group['role']} `{group['pattern']}`" if "pattern" in group else group["role"]
+        values = [name, group["rule"], *(group[column] for column in _COLUMNS)]
+        values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
+        row = tuple(f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|") for value in values)
+        sizes[row] = sizes.get(row, 0) + group.get("parameters", 0)
+    lines = [(*header, "parameters"), ("---",) * (len(header) + 1)]
+    lines += [(*row, f"{size:,}" if size else "") for row, size in sizes.items()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    intro = f"[MARS](https://arxiv.org/abs/2411.10438), `mars_hf` {mars_hf.__version__}. Learning rates are the peaks;"
+    return f"## Optimizer\n\n{intro} `{saved_settings.FILE}` has every setting.\n\n{table}"
+
+
+def _usage(folder: Path, trainer: Any, model: Any, base: str | None) -> str | None:
+    """Return Python that loads the weights beside the card; None without weights, or for a class of the user's."""
+    library, loader = "transformers", type(model).__name__.removeprefix("FSDP")
+    is_public = hasattr(transformers, loader)
+    if _is_adapter(model):
+        library, loader, is_public = "peft", f"Auto{loader}", base is not None
+    if not is_public or not any(folder.glob("*.safetensors")):
+        return None
+    name = json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False)
+    return f"from {library} import {loader}\n\nmodel = {loader}.from_pretrained({name})"
+
+
+def _task(model: Any) -> str | None:
+    """Return the Hub's name of a model's task, by its class, as Trainer's card has it."""
+    kind = type(model.get_base_model() if _is_adapter(model) else model).__name__.removeprefix("FSDP")
+    tasks: Mapping[str, Any] = modelcard.TASK_MAPPING  # to classes, one or several by architecture
+    matches = (task for task, kinds in tasks.items() for names in kinds.values() if kind in _listed(names))
+    return next(matches, None)
+
+
+def _is_adapter(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _on_hub(name: Any) -> bool:
+    """Return whether a name may be one of the Hub: spelled as there, and no folder of this machine."""
+    return isinstance(name, str) and name != "None" and bool(_HUB_NAME.fullmatch(name)) and not Path(name).is_dir()
+
+
+def _listed(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else [name for name in value or () if name]
+
+
+def _sealed(content: str) -> str:
+    """Return a card with its checksum as last line."""
+    return content + _SEAL.format(hashlib.sha256(content.encode()).hexdigest()[:16])
+
+
+def _is_sealed(path: Path) -> bool:
+    """Return whether a card is as `_complete_card` left it."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return text == _sealed(text.rpartition(_SEAL.partition("{")[0])[0])

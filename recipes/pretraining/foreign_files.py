@@ -10,7 +10,7 @@ from pathlib import Path
 MARKER = "run.json"
 # Names that a run makes and that hardly anybody else's file has; README.md and weights need the marker.
 RUN_FILES = (
-    *("run.json*", "checkpoint-*", "earlier-*", "metrics*.json*", "trainer_state.json", "loss_curve.png*"),
+    *("run.json*", "checkpoint-*", "earlier-*", "metrics*.json*", "trainer_state.json"),
     *("runs", "arguments.json*"),
 )
 # What systems leave in any folder.

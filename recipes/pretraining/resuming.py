@@ -17,7 +17,7 @@ from pretraining.mistakes import Mistake, Told
 from pretraining.run_folder import Run
 
 # What a complete run has left beside its checkpoints; metrics.json is written last.
-_RESULT = ("metrics.json", "trainer_state.json", "loss_curve.png", "README.md", "config.json", "tokenizer_config.json")
+_RESULT = ("metrics.json", "trainer_state.json", "README.md", "config.json", "tokenizer_config.json")
 T = TypeVar("T")
 
 

@@ -14,7 +14,7 @@ from pretraining import report
 RUN = "run.json"
 # What a run writes there, for Hub and resume; compare_optimizers.py's arguments.json is not among them.
 WRITTEN = (
-    *(RUN, "metrics*.json", "trainer_state.json", "loss_curve.png", "README.md", "mars.json"),
+    *(RUN, "metrics*.json", "trainer_state.json", "README.md", "mars.json"),
     *("training_args.bin", "runs"),
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "checkpoint-*"),

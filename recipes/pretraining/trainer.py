@@ -17,8 +17,6 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 import mars_hf
-from mars_hf.training import hub
-from mars_hf.training.card_facts import CardFacts
 from pretraining import checkpoints
 from pretraining.run_folder import Run
 
@@ -39,12 +37,12 @@ def optimizer_steps(training: TrainingArguments, samples: int) -> int:
 class PretrainingTrainer(mars_hf.MarsTrainer):
     """MarsTrainer whose checkpoints are sealed and whose interrupted runs log what an uninterrupted one logs.
 
-    It also writes the project's model card, and runs AdamW.
+    It also runs AdamW.
 
     Args:
         *args: see MarsTrainer.
         run: the run; checkpoints carry its id and settings.
-        card_facts: what the model card states besides what Trainer knows.
+        card_facts: keyword arguments of `create_model_card`.
         resumed: manifest of the checkpoint that training goes on from; None for a new run.
         **kwargs: see MarsTrainer.
     """
@@ -53,7 +51,7 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         self,
         *args: Any,
         run: Run,
-        card_facts: CardFacts,
+        card_facts: dict[str, Any],
         resumed: checkpoints.Manifest | None = None,
         **kwargs: Any,
     ) -> None:
@@ -68,8 +66,6 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         # Trainer would delete old checkpoints before the new one is sealed.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self.add_callback(_Restoring(self))
-
-    create_model_card = hub.create_model_card  # our card alone, with any optimizer
 
     def restore_progress(self) -> None:
         """Take up the sums of losses where the checkpoint left them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import mars_hf
-from mars_hf.training.card_facts import CardFacts, count_parameters
+from mars_hf.distributed.placement import shape_of
 
 
 @contextlib.contextmanager
@@ -86,12 +87,13 @@ def load_splits(
     return name, split["train"], split["test"]
 
 
-def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
+def train(trainer: Any, name: str, **card_facts: Any) -> dict[str, Any]:
     """Train, evaluate, and save the model, its card and metrics.json.
 
     Args:
         trainer: with an evaluation set.
-        facts: what the card states besides what Trainer knows.
+        name: of the data.
+        **card_facts: for `trainer.create_model_card`.
 
     Returns:
         The content of metrics.json: settings, and every number of the last evaluation.
@@ -100,7 +102,7 @@ def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
         Mistake: loss or gradients stayed non-finite.
     """
     training = trainer.args
-    trainer.card_facts = facts
+    trainer.card_facts = card_facts  # for the cards written during training
     try:
         result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except mars_hf.NonFiniteError as error:
@@ -111,15 +113,15 @@ def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
     evaluations = [row for row in history if "eval_loss" in row]
     losses = [row["loss"] for row in history if "loss" in row]
     groups = trainer.optimizer.param_groups
-    parameters, trainable = count_parameters(trainer.model)
+    sizes = [(math.prod(shape_of(param)), param.requires_grad) for param in trainer.model.parameters()]
     metrics = {
         "optimizer": training.optim.value,
         "optim_args": training.optim_args,
         "learning_rate": training.learning_rate,
         "seed": training.seed,
-        "dataset": facts.dataset,
-        "parameters": parameters,
-        "trainable_parameters": trainable,
+        "dataset": name,
+        "parameters": sum(size for size, _ in sizes),
+        "trainable_parameters": sum(size for size, trains in sizes if trains),
         "groups": report.groups(groups) if "mars_type" in groups[0] else None,
         "steps": trainer.state.global_step,
         "train_loss": losses[-1] if losses else None,
@@ -130,10 +132,10 @@ def train(trainer: Any, facts: CardFacts) -> dict[str, Any]:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        trainer.create_model_card()
+        trainer.create_model_card(**card_facts)
         report.write(Path(training.output_dir) / "metrics.json", metrics)
     if training.push_to_hub:
-        trainer.push_to_hub()
+        trainer.push_to_hub(**card_facts)
     trainer.accelerator.end_training()
     return metrics
 

@@ -453,7 +453,7 @@ def test_the_card_and_mars_json_name_patterns(tmp_path):
     model = gpt2()
     made = trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=1e-3, param_rules=RULES), None))
     made.train()
-    assert "| matrix `*.mlp.*` | 0.002 |" in (tmp_path / "README.md").read_text()
+    assert "| matrix `*.mlp.*` | mars-adamw | 0.002 |" in (tmp_path / "README.md").read_text()
     saved = json.loads((tmp_path / "mars.json").read_text())
     assert saved["create"]["param_rules"] == [[pattern, settings] for pattern, settings in RULES]
     patterns = [None, None, "*.mlp.*", "*.mlp.*", "*.bias"]

@@ -33,7 +33,7 @@ def test_a_run_on_the_digits_learns(finished):
     assert found["at_step_0"]["eval_accuracy"] < 0.25 and found["eval_accuracy"] > 0.35
     assert json.loads((output / "metrics.json").read_text())["eval_macro_f1"] == found["eval_macro_f1"]
     card = (output / "README.md").read_text()
-    assert "mars-m" in card and "scikit-learn digits" in card and "image-classification" in card
+    assert "mars-m" in card and "scikit-learn digits" in card and "pipeline_tag: image-classification" in card
 
 
 def test_the_optimizer_is_mars_and_classes_are_balanced(finished):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
-from PIL import Image
 from pretraining import data
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -75,9 +74,6 @@ def test_what_a_run_leaves(finished):
     assert len(tokenizer) == model.config.vocab_size == 512
     ids = tokenizer("import os", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > ids.shape[1]
-    with Image.open(finished / "loss_curve.png") as picture:
-        picture.verify()
-        assert picture.size[0] > 400
 
 
 def test_metrics(finished, tokens):
@@ -101,20 +97,15 @@ def test_eval_loss_is_the_mean_over_held_out_blocks(finished, tokens):
     assert metrics["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
 
 
-def test_the_card_states_data_budget_and_results(tmp_path, tokens):
+def test_the_card_states_data_and_results(tmp_path, tokens):
     metrics = run(tmp_path / "run", tokens, "--license", "apache-2.0", "--max_steps", "2", "--eval_steps", "2")
     card = ModelCard.load(tmp_path / "run" / "README.md")
     name = data.load(tokens).name
-    assert f"| training | {name} |" in card.text and "## License\n\napache-2.0\n" in card.text
-    assert "| tokens a step | 128 |" in card.text and "| tokens | 256 |" in card.text
-    assert f"| bits_per_byte | {metrics['bits_per_byte']:.4f} |" in card.text
-    results = {own.metric_type: own.metric_value for own in card.data.eval_results}
-    assert results == {key: metrics[own] for key, own in (("loss", "eval_loss"), *zip(OWN, OWN, strict=True))}
-    assert card.data.license == "apache-2.0" and {own.dataset_name for own in card.data.eval_results} == {name}
+    assert f"trained from scratch on the {name} dataset." in card.text and card.data.license == "apache-2.0"
+    assert f"| {metrics['eval_loss']:.4f} " in card.text and 'GPT2LMHeadModel.from_pretrained("run")' in card.text
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", metrics["eval_loss"], name)
     assert json.loads((tmp_path / "run" / "mars.json").read_text())["create"]["mars_type"] == "mars-m"
-
-
-OWN = ("perplexity", "bits_per_byte")
 
 
 def test_a_licence_that_the_hub_refuses_is_refused_before_the_run(tmp_path, tokens, capsys):
@@ -127,7 +118,6 @@ def test_a_licence_that_the_hub_refuses_is_refused_before_the_run(tmp_path, toke
 def test_the_card_names_the_optimizer_and_its_settings(finished):
     card = (finished / "README.md").read_text()
     assert "mars-m" in card and "library_name: transformers" in card
-    assert "| ns_steps | ns_coefficients |" in card
     row = next(line for line in card.splitlines() if line.startswith("| matrix"))
     assert "(0.95, 0.99)" in row and "| 0.05 |" in row  # of configs/embedded.yaml
 
@@ -144,8 +134,7 @@ def test_other_optimizers(finished, tokens, tmp_path, optimizer):
     assert metrics["optimizer"] == optimizer
     assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
     card = (tmp_path / "run" / "README.md").read_text()
-    assert ("torch.optim" in card) if optimizer == "adamw" else (optimizer.replace("_", "-") in card)
-    assert ("| ns_steps | ns_coefficients |" in card) == (optimizer == "mars_shampoo")
+    assert ("MARS" not in card) if optimizer == "adamw" else (f"| matrix | {optimizer.replace('_', '-')} |" in card)
     assert any(
         not torch.equal(a, b)
         for a, b in zip(weights(finished).values(), weights(tmp_path / "run").values(), strict=True)
@@ -156,7 +145,7 @@ def test_exact_mars(finished, tokens, tmp_path, capsys):
     metrics = run(tmp_path / "run", tokens, "--is_approx", "false")
     assert metrics["is_approx"] is False
     assert "is_approx=False: two gradients a step" in capsys.readouterr().out
-    assert "| 0.05 | mars-m | False |" in (tmp_path / "run" / "README.md").read_text()
+    assert "| 0.05 | 1 | False |" in (tmp_path / "run" / "README.md").read_text()
     assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
     approx = json.loads((finished / "metrics.json").read_text())
     assert approx["is_approx"] is True
@@ -247,9 +236,7 @@ def test_ddp_on_two_cpu_processes_gives_the_weights_of_one(tokens, tmp_path):
     assert_close_weights(tmp_path / "one", tmp_path / "ddp", bar=5e-5)
     one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "ddp"))
     assert one["tokens"] == two["tokens"]
-    card = (tmp_path / "ddp" / "README.md").read_text()
-    assert "| samples a step | 4 (2 a process × 2 processes) |" in card and "\n2 processes.\n" in card
-    assert "accelerate.commands.launch --config_file" in card  # the launcher's command, not that of its process
+    assert "- total_train_batch_size: 4\n" in (tmp_path / "ddp" / "README.md").read_text()
     assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
 
 
@@ -264,7 +251,7 @@ def test_push_to_hub(tokens, tmp_path):
         pushed = ["--push_to_hub", "true", "--hub_model_id", "me/x", "--output_dir", str(tmp_path / "pushed")]
         launch(*argv, *pushed, config="single_cpu", **environment)
         assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json"} <= set(hub.files)
-        assert {"mars.json", "loss_curve.png"} <= set(hub.files) and mistakes_in(hub.files["README.md"].decode()) == []
+        assert "mars.json" in hub.files and mistakes_in(hub.files["README.md"].decode()) == []
         assert not any(name.endswith(("train.bin", "optimizer.pt")) for name in hub.files)
         card = hub.files["README.md"].decode()
         assert "# x" in card and "mars-m" in card and "| 0.05 |" in card

@@ -1,17 +1,14 @@
-"""The first line of a run, and the model card at its end."""
+"""The first line of a run."""
 
 from __future__ import annotations
 
 import logging
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import arguments, gpt2, mars_trainer, trainer
 
 import mars_hf
-from mars_hf.training import hub
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,55 +161,3 @@ def test_a_norm_that_trainer_overrules_is_pointed_out(tmp_path, said):
     (line,) = noted(trainer, 5.0)
     assert "Trainer clips at max_grad_norm=1 before" in line
     assert noted(trainer, 0.5) == noted(trainer, 5.0, max_grad_norm=0.0) == noted(mars_trainer, 5.0) == []
-
-
-# --- model cards -----------------------------------------------------------------------------------------------------
-
-
-def card_of(run) -> str:
-    run.train()
-    run.create_model_card()
-    return Path(run.args.output_dir, "README.md").read_text()
-
-
-def test_the_generated_card_states_what_ran(tmp_path):
-    settings = {"learning_rate": 1e-3, "lr_scheduler_type": "linear"}
-    card = card_of(trainer(arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.05", **settings)))
-    assert "- learning_rate: 0.001\n" in card
-    (line,) = re.findall("- optimizer: .*", card)
-    assert f"MARS (mars_hf {mars_hf.__version__}): mars-adamw (approximate, gamma=0.05" in line
-    assert "betas=(0.95, 0.99)" in line and "18 vectors under adamw: lr=0.0005" in line
-    assert "OptimizerNames" not in card and "0.999" not in card
-
-
-@pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
-def test_the_card_of_a_given_optimizer_has_its_rate(tmp_path, make):
-    model = gpt2()
-    card = card_of(make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=6e-3), None)))
-    assert "- learning_rate: 0.006\n" in card and "5e-05" not in card
-
-
-def test_cards_of_other_optimizers_are_transformers_own(tmp_path):
-    card = card_of(trainer(arguments(tmp_path, optim="adamw_torch")))
-    assert "with betas=(0.9,0.999)" in card and "- learning_rate: 5e-05\n" in card
-
-
-@pytest.mark.parametrize(
-    ("make", "own", "given", "norm"),
-    [
-        (mars_trainer, None, 0.5, 0.5),
-        (mars_trainer, 5.0, 1.0, 5.0),
-        (trainer, 5.0, 1.0, 1.0),
-        (trainer, 0.5, 1.0, 0.5),
-        (trainer, 5.0, 0.0, 5.0),
-    ],
-)
-def test_our_card_states_what_clipped_and_scheduled(tmp_path, make, own, given, norm):
-    model = gpt2()
-    optimizer = mars_hf.create(model, lr=1e-2, max_grad_norm=own)
-    run = make(arguments(tmp_path, max_grad_norm=given), model, optimizers=(optimizer, one_cycle(optimizer, 2e-2)))
-    run.train()
-    card = hub.write_model_card(run).read_text()
-    assert f"| max_grad_norm | {norm} |" in card
-    assert "| schedule | OneCycleLR (handed over) |" in card and "warmup" not in card
-    assert "| matrix | 0.02 |" in card

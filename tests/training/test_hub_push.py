@@ -62,8 +62,8 @@ print(json.dumps({
     "results": [vars(own) for own in card.data.eval_results],
     "card": {"license": card.data.license, "pipeline": card.data.pipeline_tag, "tags": card.data.tags},
     "sum": sum(float(param.double().sum()) for param in model.parameters()),
-    "said": names["generate"]("The cat", max_new_tokens=4)[0]["generated_text"],
     "code": code,
+    "loaded": bool(all((a == b).all() for a, b in zip(model.parameters(), names["model"].parameters()))),
     "ids": tokenizer("The cat").input_ids,
 }))
 """
@@ -96,7 +96,7 @@ def test_a_pushed_run_is_used_without_mars_hf(tmp_path, kind):
     with HubServer() as hub:
         environment = hub.environment(str(tmp_path / "home"))
         python(TRAIN.format(tests=str(TESTS)), kind, str(tmp_path / "x"), **environment)
-        assert {"README.md", "mars.json", "loss_curve.png", "model.safetensors", "tokenizer.json"} <= set(hub.files)
+        assert {"README.md", "mars.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
         assert not [name for name in hub.files if "partial" in name or name.startswith("checkpoint")]
         assert mistakes_in(hub.files["README.md"].decode()) == []
         assert len([line for line in hub.requests if "/commit/" in line]) == 3  # two checkpoints, the end
@@ -107,7 +107,7 @@ def test_a_pushed_run_is_used_without_mars_hf(tmp_path, kind):
         weights = load(hub.files["model.safetensors"])
         total = sum(float(value.double().sum()) for value in weights.values() if isinstance(value, torch.Tensor))
         assert found["sum"] == pytest.approx(total, abs=1e-9) and found["ids"] == [1, 2]
-        assert found["said"].startswith("The cat") and 'model="me/x"' in found["code"]
+        assert found["loaded"] and 'from_pretrained("me/x")' in found["code"]
         (result,) = found["results"]
         assert (result["metric_type"], result["dataset_name"]) == ("loss", "blocks")
         assert found["card"]["license"] == "mit" and found["card"]["pipeline"] == "text-generation"
