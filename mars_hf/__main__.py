@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
-from mars_hf import suggest_command
+from mars_hf import suggest
 
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> None:
     convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
-    suggestions = commands.add_parser("suggest", help=suggest_command.HELP)
-    suggest_command.add_arguments(suggestions)
+    suggestions = commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW")
+    suggest.add_arguments(suggestions)
     command = parser.parse_args(argv)
     if command.command == "configs":
         folder = _launch_configs()
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command.command == "suggest":
         try:
-            print(suggest_command.run(command))
+            print(suggest.run(command))
         except ValueError as error:
             suggestions.error(str(error))
         return

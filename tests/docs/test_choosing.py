@@ -13,7 +13,7 @@ import update_rms as measuring
 from pages import PAGES, blocks, commands
 
 from mars_hf.__main__ import main
-from mars_hf.groups.suggestions import AdamW, first_moment_rms, suggest, update_rms
+from mars_hf.suggest import AdamW, first_moment_rms, suggest, update_rms
 
 WIDTH = 128
 # Rule, its sweep at the rate of vectors and embeddings that is best, the sweep at AdamW's rate for them, AdamW's betas.
@@ -36,7 +36,7 @@ def row_of(name: str, losses) -> tuple[float, str]:
     """Return the factor between suggestion and sweep, and the row of the table."""
     best_sweep, near_sweep, betas = ROWS[name]
     rate, _ = tune_embedded.best(losses[f"adamw {betas}"])
-    settings = suggest(name.partition(",")[0], AdamW(rate, betas), width=WIDTH).settings
+    settings = suggest(name.partition(",")[0], AdamW(rate, betas), width=WIDTH)
     tuned, loss = tune_embedded.best(losses[best_sweep])
     factor = tuned / settings["lr"]
     near = min(losses[near_sweep], key=lambda lr: abs(math.log(lr / settings["lr"])))

@@ -13,7 +13,7 @@ from pretraining import data
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mars_hf
-from mars_hf.__main__ import main as mars_hf_command
+from mars_hf.suggest import AdamW, suggest
 
 FEW = [
     *("--max_steps", "20", "--per_device_train_batch_size", "8", "--warmup_steps", "2", "--logging_steps", "10"),
@@ -101,13 +101,13 @@ def test_the_default_text_is_headers():
 
 
 @pytest.mark.parametrize("use_peft", [False, True])
-def test_rates_for_pretrained_models_are_those_of_the_command(use_peft, capsys):
+def test_rates_for_pretrained_models_are_those_of_the_command(use_peft):
     adamw = finetune_lm.STARTS_PRETRAINED[use_peft]["adamw_torch"].learning_rate
-    mars_hf_command(["suggest", "--adamw-lr", str(adamw), "--adamw-betas", "0.9", "0.95", "--width", "768", "--json"])
-    rules = json.loads(capsys.readouterr().out)["rules"]
     for optim, start in finetune_lm.STARTS_PRETRAINED[use_peft].items():
         if optim != "adamw_torch":
-            assert start.learning_rate == pytest.approx(rules[optim.replace("_", "-")]["settings"]["lr"], rel=0.03)
+            assert start.learning_rate == pytest.approx(
+                suggest(optim.replace("_", "-"), AdamW(adamw), width=768)["lr"], rel=0.03
+            )
 
 
 @pytest.mark.parametrize(

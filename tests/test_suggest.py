@@ -1,0 +1,218 @@
+"""python -m mars_hf suggest: held to what the real optimizers do, and its output can be pasted."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import mars_hf
+from mars_hf.__main__ import main
+from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
+from mars_hf.suggest import AdamW, suggest, update_rms
+
+ADAMW = AdamW(3e-4)
+WIDTH = 32
+# Newton-Schulz leaves singular values of a root mean square of 0.85 to 0.95, by shape, and 0.9 is assumed.
+TOLERANCES = {"mars-adamw": 0.03, "mars-lion": 0.03, "mars-shampoo": 0.08, "mars-m": 0.08}
+# The matrices of a transformer's block.
+SHAPES = [(WIDTH, WIDTH)] * 4 + [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+BASIC = ["suggest", "--adamw-lr", "3e-4", "--batch-tokens", "524288", "--width", "768"]
+
+
+def updates(optimizer: torch.optim.Optimizer) -> float:
+    """Return the RMS of late updates, lr included, from gradients that are independent from step to step.
+
+    They are small, so that the clip of MARS does not act. Orthogonalized updates have their size from the first step.
+    """
+    steps, warmup = (8, 2) if optimizer.defaults.get("mars_type") in ORTHOGONAL_TYPES else (100, 70)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    squares = elements = 0.0
+    for step in range(steps):
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-4
+        optimizer.step()
+        if step >= warmup:
+            squares += sum(float((a.detach() - b).square().sum()) for a, b in zip(params, before, strict=True))
+            elements += sum(param.numel() for param in params)
+    return math.sqrt(squares / elements)
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.99)])
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_updates_are_as_large_as_those_of_adamw(rule, betas):
+    settings = suggest(rule, AdamW(3e-4, betas), width=WIDTH)
+    ours = updates(mars_hf.Mars(matrices(), **{**settings, "eps": 1e-12, "weight_decay": 0.0}))
+    theirs = updates(torch.optim.AdamW(matrices(), lr=3e-4, betas=betas, eps=1e-12, weight_decay=0.0))
+    assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.025, 0.1])
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_update_rms(rule, gamma):
+    optimizer = mars_hf.Mars(matrices(), 1e-3, (0.95, 0.99), eps=1e-12, gamma=gamma, mars_type=rule)
+    predicted = update_rms(rule, beta1=0.95, gamma=gamma, width=WIDTH)
+    assert updates(optimizer) / 1e-3 == pytest.approx(predicted, rel=TOLERANCES[rule])
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+@pytest.mark.parametrize("ratio", [pytest.param(0.25, marks=pytest.mark.slow), 4.0])
+def test_another_batch_moves_weights_as_far_for_the_same_tokens(rule, ratio):
+    """Compare the random walks over as many tokens as 200 steps at AdamW's batch have."""
+
+    def walk(batch_ratio: float) -> float:
+        settings = suggest(rule, ADAMW, batch_ratio=batch_ratio, width=WIDTH)
+        param = torch.nn.Parameter(torch.zeros(48, 48))
+        extra = {"eps": 1e-12, "weight_decay": 0.0, "ns_dtype": "float32"}
+        optimizer = mars_hf.Mars([param], **{**settings, **extra})
+        for _ in range(int(200 / batch_ratio)):
+            param.grad = torch.randn_like(param) * 1e-4
+            optimizer.step()
+        return float(param.detach().square().mean().sqrt())
+
+    assert walk(ratio) == pytest.approx(walk(1.0), rel=0.15)
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+@pytest.mark.parametrize("ratio", [0.125, 1.0, 2.0, 8.0])
+def test_half_lives_in_tokens_and_strength_of_the_correction(rule, ratio):
+    settings = suggest(rule, ADAMW, batch_ratio=ratio, width=WIDTH)
+    first, second = (math.log(0.5) / math.log(beta) * ratio for beta in settings["betas"])
+    assert first == pytest.approx(6.5788 * (2 if rule in ORTHOGONAL_TYPES else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
+    assert second == pytest.approx(13.5134, rel=1e-4)  # 0.95 ** 13.5134 = 0.5
+    assert settings["betas_1d"] == pytest.approx((0.9**ratio, 0.95**ratio))
+    if rule not in ORTHOGONAL_TYPES:  # k = gamma beta1 / (1 - beta1) over beta1
+        assert settings["gamma"] / (1 - settings["betas"][0]) == pytest.approx(0.25)
+
+
+def test_the_same_batch_keeps_the_betas():
+    settings = suggest("mars-adamw", ADAMW)
+    assert settings["betas"] == settings["betas_1d"] == (0.9, 0.95)
+    assert settings["gamma"] == 0.025
+    assert suggest("mars-m", ADAMW)["betas"][0] == pytest.approx(0.95, abs=2e-3)  # the published one
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_weights_decay_as_fast_as_under_adamw_in_tokens(rule):
+    """Compare weights without gradients after the tokens of 20 steps of AdamW, at several batches."""
+
+    def decayed(make, steps: int, **settings) -> float:
+        param = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        optimizer = make([param], **settings)
+        for _ in range(steps):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        return 1 - float(param.detach().mean())
+
+    theirs = decayed(torch.optim.AdamW, 20, lr=ADAMW.lr, weight_decay=ADAMW.weight_decay)
+    for ratio in (0.5, 1.0, 10.0):
+        settings = suggest(rule, ADAMW, batch_ratio=ratio, width=WIDTH)
+        assert decayed(mars_hf.Mars, int(20 / ratio), **settings) == pytest.approx(theirs, rel=1e-3)
+
+
+def test_width_matters_to_mars_shampoo_alone():
+    assert suggest("mars-m", ADAMW, width=64)["lr"] == pytest.approx(suggest("mars-m", ADAMW)["lr"])
+    small, large = (suggest("mars-shampoo", ADAMW, width=width)["lr"] for width in (256, 1024))
+    assert large == pytest.approx(2 * small)
+
+
+def printed(capsys, *argv: str) -> str:
+    main(list(argv))
+    return capsys.readouterr().out
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Return the cells of the table by rule."""
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("mars_type "))
+    cells = [[cell for cell in line.split("  ") if cell.strip()] for line in lines[start + 1 : lines.index("", start)]]
+    return {rule: [cell.strip() for cell in rest] for rule, *rest in cells}
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+
+
+def groups_of(optimizer: mars_hf.Mars) -> list[dict]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def test_the_table_has_a_row_per_rule(capsys):
+    rows = rows_of(printed(capsys, *BASIC))
+    assert list(rows) == list(MARS_TYPES)
+    assert rows["mars-lion"][:2] == ["6.88e-05", "0.0003"]  # 3e-4 sqrt(0.1 / 1.9)
+    assert rows["mars-lion"][5] == "0.436"  # 0.1 * 3e-4 / 6.88e-5
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+@pytest.mark.parametrize("batch", ["1024", "65536", "524288", "8388608"])
+def test_both_forms_make_the_same_optimizer(rule, batch, capsys, tmp_path):
+    text = printed(capsys, *BASIC, "--adamw-batch-tokens", batch, "--adamw-betas", "0.9", "0.999", "--rule", rule)
+    command, call = text[text.index("  --optim ") :].split("  mars_hf.create")
+    words = shlex.split(command.replace("\\\n", " "))
+    flags = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+    for name in ("learning_rate", "weight_decay"):
+        flags[name] = float(flags[name])
+    mars_hf.register()
+    make, settings = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(str(tmp_path), use_cpu=True, **flags), model()
+    )
+    by_name = make()(model(), **settings)
+    by_call = eval(f"mars_hf.create{call}", {"mars_hf": mars_hf, "model": model()})
+    assert groups_of(by_name) == groups_of(by_call)
+    assert by_call.param_groups[0]["mars_type"] == rule
+
+
+def test_one_rule_by_either_name(capsys):
+    assert list(rows_of(printed(capsys, *BASIC, "--rule", "mars_m"))) == ["mars-m"]
+    assert list(rows_of(printed(capsys, *BASIC, "--rule", "mars-m"))) == ["mars-m"]
+
+
+def test_another_batch_shows_where_adamw_went(capsys):
+    text = printed(capsys, *BASIC, "--adamw-batch-tokens", "131072", "--rule", "mars-lion")
+    assert "AdamW, tuned at 131,072 tokens a step: lr 0.0003, betas (0.9, 0.95), weight decay 0.1\n" in text
+    assert "AdamW, moved to 524,288 tokens a step: lr 0.0006, betas (0.656, 0.815), weight decay 0.2\n" in text
+
+
+def test_without_a_width_mars_shampoo_is_left_out(capsys):
+    text = printed(capsys, "suggest", "--adamw-lr", "3e-4")
+    assert list(rows_of(text)) == ["mars-adamw", "mars-lion", "mars-m"]
+    assert "mars-shampoo's update depends on the width of the model: add --width\n" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "the following arguments are required: --adamw-lr"),
+        (["--adamw-lr", "0"], "--adamw-lr 0.0 leaves nothing to match"),
+        (["--adamw-lr", "nan"], "lr=nan is out of range"),
+        (["--adamw-lr", "1e-3", "--adamw-betas", "0.9", "1"], "betas[1]=1.0 is out of range"),
+        (["--adamw-lr", "1e-3", "--adamw-weight-decay", "-1"], "weight_decay=-1.0 is out of range"),
+        (["--adamw-lr", "1e-3", "--batch-tokens", "0"], "'0' is not an integer >= 1"),
+        (["--adamw-lr", "1e-3", "--batch-tokens", "many"], "invalid count value: 'many'"),
+        (["--adamw-lr", "1e-3", "--batch-tokens", "inf"], "'inf' is not an integer >= 1"),
+        (["--adamw-lr", "1e-3", "--adamw-batch-tokens", "8"], "give --batch-tokens of the MARS run too"),
+        (["--adamw-lr", "1e-3", "--rule", "mars-shampoo"], "depends on the width of the model; give --width"),
+        (["--adamw-lr", "1e-3", "--rule", "adamw"], "invalid choice: 'adamw'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(argv, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["suggest", *argv])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert part in line and line.count("\n") == 1
+    assert line.startswith("python -m mars_hf: ")
