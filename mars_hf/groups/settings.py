@@ -32,7 +32,6 @@ class Setting:
         is_live: whether every step reads it. A change of any other setting sorts the buckets again, so a forgotten
             entry costs time, never correctness.
         is_orthogonal: whether it applies only to rules that orthogonalize.
-        in_card: whether the model card has a column for it.
         is_announced: whether the first log line of a run lists it among the defaults in force.
         help: one line for command lines.
     """
@@ -44,7 +43,6 @@ class Setting:
     scope: Literal["group", "1d", "model"] = "group"
     is_live: bool = False
     is_orthogonal: bool = False
-    in_card: bool = False
     is_announced: bool = False
 
 
@@ -55,25 +53,23 @@ def _check_rules(name: str, value: Any) -> None:
 
 _PARAM_RULES = values.Kind(_check_rules, read=lambda name, text: read_rules(param_rules.from_text(text)))
 _NON_NEGATIVE, _FLAG = values.NON_NEGATIVE, values.FLAG
-_OFTEN: dict[str, Any] = {"is_live": True, "in_card": True}
 _TABLE = (
-    Setting("lr", 3e-3, _NON_NEGATIVE, "Learning rate of the matrices.", **_OFTEN),
-    Setting("betas", (0.95, 0.99), values.BETAS, "Decay rates of the moments.", **_OFTEN, is_announced=True),
-    Setting("eps", 1e-8, _NON_NEGATIVE, "Added to the root of the second moment.", **_OFTEN, is_announced=True),
-    Setting("weight_decay", 0.0, _NON_NEGATIVE, "Decoupled decay of the matrices.", **_OFTEN, is_announced=True),
-    Setting("gamma", 0.025, _NON_NEGATIVE, "Scale of the correction.", **_OFTEN, is_announced=True),
-    Setting("mars_type", "mars-adamw", one_of(*MARS_TYPES), "Update rule of the matrices.", in_card=True),
-    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step.", in_card=True),
+    Setting("lr", 3e-3, _NON_NEGATIVE, "Learning rate of the matrices.", is_live=True),
+    Setting("betas", (0.95, 0.99), values.BETAS, "Decay rates of the moments.", is_live=True, is_announced=True),
+    Setting("eps", 1e-8, _NON_NEGATIVE, "Added to the root of the second moment.", is_live=True, is_announced=True),
+    Setting("weight_decay", 0.0, _NON_NEGATIVE, "Decoupled decay of the matrices.", is_live=True, is_announced=True),
+    Setting("gamma", 0.025, _NON_NEGATIVE, "Scale of the correction.", is_live=True, is_announced=True),
+    Setting("mars_type", "mars-adamw", one_of(*MARS_TYPES), "Update rule of the matrices."),
+    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step."),
     Setting(
         "clip_threshold",
         1.0,
         values.THRESHOLD,
         "Largest norm of a corrected gradient.",
-        in_card=True,
         is_announced=True,
     ),
-    Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment.", in_card=True),
-    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well.", in_card=True),
+    Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment."),
+    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well."),
     Setting(
         "lr_1d",
         None,
@@ -105,15 +101,13 @@ _TABLE = (
         "corrected",
         one_of("corrected", "gradient"),
         "What the second moment averages the squares of: corrected or gradient.",
-        in_card=True,
     ),
-    Setting("ns_steps", 5, values.POSITIVE_INTEGER, "Steps of Newton-Schulz.", in_card=True, is_orthogonal=True),
+    Setting("ns_steps", 5, values.POSITIVE_INTEGER, "Steps of Newton-Schulz.", is_orthogonal=True),
     Setting(
         "ns_coefficients",
         "quintic",
         values.COEFFICIENTS,
         f"Coefficients of Newton-Schulz: {' or '.join(SCHEDULES)}.",
-        in_card=True,
         is_orthogonal=True,
     ),
     # No float16: the entries of a first moment underflow in it.
@@ -124,9 +118,7 @@ _TABLE = (
         "Dtype of Newton-Schulz; None: the processor's.",
         is_orthogonal=True,
     ),
-    Setting(
-        "layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", in_card=True, is_orthogonal=True
-    ),
+    Setting("layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", is_orthogonal=True),
     Setting("max_grad_norm", None, values.THRESHOLD, "Largest global norm of all gradients.", is_live=True),
     Setting("state_dtype", None, optional_dtype(*DTYPES), "Dtype of the states; left out: float32, or float64."),
     Setting(
