@@ -7,6 +7,7 @@ metrics reach every tracker. `import mars_hf` imports it as soon as transformers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,11 @@ def _merge_metrics(optimizer: Any, logs: dict[str, float] | None, state: Trainer
     if not isinstance(mars, Mars) or logs is None or "loss" not in logs:
         return False
     metrics = mars.pop_metrics()
+    if state.is_world_process_zero and not math.isfinite(metrics.get("mars/update_rms", 0.0)):
+        logger.warning_once(
+            "the last update of MARS was not finite, so the weights are not either; mars_hf.NonFiniteCallback stops "
+            "such a run"
+        )
     logs.update(metrics)
     if state.log_history:
         state.log_history[-1].update(metrics)  # Trainer keeps a copy made before the callbacks ran

@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel, Trainer, default_data_collator
 
 import mars_hf
 from mars_hf import NonFiniteCallback, NonFiniteError
+from mars_hf.training import callbacks
 
 GOOD, LOSS, GRADIENT = range(3)  # what a batch does
 POISONED = "transformer.h.1.mlp.c_fc.weight"
@@ -101,14 +102,14 @@ def test_patience_is_checked(patience):
 
 
 def test_mars_trainer_has_one(tmp_path):
-    def callbacks(run: Trainer) -> list[Any]:
+    def of(run: Trainer) -> list[Any]:
         return [each for each in run.callback_handler.callbacks if isinstance(each, NonFiniteCallback)]
 
-    (default,) = callbacks(make(tmp_path, {}))
+    (default,) = of(make(tmp_path, {}))
     assert default.patience == 3
     passed = NonFiniteCallback(7)
-    assert callbacks(make(tmp_path, {}, passed)) == [passed]
-    assert callbacks(make(tmp_path, {}, kind=Trainer)) == []
+    assert of(make(tmp_path, {}, passed)) == [passed]
+    assert of(make(tmp_path, {}, kind=Trainer)) == []
 
 
 FIRST = "transformer.wte.weight, transformer.wpe.weight, transformer.h.0.ln_1.weight, ..."
@@ -207,3 +208,13 @@ def test_a_gradient_that_no_loss_scale_helps_counts(tmp_path, reports, monkeypat
     with pytest.raises(NonFiniteError):
         run.train()
     assert [line.split(":")[0] for line in reports()] == ["step 4", "step 5", "step 6"]  # 8, 4 and 2 come first
+
+
+def test_plain_trainer_warns_once(tmp_path, caplog):
+    logger = logging.getLogger("mars_hf.training.callbacks")
+    logger.addHandler(caplog.handler)
+    callbacks.logger.warning_once.cache_clear()
+    make(tmp_path, from_step(3, GRADIENT), kind=Trainer).train()
+    logger.removeHandler(caplog.handler)
+    messages = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    assert len([message for message in messages if message.startswith("the last update of MARS was not finite")]) == 1
