@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import Trainer
@@ -30,13 +29,8 @@ register()  # TrainingArguments(optim="mars_m") needs no call of it
 _GENERATE = ("_generate_and_score_completions", "_generate_student_completions", "_generate")
 
 
-class _Adopted(NamedTuple):
-    """An optimizer, with the settings that MarsTrainer changes while it trains."""
-
-    mars: Mars
-    max_grad_norm: float | None
-    take_grad: bool
-    expects_stale_gradients: bool
+# What MarsTrainer sets in a Mars while it trains.
+_OF_THE_LOOP = ("max_grad_norm", "take_grad", "expects_stale_gradients")
 
 
 class TrainerWithMars(_Base):
@@ -44,16 +38,14 @@ class TrainerWithMars(_Base):
 
     def __init__(self, *args: Any, mars_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Build the Trainer; see the class."""
-        signature = inspect.signature(super().__init__)  # Trainer's, or that of a class in between, such as trl's
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments
-        if "optimizers" not in signature.parameters:  # a class in between that passes on unknown arguments
-            given = next((each for each in given.values() if isinstance(each, dict) and "optimizers" in each), given)
-        kept: tuple[Any, Any] = given.pop("optimizers", None) or _taken(bound) or (None, None)
-        self._kept_optimizer, self._kept_scheduler = kept
+        optimizers: tuple[Any, Any] = kwargs.pop("optimizers", None) or (None, None)
+        for index, value in enumerate(args):
+            if isinstance(value, tuple) and value and isinstance(value[0], torch.optim.Optimizer):
+                optimizers, args = value, (*args[:index], (None, None), *args[index + 1 :])
+        self._kept_optimizer, self._kept_scheduler = optimizers
         if self._kept_optimizer is not None:
             for name in ("model_init", "optimizer_cls_and_kwargs"):
-                if given.get(name) is not None:
+                if kwargs.get(name) is not None:
                     raise ValueError(
                         f"optimizers=({type(self._kept_optimizer).__name__}, ...) and {name} are both given, and each "
                         "would make the optimizer; with model_init use optimizer_cls_and_kwargs=mars_hf.factory(...)"
@@ -61,12 +53,13 @@ class TrainerWithMars(_Base):
         if isinstance(self._kept_optimizer, Mars):
             origins.remember(self._kept_optimizer)
         self._is_training = False
-        self._adopted: _Adopted | None = None
+        self._adopted: Mars | None = None
+        self._adopted_with: dict[str, Any] = {}  # its settings before
         self._stale_pass = StalePass(self)
         self._mars_kwargs = mars_kwargs
         self._own_settings: dict[str, Any] | None = None
         self._knows_whose_optimizer = False
-        super().__init__(*bound.args, **bound.kwargs)
+        super().__init__(*args, **kwargs)
         self._decide_whose_optimizer()
         mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
         makes_mars = mars is not None or self._own_settings is not None
@@ -146,7 +139,7 @@ class TrainerWithMars(_Base):
                 f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
                 + (", in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "")
             )
-        self._adopted = _Adopted(mars, own, mars.take_grad, mars.expects_stale_gradients)
+        self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
         mars.take_grad = True
         mars.expects_stale_gradients = mars.is_exact
         if own is not None:  # off until a step in which it can clip
@@ -154,20 +147,15 @@ class TrainerWithMars(_Base):
 
     def _give_back(self) -> None:
         """Restore the settings of an adopted optimizer."""
-        if self._adopted is None:
-            return
-        adopted, self._adopted = self._adopted, None
-        mars = adopted.mars
-        mars.expects_stale_gradients = adopted.expects_stale_gradients
-        mars.max_grad_norm = adopted.max_grad_norm
-        mars.take_grad = adopted.take_grad
+        for name, value in self._adopted_with.items():
+            setattr(self._adopted, name, value)
+        self._adopted, self._adopted_with = None, {}
 
     def clips_at(self) -> float:
         """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
         mars = innermost(self.optimizer)
         own = mars.max_grad_norm if isinstance(mars, Mars) else None
-        if self._adopted is not None:
-            own = self._adopted.max_grad_norm
+        own = self._adopted_with.get("max_grad_norm", own)
         return self.args.max_grad_norm if own is None else own
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -217,7 +205,7 @@ class TrainerWithMars(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
         if self._adopted is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
-            self._adopted.mars.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
+            self._adopted.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._stale_pass.hold(batches, num_items)
         return batches, num_items
@@ -236,15 +224,3 @@ class TrainerWithMars(_Base):
         """Log like Trainer, but not from the stale pass: once per batch."""
         if not self.in_stale_pass:
             super().log(logs, *args, **kwargs)
-
-
-def _taken(bound: inspect.BoundArguments) -> Any:
-    """Take a pair of optimizer and scheduler out of the positional arguments of `*args`, and return it."""
-    for name, value in bound.arguments.items():
-        if not isinstance(value, tuple):
-            continue
-        for index, each in enumerate(value):
-            if isinstance(each, tuple) and each and isinstance(each[0], torch.optim.Optimizer):
-                bound.arguments[name] = (*value[:index], (None, None), *value[index + 1 :])
-                return each
-    return None
