@@ -307,6 +307,6 @@ def test_a_run_that_diverges_ends_in_one_line(tmp_path, tokens, capsys):
     assert text.startswith("3 steps in a row with a non-finite loss or gradient")
     assert exit.value.code == 2 and f"pretrain_gpt2.py: {text}\n" in capsys.readouterr().err
     (kept,) = (tmp_path / "out").glob("checkpoint-*")
-    assert f"The newest good checkpoint is {kept}: " in text
+    assert f"Resume from {kept} with a lower learning rate" in text
     assert all(torch.isfinite(value).all() for value in weights(kept).values())
     assert not (tmp_path / "out" / "metrics.json").exists()

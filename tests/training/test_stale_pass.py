@@ -243,30 +243,19 @@ def test_resume_within_an_epoch(tmp_path):
 
 @pytest.mark.parametrize("way", ["optim", "factory"])
 def test_optim_and_factory(tmp_path, way):
+    """Exact in MarsTrainer; a plain Trainer refuses."""
     mars_hf.register()
     named = {"optim": "mars_adamw", "optim_args": "is_approx=false,gamma=0.1"} if way == "optim" else {}
-    given = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False, gamma=0.1)} if way == "factory" else {}
-    run = Recording(
-        gpt2(),
-        arguments(tmp_path, max_steps=3, **named),
-        train_dataset=Rows(),
-        data_collator=default_data_collator,
-        **given,
-    )
-    run.train()
-    assert [stale for _, stale, _ in run.notes.passes] == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize("way", ["instance", "factory"])
-def test_plain_trainer_is_refused(tmp_path, way):
-    model = gpt2()
-    made = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False)}
-    if way == "instance":
-        made = {"optimizers": (mars_hf.create(model, is_approx=False), None)}
-    run = Trainer(model, arguments(tmp_path), train_dataset=Rows(), data_collator=default_data_collator, **made)
+    made = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False, gamma=0.1)} if way == "factory" else {}
+    runs = [
+        kind(gpt2(), arguments(tmp_path, max_steps=3, **named), train_dataset=Rows(), **made)
+        for kind in (Recording, Trainer)
+    ]
+    runs[0].train()
+    assert [stale for _, stale, _ in runs[0].notes.passes] == [False, True, False, True, False]
     with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):
-        run.train()
-    assert run.state.global_step == 0
+        runs[1].train()
+    assert runs[1].state.global_step == 0
 
 
 class Averaging(nn.Module):
