@@ -1,7 +1,6 @@
 """Leave mars.json beside the weights of a run, and state in its model card what MARS did.
 
-The card is the Trainer's own, or that of TRL. It gets a section on the optimizer, MARS's tags, and the last evaluation
-in its metadata. A last line holds a checksum: training rewrites a card that is as it left it, and no other README.md.
+The card is Trainer's own, or TRL's, completed. A checksum in its last line tells whether somebody has edited it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from transformers.utils import logging
 
 import mars_hf
 from mars_hf.groups import saved_settings
-from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
 from mars_hf.training import provenance as origins
 from mars_hf.training.guard import innermost
@@ -101,10 +99,13 @@ def leave(trainer: Any, *, overwrite: bool = False) -> None:
     folder = Path(str(trainer.args.output_dir))
     with _warning(trainer):
         save_settings(trainer, folder)
+        push = getattr(trainer, "push_in_progress", None)
+        if push is not None and not push.is_done():  # it reads the card
+            if not _has_ended(trainer):
+                return
+            push.wait_until_done()
         is_replaceable = overwrite or not (folder / CARD).exists() or _is_sealed(folder / CARD)
-        if (
-            is_replaceable and trainer.is_world_process_zero() and hasattr(trainer.model, "config")
-        ):  # Trainer's card reads it
+        if is_replaceable and hasattr(trainer.model, "config"):  # which Trainer's card reads
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
             accepted = inspect.signature(trainer.create_model_card).parameters.keys() - trainer.card_facts.keys()
             trainer.create_model_card(**({"finetuned_from": ""} if "finetuned_from" in accepted else {}))
@@ -139,14 +140,13 @@ def _complete_card(trainer: Any, mars: Mars) -> None:
     optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
     text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
     parts = [text.rstrip(), _optimizer(groups)]
-    evaluations = modelcard.parse_log_history(trainer.state.log_history)[1]
-    if evaluations and "### Training results" not in text:  # TRL's cards have none
-        parts.append(f"## Training results\n\n{modelcard.make_markdown_table(evaluations).rstrip()}")
-    usage = _usage(folder, trainer, model, base)
-    if usage and "```python" not in text:
-        parts.append(f"## Usage\n\n```python\n{usage}\n```")
+    rows = modelcard.parse_log_history(trainer.state.log_history)[1]
+    if rows and "### Training results" not in text:  # TRL's cards have none
+        parts.append(f"## Training results\n\n{modelcard.make_markdown_table(rows).rstrip()}")
+    if "```python" not in text and (code := _usage(folder, trainer, model, base)):
+        parts.append(f"## Usage\n\n```python\n{code}\n```")
     card.text = "\n\n".join([*parts, f"## Citation of MARS\n\n{_CITATION}"]) + "\n"
-    write_whole(folder / CARD, _sealed(str(card)))
+    saved_settings.write_whole(folder / CARD, _sealed(str(card)))
 
 
 def _complete_metadata(data: Any, trainer: Any, model: Any) -> None:
@@ -167,17 +167,16 @@ def _eval_results(data: Any, trainer: Any) -> list[EvalResult]:
     """Return the results in a card's metadata, and the final metrics that they lack."""
     results = [result for result in data.eval_results or () if result.dataset_type]
     known = [result.metric_type for result in results]
-    facts = trainer.card_facts
     hub_name = data.datasets[0] if data.datasets and len(data.datasets) == 1 else "unknown"
-    dataset = ", ".join(_listed(facts.get("dataset") or facts.get("dataset_name") or data.datasets)) or "unknown"
+    dataset = ", ".join(_listed(trainer.card_facts.get("dataset") or data.datasets)) or "unknown"
     sets = sorted(trainer.eval_dataset, key=len, reverse=True) if isinstance(trainer.eval_dataset, dict) else ()
     for key, value in _final_metrics(trainer).items():
         part = next((name for name in sets if key.startswith(f"{name}_")), None)
         metric = key.removeprefix(f"{part}_")
         if metric not in known:
             place = data.pipeline_tag or "other", hub_name, part or dataset, metric, value
-            title = metric.replace("_", " ").capitalize()
-            results.append(EvalResult(*place, metric_name=title, dataset_config=part))  # by which they are told apart
+            # The Hub tells several sets apart by `config`.
+            results.append(EvalResult(*place, dataset_config=part, metric_name=metric.replace("_", " ").capitalize()))
     return results
 
 
@@ -185,8 +184,7 @@ def _final_metrics(trainer: Any) -> dict[str, float]:
     """Return the finite metrics of the weights that stay: of the best step if that was loaded, else the last ones."""
     state = trainer.state
     steps = [row["step"] for row in state.log_history if any(name.startswith("eval_") for name in row)]
-    has_ended = any("train_runtime" in row for row in state.log_history)
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and has_ended:
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and _has_ended(trainer):
         steps.append(state.best_global_step)
     values = {name: value for row in state.log_history if row["step"] in steps[-1:] for name, value in row.items()}
     return {
@@ -195,6 +193,10 @@ def _final_metrics(trainer: Any) -> dict[str, float]:
         if name.startswith("eval_") and not name.endswith(_TIMES)
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
+
+
+def _has_ended(trainer: Any) -> bool:
+    return any("train_runtime" in row for row in trainer.state.log_history)
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -6,13 +6,15 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
+from hub_server import mistakes_in
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import GPT2LMHeadModel, Trainer, default_data_collator, modelcard
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator, modelcard
 
 import mars_hf
 from mars_hf.training import hub
@@ -207,6 +209,26 @@ def test_a_card_of_the_user_stays(tmp_path, content):
     assert (tmp_path / "README.md").read_bytes() == content and saved(tmp_path)["create"]["lr"] == 1e-3
 
 
+def test_a_card_is_not_rewritten_while_it_is_pushed(tmp_path):
+    """A push in the background would upload half of it; only the end of training waits."""
+    run = trainer(arguments(tmp_path, **BY_NAME))
+    run.train()
+    before, run.args.max_steps = card_of(run), 3
+    seen = []
+    run.push_in_progress = SimpleNamespace(is_done=lambda: False, wait_until_done=lambda: seen.append(card_of(run)))
+    run.add_callback(PushEachStep(run))
+    run.train()
+    assert seen[0] == before and "- training_steps: 3\n" in card_of(run)
+
+
+class PushEachStep(TrainerCallback):
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.run.callback_handler.on_push_begin(args, state, control)
+
+
 class Regression(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -252,6 +274,20 @@ def test_results_of_trainer_are_kept(tmp_path):
     results = {result.metric_type: result for result in metadata_of(run).eval_results}
     assert sorted(results) == ["accuracy", "loss"]
     assert results["accuracy"].dataset_args == "sample" and results["accuracy"].metric_value == 0.5
+
+
+def test_a_data_set_without_a_name(tmp_path):
+    """Trainer calls it None, in the text and as a type that the Hub refuses."""
+    from datasets import Dataset
+
+    ids = Blocks(8).ids.tolist()
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    args = arguments(tmp_path, **BY_NAME, **EVALUATED)
+    run = trainer(args, eval_dataset=data, compute_metrics=lambda _: {"accuracy": 0.5})
+    run.train()
+    assert "on an unknown dataset." in card_of(run) and mistakes_in(card_of(run)) == []
+    results = [(result.dataset_type, result.metric_type) for result in metadata_of(run).eval_results]
+    assert sorted(results) == [("unknown", "accuracy"), ("unknown", "loss")]
 
 
 def test_several_evaluation_sets(tmp_path):
@@ -334,6 +370,7 @@ def test_card_of_trl(tmp_path):
     card, data = card_of(run), metadata_of(run)
     assert {"trl", "sft", "mars", "generated_from_trainer"} <= set(data.tags)
     assert "This model was trained from scratch" in card and data.base_model is data.datasets is None
+    assert str(tmp_path) not in str(data)
     assert "## Training results" in card and "| matrix | mars-adamw |" in card and "Cite TRL as:" in card
     assert card.count("```python") == 1  # TRL's quick start
     assert "loss" in {result.metric_type for result in data.eval_results}
