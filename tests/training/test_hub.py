@@ -271,9 +271,9 @@ def test_results_of_trainer_are_kept(tmp_path):
     )
     run.train()
     run.create_model_card(dataset="blocks", dataset_tags="me/blocks", dataset_args="sample")
-    results = {result.metric_type: result for result in metadata_of(run).eval_results}
-    assert sorted(results) == ["accuracy", "loss"]
-    assert results["accuracy"].dataset_args == "sample" and results["accuracy"].metric_value == 0.5
+    accuracy, loss = sorted(metadata_of(run).eval_results, key=lambda result: result.metric_type)
+    assert (accuracy.metric_type, accuracy.metric_value, accuracy.dataset_args) == ("accuracy", 0.5, "sample")
+    assert (loss.metric_type, loss.dataset_type) == ("loss", "me/blocks")
 
 
 def test_a_data_set_without_a_name(tmp_path):
@@ -325,7 +325,9 @@ def test_base_model(tmp_path, monkeypatch):
     link = "[openai-community/gpt2](https://huggingface.co/openai-community/gpt2)"
     assert f"This model is a fine-tuned version of {link} on" in card_of(run)
     assert metadata_of(run).base_model == "openai-community/gpt2"
-    for folder in (tmp_path, tmp_path / "gone"):
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "gone", "base"):
         model.config._name_or_path = str(folder)
         run.train()
         assert "is a fine-tuned version of a local model on" in card_of(run) and str(tmp_path) not in card_of(run)
