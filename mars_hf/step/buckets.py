@@ -200,14 +200,8 @@ def plan_buckets(
     recipes = []
     for (index, device, dtype, gradient_dtype, needs, _, moves, dense, chunk), places in found.items():
         group = param_groups[index]
-        backend = choose_backend(
-            group,
-            device,
-            [dtype, gradient_dtype, *(of for _, of in needs)],
-            numel,
-            plain_adamw=not takes_mars(group),
-            dense=dense,
-        )
+        dtypes = [dtype, gradient_dtype, *(of for _, of in needs)]
+        backend = choose_backend(group, device, dtypes, numel, dense=dense)
         copied = {place for place in places if not _gradient_fits(entries[place], backend)}
         recipes.append(Recipe(index, backend, moves, chunk, tuple(key for key, _ in needs), places, copied))
     return recipes

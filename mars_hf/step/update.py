@@ -67,9 +67,8 @@ def _move(update: Update) -> None:
     how = bucket.group["rounding"] if bucket.params[0].dtype == torch.bfloat16 else "nearest"
     if how == "nearest":
         _write(update, bucket.params)
-    elif bucket.backend.rounds and bucket.chunk is None:
-        own: dict[str, Any] = {"compensations": bucket.compensations}
-        _write(update, bucket.params, **({"seeds": _seeds(bucket)} if how == "stochastic" else own))
+    elif how == "stochastic" and bucket.backend.rounds and bucket.chunk is None:
+        _write(update, bucket.params, seeds=_seeds(bucket))
     else:
         for piece in update.pieces():
             _write_rounded(piece)

@@ -36,11 +36,12 @@ def two(numel: int = 64) -> list[nn.Parameter]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ["for-loop", "adamw"]),
+        ({}, ["for-loop", "for-loop"]),
         ({"fused": True}, ["compiled", "compiled"]),
         ({"fused": False}, ["for-loop", "for-loop"]),
-        ({"optimize_1d": True}, ["for-loop", "for-loop"]),
-        ({"state_dtype": "bfloat16"}, ["for-loop", "for-loop"]),  # torch's fused AdamW wants one dtype
+        # Without kernels: the plain rules take over, also with fused=True.
+        ({"fused": True, "amsgrad": True}, ["for-loop", "for-loop"]),
+        ({"fused": True, "state_dtype": "float16"}, ["for-loop", "for-loop"]),
     ],
     ids=str,
 )
@@ -52,15 +53,22 @@ def test_small_parameters(settings, expected):
 def test_large_parameters_are_compiled(monkeypatch):
     monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     assert names(Mars(two())) == ["compiled", "compiled"]
-    assert names(Mars(two(56))) == ["for-loop", "adamw"]
+    assert names(Mars(two(56))) == ["for-loop", "for-loop"]
 
 
 def test_without_a_compiler_the_rules_run(monkeypatch):
     monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     monkeypatch.setattr(compiled, "_library", lambda: None)
-    assert names(Mars(two())) == ["for-loop", "adamw"]
+    assert names(Mars(two())) == ["for-loop", "for-loop"]
     with pytest.raises(RuntimeError, match=r"fused=True.*C\+\+ compiler.*fused=None"):
         names(Mars(two(), fused=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rounding", "expected"), [("stochastic", "compiled"), ("kahan", "for-loop")])
+def test_rounding(rounding, expected):
+    params = [nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))]
+    assert names(Mars(params, fused=True, rounding=rounding)) == [expected]
 
 
 def test_gaps_in_memory_go_to_the_rules():
@@ -89,13 +97,11 @@ def test_matrices_that_are_orthogonalized_have_the_backends_of_others(monkeypatc
 
 @needs_compiler
 def test_backends_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
-    monkeypatch.setattr("mars_hf.arithmetic.kernels.gpu.supports", lambda *_: True)
-    group = {"fused": None, "rounding": "nearest"}
-    backend = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, plain_adamw=False, dense=True)
+    monkeypatch.setattr("mars_hf.arithmetic.kernels.gpu.is_available", lambda device: True)
+    group = {"fused": None, "amsgrad": False, "rounding": "nearest"}
+    backend = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, dense=True)
     assert backend.name == "triton" and backend.foreach
-    backend = backends.choose_backend(
-        group, CPU, [torch.float32], backends.COMPILED_FROM, plain_adamw=False, dense=True
-    )
+    backend = backends.choose_backend(group, CPU, [torch.float32], backends.COMPILED_FROM, dense=True)
     assert backend.name == "compiled" and not backend.foreach
 
 

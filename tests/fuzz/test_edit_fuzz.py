@@ -703,6 +703,6 @@ def test_edits_of_large_parameters(seed):
 def test_triton_edits(seed, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    backend = backends.KernelBackend("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(backends, "_kernels", lambda *_, **__: backend)
+    monkeypatch.setattr(backends, "kernels_of", lambda device: triton)
+    monkeypatch.setattr(backends, "COMPILED_FROM", 0)
     run("triton", seed, 15)

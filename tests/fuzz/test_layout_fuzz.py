@@ -244,8 +244,8 @@ def test_long(backend, rule):
 def test_triton(rule, monkeypatch):
     from mars_hf.arithmetic.kernels import gpu as triton
 
-    backend = backend_choice.KernelBackend("triton", foreach=True, module=triton, rounds=True)
-    monkeypatch.setattr(backend_choice, "_kernels", lambda *_, **__: backend)
+    monkeypatch.setattr(backend_choice, "kernels_of", lambda device: triton)
+    monkeypatch.setattr(backend_choice, "COMPILED_FROM", 0)
     for seed in range(5):
         run_case("triton", rule, "small", seed)
     run_case("triton", rule, "edges", 0)

@@ -1,7 +1,8 @@
 // The rules on CPUs, called by cpu.py. Plain C++17 and OpenMP, without PyTorch's headers.
 //
-// A table of int64 words describes a call's tensors: LISTS rows of addresses, LISTS rows of types, a row of sizes and a
-// row of seeds, one column per tensor. Each tensor also has a row of Numbers. All sizes and offsets are 64 bits wide.
+// A table of int64 words describes a call's tensors: the type of each list, then a row of addresses for each list, a row
+// of sizes and a row of seeds, one column per tensor. Each tensor also has a row of Scalars. All sizes and offsets are
+// 64 bits wide.
 //
 // Work is divided into rows of ROW elements. Each row has its own partial sums, in double, which add up in one order:
 // results do not depend on the number of threads. Within a row, work proceeds in blocks that fit into the first-level
@@ -12,7 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 namespace {
@@ -24,29 +24,30 @@ constexpr int64_t WAVE = 1 << 20;
 // Elements above which more threads pay off; PyTorch's value.
 constexpr int64_t GRAIN = 32768;
 
-enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, LAST_GRAD, COMPENSATION, LISTS };
-enum Type { ABSENT, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LISTS };
+enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64 };
 enum Rule { ADAMW, LION, MOMENTUM };
 enum Last { NONE, READ, KEPT };
 enum Sum { GG, GL, LL, CC, SUMS };
 
-// In the order of the columns that cpu.py passes to _numbers. take = 1 - beta1, take_square = 1 - beta2,
-// decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); rate is lr for other rules.
-struct Numbers {
-    double scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
-    double threshold;  // largest norm of c
+// In the order of the columns that cpu.py passes to _scalars. decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t),
+// root = 1 / sqrt(1 - beta2^t); rate is lr for other rules. Those of the caller are in double.
+template <class T>
+struct Scalars {
+    T scale, last_scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
+    T eps, clip_threshold;
 };
 
 struct Tensors {
     int64_t count;
     const int64_t* words;
 
-    void* data(List list, int64_t i) const { return reinterpret_cast<void*>(words[list * count + i]); }
-    Type type(List list, int64_t i) const { return static_cast<Type>(words[(LISTS + list) * count + i]); }
-    int64_t size(int64_t i) const { return words[2 * LISTS * count + i]; }
-    uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[(2 * LISTS + 1) * count + i]); }
+    Type type(List list) const { return static_cast<Type>(words[list]); }
+    void* data(List list, int64_t i) const { return reinterpret_cast<void*>(words[LISTS + list * count + i]); }
+    int64_t size(int64_t i) const { return words[LISTS + LISTS * count + i]; }
+    uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[LISTS + (LISTS + 1) * count + i]); }
     int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
-    bool has(List list) const { return count && type(list, 0) != ABSENT; }
+    bool has(List list) const { return type(list) != ABSENT; }
 };
 
 // --- types ----------------------------------------------------------------------------------------------------------
@@ -58,25 +59,6 @@ To bits(From value) {
     std::memcpy(&result, &value, sizeof(To));
     return result;
 }
-
-struct Half {
-    uint16_t word;
-
-    operator float() const {
-        uint32_t magnitude = (word & 0x7fffu) << 13, sign = (word & 0x8000u) << 16;
-        uint32_t finite = bits<uint32_t>(bits<float>(magnitude) * 0x1p112f);  // subnormal numbers too
-        return bits<float>((magnitude < 0x0f800000u ? finite : magnitude | 0x7f800000u) | sign);
-    }
-
-    static Half nearest(float value) {
-        uint32_t word = bits<uint32_t>(value), magnitude = word & 0x7fffffffu;
-        uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1) - 0x38000000u) >> 13;
-        uint32_t subnormal = bits<uint32_t>(bits<float>(magnitude) + 0.5f) - 0x3f000000u;
-        uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
-        uint32_t large = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-        return {static_cast<uint16_t>((magnitude < 0x477ff000u ? rounded : large) | (word >> 16 & 0x8000u))};
-    }
-};
 
 struct BFloat16 {
     uint16_t word;
@@ -106,20 +88,19 @@ void widen(int64_t n, const From* from, T* to) {
     for (int64_t i = 0; i < n; i++) to[i] = static_cast<T>(from[i]);
 }
 
-template <class T, class To>
-void narrow(int64_t n, const T* from, To* to) {
+template <class T>
+void narrow(int64_t n, const T* from, BFloat16* to) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) to[i] = To::nearest(static_cast<float>(from[i]));
+    for (int64_t i = 0; i < n; i++) to[i] = BFloat16::nearest(static_cast<float>(from[i]));
 }
 
 // Returns n elements from `at` on in the type of the arithmetic: in place, or converted into `buffer`.
 template <class T>
 T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* buffer, bool read = true) {
     void* data = tensors.data(list, i);
-    Type type = tensors.type(list, i);
+    Type type = tensors.type(list);
     if (type == type_of<T>) return static_cast<T*>(data) + at;
     if (!read) return buffer;
-    if (type == FLOAT16) widen(n, static_cast<Half*>(data) + at, buffer);
     if (type == BFLOAT16) widen(n, static_cast<BFloat16*>(data) + at, buffer);
     if (type == FLOAT32) widen(n, static_cast<float*>(data) + at, buffer);
     if (type == FLOAT64) widen(n, static_cast<double*>(data) + at, buffer);
@@ -130,9 +111,8 @@ T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* 
 template <class T>
 void close(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, const T* values) {
     void* data = tensors.data(list, i);
-    Type type = tensors.type(list, i);
+    Type type = tensors.type(list);
     if (type == type_of<T>) return;
-    if (type == FLOAT16) narrow(n, values, static_cast<Half*>(data) + at);
     if (type == BFLOAT16) narrow(n, values, static_cast<BFloat16*>(data) + at);
     if (type == FLOAT32) widen(n, values, static_cast<float*>(data) + at);
     if (type == FLOAT64) widen(n, values, static_cast<double*>(data) + at);
@@ -155,19 +135,6 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
         noise = (noise ^ noise >> 16) * 0x85ebca6bu;
         noise = (noise ^ noise >> 13) * 0xc2b2ae35u;
         to[j] = BFloat16::random(static_cast<float>(values[j]), noise >> 16);
-    }
-}
-
-// Rounds to nearest and keeps the rounding error, which the next step adds (Kahan).
-template <class T>
-void close_compensated(const Tensors& tensors, int64_t i, int64_t at, int64_t n, const T* values) {
-    auto to = static_cast<BFloat16*>(tensors.data(PARAM, i)) + at;
-    auto lost = static_cast<BFloat16*>(tensors.data(COMPENSATION, i)) + at;
-#pragma omp simd
-    for (int64_t j = 0; j < n; j++) {
-        BFloat16 rounded = BFloat16::nearest(static_cast<float>(values[j]));
-        to[j] = rounded;
-        lost[j] = BFloat16::nearest(static_cast<float>(values[j] - static_cast<T>(static_cast<float>(rounded))));
     }
 }
 
@@ -243,19 +210,18 @@ double sum_of_products(int64_t n, const T* x, const T* y) {
     return sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(x[j]) * decltype(type)(y[j]); });
 }
 
+// Writes the sums over a row that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
 template <class T>
-double sum_of_squares(const Tensors& tensors, int64_t i, int64_t at, int64_t n) {
-    T buffer[ROW];
-    const T* g = open(tensors, GRADIENT, i, at, n, buffer);
-    return sum_of_products(n, g, g);
-}
-
-// Writes the sums that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
-template <class T>
-void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at, int64_t n, bool products,
+void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i, int64_t at, int64_t n, bool products,
               bool corrected, double* sums) {
     T buffers[2][ROW];
     const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
+    std::fill(sums, sums + SUMS, 0.0);
+    if (!tensors.has(LAST_GRAD)) {
+        sums[GG] = sum_of_products(n, g, g);
+        sums[CC] = sums[GG] * scalars.scale * scalars.scale;  // c is g
+        return;
+    }
     const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
     if (products) {
         sums[GG] = sum_of_products(n, g, g);
@@ -263,7 +229,7 @@ void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at,
         sums[LL] = sum_of_products(n, last, last);
     }
     if (corrected) {
-        T scale = own.scale, last_scale = own.last_scale, k = own.k;
+        T scale = scalars.scale, last_scale = scalars.last_scale, k = scalars.correction;
         sums[CC] = sum<T>(n, [=](auto type, int64_t j) {
             T scaled = g[j] * scale, c = (scaled - last[j] * last_scale) * k + scaled;
             return decltype(type)(c) * decltype(type)(c);
@@ -272,70 +238,50 @@ void all_sums(const Tensors& tensors, const Numbers& own, int64_t i, int64_t at,
 }
 
 template <class T>
-void sums(const Tensors& tensors, const Numbers* numbers, bool products, bool corrected, double* rows, double* out,
-          int64_t threads) {
-    bool has_last = tensors.has(LAST_GRAD);
+void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products, bool corrected, double* rows,
+          double* out, int64_t threads) {
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    {
-        double* own = rows;
-        in_waves(tensors, [&](int64_t first, int64_t last) {
-            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-                if (has_last)
-                    all_sums<T>(tensors, numbers[i], i, at, n, products, corrected, own + row * SUMS);
-                else
-                    own[row] = sum_of_squares<T>(tensors, i, at, n);
-            });
-            for (int64_t i = first; i < last; i++) own += tensors.rows(i) * (has_last ? SUMS : 1);
-        });
-    }
-    for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * (has_last ? SUMS : 1)) {
-        double scale = numbers[i].scale, last_scale = numbers[i].last_scale, found[SUMS] = {};
-        int64_t stride = has_last ? SUMS : 1;
-        for (int64_t which = 0; which < stride; which++)
-            if (which == CC ? corrected : products || !has_last)
-                found[which] = total(rows + which, tensors.rows(i), stride);
-        found[GG] *= scale * scale;
-        found[GL] *= scale * last_scale;
-        found[LL] *= last_scale * last_scale;
-        if (!has_last) found[CC] = found[GG];  // c is g
-        for (int64_t which = 0; which < SUMS; which++) out[which * tensors.count + i] = found[which];
+    share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+        row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
+    });
+    for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * SUMS) {
+        double scale = scalars[i].scale, last_scale = scalars[i].last_scale;
+        double factors[SUMS] = {scale * scale, scale * last_scale, last_scale * last_scale, 1};
+        for (int64_t sum = 0; sum < SUMS; sum++)
+            out[sum * tensors.count + i] = total(rows + sum, tensors.rows(i), SUMS) * factors[sum];
     }
 }
 
 // --- update ---------------------------------------------------------------------------------------------------------
 
-struct How {
+struct Options {
     Rule rule;
     Last last;
-    bool amsgrad, square_gradient, clips, stochastic, compensated;
+    bool square_gradient, clips, stochastic;
 };
 
 template <class T>
-struct Step {
-    T scale, last_scale, k, factor, take, blend, beta2, take_square, decay, rate, root, eps;
-    bool blends, square_gradient;
+Scalars<T> rounded(const Scalars<double>& s) {
+    return {T(s.scale), T(s.last_scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
+            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps), T(0)};
+}
 
-    Step(const Numbers& own, const How& how)
-        : scale(own.scale), last_scale(own.last_scale), k(own.k), factor(own.factor), take(own.take), blend(own.blend),
-          beta2(own.beta2), take_square(own.take_square), decay(own.decay), rate(own.rate), root(own.root),
-          eps(own.eps), blends(own.blend != 0), square_gradient(how.square_gradient) {}
-};
-
-// x parameter, e average of c, v second moment, peak its maximum; g gradient, c corrected gradient, m first moment.
-template <class T, Rule RULE, Last LAST, bool AMSGRAD>
-void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gradient, T* __restrict e,
-                  T* __restrict v, T* __restrict peak, T* __restrict last) {
+// x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment.
+template <class T, Rule RULE, Last LAST>
+void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
+                  T* __restrict e, T* __restrict v, T* __restrict last) {
+    bool is_nesterov = s.nesterov != 0;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         T g = gradient[i] * s.scale;
         // c_t = g_t + k (g_t - last_t), times the clipping factor
-        T c = LAST == NONE ? g : (g - last[i] * s.last_scale) * s.k + g;
+        T c = LAST == NONE ? g : (g - last[i] * s.last_scale) * s.correction + g;
         if constexpr (LAST == KEPT) last[i] = g;
-        c *= s.factor;
+        c *= s.clip_factor;
         // e_t = beta1 e_{t-1} + (1 - beta1) c_t
-        T average = e[i] + s.take * (c - e[i]);
+        T average = e[i] + s.one_minus_beta1 * (c - e[i]);
         e[i] = average;
-        T m = s.blends ? average + s.blend * (c - average) : average;
+        T m = is_nesterov ? average + s.nesterov * (c - average) : average;
         if constexpr (RULE == MOMENTUM) {
             x[i] = m;
         } else if constexpr (RULE == LION) {
@@ -344,57 +290,43 @@ void update_block(int64_t n, Step<T> s, T* __restrict x, const T* __restrict gra
             x[i] = x[i] * s.decay - s.rate * (m == m ? sign : m);  // NaN stays NaN
         } else {
             // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
-            T squared = s.square_gradient ? g : c;
-            T second = v[i] * s.beta2 + s.take_square * squared * squared;
+            T squared = square_gradient ? g : c;
+            T second = v[i] * s.beta2 + s.one_minus_beta2 * squared * squared;
             v[i] = second;
-            if constexpr (AMSGRAD) {
-                second = peak[i] > second || peak[i] != peak[i] ? peak[i] : second;
-                peak[i] = second;
-            }
             // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
             x[i] = x[i] * s.decay - s.rate * m / (std::sqrt(second) * s.root + s.eps);
         }
     }
 }
 
+// By rule and last.
 template <class T>
-using Block = void (*)(int64_t, Step<T>, T*, const T*, T*, T*, T*, T*);
-
-template <class T, Rule RULE, bool AMSGRAD>
-Block<T> block_for(Last last) {
-    if (last == NONE) return update_block<T, RULE, NONE, AMSGRAD>;
-    return last == READ ? update_block<T, RULE, READ, AMSGRAD> : update_block<T, RULE, KEPT, AMSGRAD>;
-}
-
-template <class T>
-Block<T> block_for(const How& how) {
-    switch (how.rule) {
-        case LION: return block_for<T, LION, false>(how.last);
-        case MOMENTUM: return block_for<T, MOMENTUM, false>(how.last);
-        case ADAMW: return how.amsgrad ? block_for<T, ADAMW, true>(how.last) : block_for<T, ADAMW, false>(how.last);
-    }
-    std::abort();
-}
+constexpr void (*BLOCKS[3][3])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*) = {
+    {update_block<T, ADAMW, NONE>, update_block<T, ADAMW, READ>, update_block<T, ADAMW, KEPT>},
+    {update_block<T, LION, NONE>, update_block<T, LION, READ>, update_block<T, LION, KEPT>},
+    {update_block<T, MOMENTUM, NONE>, update_block<T, MOMENTUM, READ>, update_block<T, MOMENTUM, KEPT>},
+};
 
 template <class T>
-void update_row(const Tensors& tensors, const Numbers& own, const How& how, int64_t i, int64_t row, int64_t elements) {
+void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i, int64_t row,
+                int64_t elements) {
     T buffers[LISTS][BLOCK];
-    Block<T> block = block_for<T>(how);
-    bool changed[LISTS] = {true, false, true, how.rule == ADAMW, how.amsgrad, how.last == KEPT};
+    auto block = BLOCKS<T>[options.rule][options.last];
+    Scalars<T> in_type = rounded<T>(scalars);
+    bool changed[LISTS] = {true, false, true, options.rule == ADAMW, options.last == KEPT};
+    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16;
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         T* values[LISTS] = {};
         for (int list = 0; list < LISTS; list++)
-            if (tensors.has(List(list)))
-                values[list] = open(tensors, List(list), i, at, n, buffers[list], list != PARAM || how.rule != MOMENTUM);
-        if (how.compensated)
-            for (int64_t j = 0; j < n; j++) values[PARAM][j] += values[COMPENSATION][j];
-        block(n, Step<T>(own, how), values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
-              values[MAX_EXP_AVG_SQ], values[LAST_GRAD]);
+            if (tensors.has(List(list))) {
+                bool read = list != PARAM || options.rule != MOMENTUM;
+                values[list] = open(tensors, List(list), i, at, n, buffers[list], read);
+            }
+        block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
+              values[LAST_GRAD]);
         for (int list = 0; list < LISTS; list++) {
-            if (list == PARAM && how.compensated)
-                close_compensated(tensors, i, at, n, values[PARAM]);
-            else if (list == PARAM && how.stochastic && tensors.type(PARAM, i) == BFLOAT16)
+            if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);
             else if (changed[list])
                 close(tensors, List(list), i, at, n, values[list]);
@@ -402,62 +334,52 @@ void update_row(const Tensors& tensors, const Numbers& own, const How& how, int6
     }
 }
 
-double factor(double square, double threshold) {
+double clip_factor(double square, double threshold) {
     double ratio = std::sqrt(square) / threshold;
     return 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
 }
 
 // Computes the clipping factors of tensors `first` to `last`, rows from `sums` on; all threads of a team take part.
 template <class T>
-void take_factors(const Tensors& tensors, Numbers* numbers, int64_t first, int64_t last, double* sums) {
-    bool has_last = tensors.has(LAST_GRAD);
+void set_clip_factors(const Tensors& tensors, Scalars<double>* scalars, int64_t first, int64_t last, double* sums) {
     share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-        double found[SUMS];
-        if (has_last)
-            all_sums<T>(tensors, numbers[i], i, at, n, false, true, found);
-        else
-            found[CC] = sum_of_squares<T>(tensors, i, at, n) * numbers[i].scale * numbers[i].scale;
-        sums[row] = found[CC];
+        double of_row[SUMS];
+        row_sums<T>(tensors, scalars[i], i, at, n, false, true, of_row);
+        sums[row] = of_row[CC];
     });
 #pragma omp barrier
 #pragma omp single
     for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++))
-        numbers[i].factor = factor(total(sums + row, tensors.rows(i)), numbers[i].threshold);
+        scalars[i].clip_factor = clip_factor(total(sums + row, tensors.rows(i)), scalars[i].clip_threshold);
 }
 
 template <class T>
-void update(const Tensors& tensors, Numbers* numbers, const How& how, double* sums, int64_t threads) {
+void update(const Tensors& tensors, Scalars<double>* scalars, const Options& options, double* sums, int64_t threads) {
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
     in_waves(tensors, [&](int64_t first, int64_t last) {
-        if (how.clips) take_factors<T>(tensors, numbers, first, last, sums);
+        if (options.clips) set_clip_factors<T>(tensors, scalars, first, last, sums);
         share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
-            update_row<T>(tensors, numbers[i], how, i, at, n);
+            update_row<T>(tensors, scalars[i], options, i, at, n);
         });
     });
 }
 
 }  // namespace
 
-// `rows`: one double per row, four with last gradients. `out`: 4 x count.
-extern "C" void mars_sums(int64_t count, const int64_t* words, const double* numbers, int64_t in_double,
+// `rows`: four doubles per row. `out`: 4 x count.
+extern "C" void mars_sums(int64_t count, const int64_t* words, const double* scalars, int64_t in_double,
                           int64_t products, int64_t corrected, double* rows, double* out, int64_t threads) {
     auto call = in_double ? sums<double> : sums<float>;
-    call({count, words}, reinterpret_cast<const Numbers*>(numbers), products, corrected, rows, out, threads);
+    call({count, words}, reinterpret_cast<const Scalars<double>*>(scalars), products, corrected, rows, out, threads);
 }
 
 // `rows`: one double per row if it clips, else empty.
-extern "C" void mars_update(int64_t count, const int64_t* words, double* numbers, int64_t in_double, int64_t rule,
+extern "C" void mars_update(int64_t count, const int64_t* words, double* scalars, int64_t in_double, int64_t rule,
                             int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t stochastic,
                             double* rows, int64_t threads) {
     Tensors tensors{count, words};
-    How how{};
-    how.rule = static_cast<Rule>(rule);
-    how.last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
-    how.amsgrad = tensors.has(MAX_EXP_AVG_SQ);
-    how.square_gradient = square_gradient;
-    how.clips = clips;
-    how.stochastic = stochastic;
-    how.compensated = tensors.has(COMPENSATION);
+    Last last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
+    Options options{static_cast<Rule>(rule), last, square_gradient != 0, clips != 0, stochastic != 0};
     auto call = in_double ? update<double> : update<float>;
-    call(tensors, reinterpret_cast<Numbers*>(numbers), how, rows, threads);
+    call(tensors, reinterpret_cast<Scalars<double>*>(scalars), options, rows, threads);
 }

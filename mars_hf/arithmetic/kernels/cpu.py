@@ -2,7 +2,7 @@
 
 `sums` is one pass over memory, `update` another; each is one parallel region for any number of tensors. Numbers that
 change during training are arguments, so one library serves every dtype, rule and size; it compiles once per machine,
-in a second or two. Results do not depend on the number of threads. If compiling fails, `supports` returns False and
+in a second or two. Results do not depend on the number of threads. If compiling fails, `is_available` returns False and
 logs the reason once.
 """
 
@@ -12,7 +12,7 @@ import ctypes
 import functools
 import logging
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,19 @@ from mars_hf.arithmetic.rules import RULES, check_rule
 
 logger = logging.getLogger(__name__)
 
+NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Must match cpu.cpp, as `RULES` must: dtypes by number (0 means no tensor), and the elements of a row (one partial sum
+# Must match cpu.cpp, as `RULES` must: types by number (0 means no tensor), and the elements of a row (one partial sum
 # each).
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+DTYPES = frozenset(TYPES)
 ROW = 4096
-
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES, start=1)}
-_COLUMNS = 13  # fields of Numbers in cpu.cpp
+_COLUMNS = 13  # fields of Scalars in cpu.cpp
 
 
-def supports(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-    """Return whether these kernels run here; the first call that depends on it compiles them.
-
-    Args:
-        device: device of the tensors.
-        dtypes: dtypes of the tensors.
-
-    Returns:
-        False for a device other than the CPU, a dtype outside `DTYPES`, or if compiling has failed.
-    """
-    return device.type == "cpu" and all(dtype in _CODES for dtype in dtypes) and _library() is not None
+def is_available(device: torch.device) -> bool:
+    """Return whether these kernels run here; the first call compiles them."""
+    return device.type == "cpu" and _library() is not None
 
 
 def sums(
@@ -62,15 +54,16 @@ def sums(
     Products are in the arithmetic's dtype, in float64 where that overflows; row totals add up in float64. Rows the
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
-    found = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    rows = torch.empty(_rows(gradients) * (4 if last_grads else 1), dtype=torch.float64, device="cpu")
-    numbers = _numbers(len(gradients), scale, last_scales, k)
-    table = _table([[], gradients, [], [], [], last_grads, []])
+    result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
+    rows = torch.empty(4 * _rows(gradients), dtype=torch.float64, device="cpu")
+    scalars = _scalars(len(gradients), scale, last_scales, k)
+    lists = [[], gradients, [], [], last_grads]
+    table = _table(lists)
     _loaded().mars_sums(
-        len(gradients), _address(table), _address(numbers), _is_double([*gradients, *last_grads]), products, corrected,
-        rows.data_ptr(), found.data_ptr(), torch.get_num_threads(),
+        len(gradients), _address(table), _address(scalars), _is_double(lists), products, corrected,
+        rows.data_ptr(), result.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return found
+    return result
 
 
 def update(
@@ -78,12 +71,11 @@ def update(
     gradients: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
     *,
     rule: str,
-    steps: Tensor,
-    lr: Tensor,
+    steps: Sequence[float],
+    lr: float | Tensor,
     scale: Tensor | None = None,
     last_scales: Tensor | None = None,
     factors: Tensor | None = None,
@@ -97,43 +89,37 @@ def update(
     keep_last: bool = True,
     clip_threshold: float | None = None,
     seeds: Sequence[int] = (),
-    compensations: Sequence[Tensor] = (),
 ) -> None:
     """Update dense tensors as `rules.update` does, in memory order.
 
     Args:
-        steps: see `rules.update`; one tensor.
-        lr: 0-d.
         clip_threshold: largest norm of c; the kernel computes the factors itself, right before a tensor's update, while
             its gradients are in the cache. None uses `factors`.
         seeds: one per tensor, new at each step, for stochastic rounding of bfloat16 parameters (unbiased). Empty rounds
             to nearest.
-        compensations: bfloat16, as are the parameters then: the rounding error, added to the parameter before the step
-            and renewed after it (Kahan). Empty turns it off.
     """
     check_rule(rule)
-    lists = [params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, compensations]
+    lists = [params, gradients, exp_avgs, exp_avg_sqs, last_grads]
     rate, clips = float(lr), clip_threshold is not None
-    counts = steps.tolist()
     corrects = rule == "adamw"  # other rules ignore the counts, which may be 0 then
-    roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(counts)}
-    rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(counts)}
-    numbers = _numbers(
+    roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
+    rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(steps)}
+    scalars = _scalars(
         *(len(params), scale, last_scales, k, factors),
         *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
-        *([rates[t] for t in counts], [roots[t] for t in counts], eps, clip_threshold),
+        *([rates[t] for t in steps], [roots[t] for t in steps], eps, clip_threshold),
     )
     rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64, device="cpu")
     table = _table(lists, seeds)
     _loaded().mars_update(
-        len(params), _address(table), _address(numbers), _is_double([tensor for list_ in lists for tensor in list_]),
+        len(params), _address(table), _address(scalars), _is_double(lists),
         RULES.index(rule), second_moment == "gradient", keep_last, clips, bool(seeds), rows.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
 
 
-def _is_double(tensors: list[Tensor]) -> bool:
-    return torch.float64 in {tensor.dtype for tensor in tensors}
+def _is_double(lists: Sequence[Sequence[Tensor]]) -> bool:
+    return any(tensors[0].dtype == torch.float64 for tensors in lists if tensors)
 
 
 def _rows(tensors: Sequence[Tensor]) -> int:
@@ -141,31 +127,37 @@ def _rows(tensors: Sequence[Tensor]) -> int:
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
-    """Return the words that describe tensors to the kernels; RuntimeError if sizes differ between lists."""
+    """Return the words that describe tensors to the kernels.
+
+    Raises:
+        RuntimeError: sizes differ between lists, or dtypes within one.
+    """
     sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     absent = [0] * len(sizes)
     words = array("q")
-    for entries in lists:
-        found = list(map(Tensor.numel, entries))
-        if found and found != sizes:
-            raise RuntimeError(f"tensors of {found} elements in one call with tensors of {sizes}")
-        words.extend(list(map(Tensor.data_ptr, entries)) or absent)
-    for entries in lists:
-        words.extend([_CODES[tensor.dtype] for tensor in entries] or absent)
+    for tensors in lists:
+        if tensors and list(map(Tensor.numel, tensors)) != sizes:
+            raise RuntimeError(f"tensors of {[t.numel() for t in tensors]} elements in one call with {sizes}")
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise RuntimeError(f"tensors of {', '.join(sorted(map(str, dtypes)))} in one list")
+        words.append(TYPES[dtypes.pop()] if dtypes else 0)
+    for tensors in lists:
+        words.extend(list(map(Tensor.data_ptr, tensors)) or absent)
     words.extend(sizes)
     words.extend(seeds or absent)
     return words
 
 
-def _numbers(count: int, *columns: Tensor | list[float] | float | None) -> array[float]:
-    """Return one row of numbers per tensor, in the order of Numbers in cpu.cpp; None and missing columns become 1."""
+def _scalars(count: int, *columns: Tensor | list[float] | float | None) -> array[float]:
+    """Return one row of Scalars (see cpu.cpp) per tensor; None and missing columns become 1."""
     values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
     row = [value if isinstance(value, (int, float)) else 1.0 for value in values]
-    numbers = array("d", (row + [1.0] * (_COLUMNS - len(row))) * count)
-    for place, value in enumerate(values):
+    scalars = array("d", (row + [1.0] * (_COLUMNS - len(row))) * count)
+    for column, value in enumerate(values):
         if isinstance(value, list):
-            numbers[place::_COLUMNS] = array("d", value)
-    return numbers
+            scalars[column::_COLUMNS] = array("d", value)
+    return scalars
 
 
 def _address(words: array[Any]) -> int:

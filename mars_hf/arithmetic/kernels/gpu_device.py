@@ -4,8 +4,8 @@ A table of int64 words describes a call's tensors, so that one launch takes any 
 
     hyperparameters   `HEADER` words, the bits of float64 numbers (`numbers` in `gpu.py`)
     rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's tiles start in
-                      the launch, its number of elements, its place in the caller's lists, whether all its addresses
-                      are multiples of 16 bytes, and one row of addresses for each list of tensors
+                      the launch, its number of elements, whether all its addresses are multiples of 16 bytes, and one
+                      row of addresses for each list of tensors
 
 A program finds its tensor by binary search in the row of tile starts: about log2(count) reads that hit the L1 cache,
 against the hundreds of kilobytes that the program then moves. No map from program to tensor is built or stored.
@@ -25,15 +25,12 @@ import triton.language as tl
 HEADER = tl.constexpr(8)
 STARTS_ROW = tl.constexpr(0)
 SIZES_ROW = tl.constexpr(1)
-PLACES_ROW = tl.constexpr(2)
-ALIGNED_ROW = tl.constexpr(3)
-GRADIENTS_ROW = tl.constexpr(4)
-LAST_ROW = tl.constexpr(5)
-PARAMS_ROW = tl.constexpr(6)
-EXP_AVGS_ROW = tl.constexpr(7)
-EXP_AVG_SQS_ROW = tl.constexpr(8)
-MAX_EXP_AVG_SQS_ROW = tl.constexpr(9)
-COMPENSATIONS_ROW = tl.constexpr(10)
+ALIGNED_ROW = tl.constexpr(2)
+GRADIENTS_ROW = tl.constexpr(3)
+LAST_ROW = tl.constexpr(4)
+PARAMS_ROW = tl.constexpr(5)
+EXP_AVGS_ROW = tl.constexpr(6)
+EXP_AVG_SQS_ROW = tl.constexpr(7)
 
 
 @triton.jit
@@ -194,7 +191,7 @@ def partial_sums(
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     k = _number(table, 0).to(COMPUTE)
     own_scale = _multiplier(scale, 0, COMPUTE)
-    last_scale = _multiplier(last_scales, _word(table, count, PLACES_ROW, tensor), COMPUTE)
+    last_scale = _multiplier(last_scales, tensor, COMPUTE)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
@@ -229,10 +226,8 @@ def partial_sums(
         tl.store(partials + 3 * row + tile, tl.sum(cc) + tl.sum(rest_cc))
 
 
-@triton.jit(do_not_specialize=["count", "tiles", "columns"])
-def total_sums(
-    table, count, tiles, partials, sums, columns, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count", "tiles"])
+def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Add one tensor's partial sums into its column of `sums`, in float64 and always in the same order."""
     tensor = tl.program_id(0)
     first = _word(table, count, STARTS_ROW, tensor)
@@ -250,11 +245,11 @@ def total_sums(
             gl += tl.load(partials + row + offsets, mask=inside, other=0.0)
             ll += tl.load(partials + 2 * row + offsets, mask=inside, other=0.0)
             cc += tl.load(partials + 3 * row + offsets, mask=inside, other=0.0)
-    column = sums + _word(table, count, PLACES_ROW, tensor)
+    column = sums + tensor
     tl.store(column, tl.sum(gg))
-    tl.store(column + columns, tl.sum(gl))
-    tl.store(column + 2 * columns, tl.sum(ll))
-    tl.store(column + 3 * columns, tl.sum(gg if LAST is None else cc))
+    tl.store(column + count, tl.sum(gl))
+    tl.store(column + 2 * count, tl.sum(ll))
+    tl.store(column + 3 * count, tl.sum(gg if LAST is None else cc))
 
 
 @triton.jit
@@ -263,9 +258,7 @@ def _update_block(
     gradient,
     exp_avg,
     exp_avg_sq,
-    max_exp_avg_sq,
     last,
-    compensation,
     offsets,
     mask,
     scale,
@@ -294,8 +287,6 @@ def _update_block(
     e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
     if RULE != "momentum":
         p = _load(param, offsets, mask, COMPUTE, VECTOR)
-        if compensation is not None:
-            p += _load(compensation, offsets, mask, COMPUTE, VECTOR)
         p = p * decay
     c = c * factor
     # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
@@ -313,20 +304,11 @@ def _update_block(
         s = c if CORRECTED else g
         # v_t = beta2 v_{t-1} + (1 - beta2) s^2
         v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
-        largest = v
-        if max_exp_avg_sq is not None:
-            largest = _load(max_exp_avg_sq, offsets, mask, COMPUTE, VECTOR)
-            largest = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
-            _store(max_exp_avg_sq, offsets, largest, mask, VECTOR)
         # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-        p = p - step_size * _divide(m, _divide(_root(largest), root2) + eps)
+        p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
         _store(exp_avg_sq, offsets, v, mask, VECTOR)
     if key is not None:
         p = _round_stochastically(p, _noise(offsets, key))
-    if compensation is not None:
-        rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
-        _store(compensation, offsets, p - rounded, mask, VECTOR)
-        p = rounded
     _store(exp_avg, offsets, e, mask, VECTOR)
     _store(param, offsets, p, mask, VECTOR)
     if KEEP_LAST:
@@ -347,12 +329,9 @@ def update(
     GRADIENT: tl.constexpr,
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
-    MAX_EXP_AVG_SQ: tl.constexpr,
     LAST: tl.constexpr,
     COMPUTE: tl.constexpr,
     RULE: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    COMPENSATED: tl.constexpr,
     CORRECTED: tl.constexpr,
     KEEP_LAST: tl.constexpr,
     TILE: tl.constexpr,
@@ -363,23 +342,16 @@ def update(
     """Update one tile; numbers common to a tensor are computed in float64 and rounded once."""
     tile = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, tile, TILE)
-    place = _word(table, count, PLACES_ROW, tensor)
 
     param = _pointer(table, count, PARAMS_ROW, tensor, start, PARAM)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, EXP_AVG)
     exp_avg_sq = None
-    max_exp_avg_sq = None
     last = None
     if RULE == "adamw":
         exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
-    if AMSGRAD:
-        max_exp_avg_sq = _pointer(table, count, MAX_EXP_AVG_SQS_ROW, tensor, start, MAX_EXP_AVG_SQ)
     if LAST is not None:
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
-    compensation = None
-    if COMPENSATED:
-        compensation = _pointer(table, count, COMPENSATIONS_ROW, tensor, start, tl.bfloat16)
 
     k = _number(table, 0).to(COMPUTE)
     blend = _number(table, 1).to(COMPUTE)
@@ -395,22 +367,22 @@ def update(
     if RULE == "adamw":
         # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
-        t = tl.load(steps + place).to(tl.float64)
+        t = tl.load(steps + tensor).to(tl.float64)
         step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
         root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
     own_scale = _multiplier(scale, 0, COMPUTE)
-    last_scale = _multiplier(last_scales, place, COMPUTE)
-    factor = _multiplier(factors, place, COMPUTE)
+    last_scale = _multiplier(last_scales, tensor, COMPUTE)
+    factor = _multiplier(factors, tensor, COMPUTE)
     key = None
     if seeds is not None and PARAM == tl.bfloat16:
         # Keyed by the tile's place in its tensor: other tensors in the launch make no difference.
-        key = tl.randint(tl.load(seeds + place), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
+        key = tl.randint(tl.load(seeds + tensor), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
 
     offsets = tl.arange(0, BLOCK)
     whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
     for block in range(0, whole):
         _update_block(
-            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, block * BLOCK + offsets, None,
+            param, gradient, exp_avg, exp_avg_sq, last, block * BLOCK + offsets, None,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip
@@ -418,7 +390,7 @@ def update(
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
         _update_block(
-            param, gradient, exp_avg, exp_avg_sq, max_exp_avg_sq, last, compensation, inside, inside < length,
+            param, gradient, exp_avg, exp_avg_sq, last, inside, inside < length,
             own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
             RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip

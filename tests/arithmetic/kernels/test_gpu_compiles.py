@@ -23,7 +23,6 @@ POINTERS = {
     "table": "*i64",
     "count": "i32",
     "tiles": "i32",
-    "columns": "i32",
     "steps": "*fp32",
     "lr": "*fp32",
     "scale": "*fp64",
@@ -43,13 +42,11 @@ def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
 
 def update(param, gradient, state, last, vector, target=HOPPER, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "LAST": last, "COMPUTE": compute}
-    dtypes |= dict.fromkeys(("EXP_AVG", "EXP_AVG_SQ", "MAX_EXP_AVG_SQ"), state)
+    dtypes |= dict.fromkeys(("EXP_AVG", "EXP_AVG_SQ"), state)
     flags = {
         "RULE": "adamw",
-        "AMSGRAD": False,
         "CORRECTED": True,
         "KEEP_LAST": last is not None,
-        "COMPENSATED": False,
         **flags,
     }
     return compiled(gpu_device.update, target, VECTOR=vector, **dtypes, **flags)
@@ -114,19 +111,9 @@ def test_sums_move_128_bits_at_once(last):
     assert accesses(sums(tl.float32, last, 4), "v4.b32")[0] == (2 if last is None else 4)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"AMSGRAD": True}, {"CORRECTED": False}], ids=str
-)
+@pytest.mark.parametrize("flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str)
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, 4, **flags).asm["cubin"]
-
-
-def test_compensations_move_with_the_rest():
-    """bfloat16 parameters and compensations and float32 states are each read and written once."""
-    code = update(tl.bfloat16, tl.bfloat16, tl.float32, tl.float32, 4, COMPENSATED=True)
-    assert accesses(code, "v4.b32") == (6, 6)
-    assert accesses(code, "v2.b32") == (6, 4)
-    assert code.metadata.shared == 0
 
 
 def test_float64_compiles():
@@ -138,7 +125,7 @@ def test_float64_compiles():
 @pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
 def test_no_register_is_spilled(last, tmp_path):
     dtypes = tl.float32, tl.float32, tl.float32, last
-    for code in (update(*dtypes, 4), update(*dtypes, 4, AMSGRAD=True), sums(tl.float32, last, 4), totals(last)):
+    for code in (update(*dtypes, 4), sums(tl.float32, last, 4), totals(last)):
         assert spilled(code, tmp_path) == 0
 
 
