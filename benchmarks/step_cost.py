@@ -126,7 +126,7 @@ def _orthogonal(mars_type: str, *, split: bool = False) -> Make:
     def make(named: Named) -> list[torch.optim.Optimizer]:
         groups: dict[str, dict[str, Any]] = {}
         for name, param in named.items():
-            own: dict[str, Any] = {"role": "vector" if param.ndim < 2 else "embedding"}
+            own: dict[str, Any] = {"role": "vector" if param.ndim < 2 else "adamw"}
             if _is_hidden(name, param):
                 fused = split and name.endswith(".c_attn.weight")
                 parts = (param.shape[1] // 3,) * 3 if fused else None

@@ -18,9 +18,8 @@ from mars_hf import _compat
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
-from mars_hf.groups import matrix_layouts, saved_settings
+from mars_hf.groups import saved_settings
 from mars_hf.groups.from_model import from_model
-from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.groups.param_rules import rules_of
 from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_fast_vectors, warn_of_one_rate
 from mars_hf.groups.settings import (
@@ -34,7 +33,6 @@ from mars_hf.groups.settings import (
     reject_unknown,
 )
 from mars_hf.groups.summary import summary
-from mars_hf.groups.values import patterns
 from mars_hf.step import exact, saved_states, states
 from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
 from mars_hf.step.checks import check_averages, check_gradient, check_state
@@ -64,17 +62,17 @@ class Mars(torch.optim.Optimizer):
         mars-m:      x_{t+1} = x_t - lr (0.2 sqrt(max(rows, cols)) NS(m_t) + weight_decay x_t)
 
     NS is Newton-Schulz (see `newton_schulz`). It runs on each (rows, cols) = (outputs, inputs) matrix of the parameter,
-    divided by its Frobenius norm + eps (1e-7 for mars-m); `layout` says which matrices a parameter holds. The class
-    orthogonalizes every matrix, embeddings included, as the official one does; `create(model)` gives embeddings the
-    role `embedding`.
+    divided by its Frobenius norm + eps (1e-7 for mars-m); a group's `layout` says which matrices a parameter holds. The
+    class orthogonalizes every matrix, embeddings included, as the official one does; `create(model)` gives embeddings
+    the role `adamw`.
 
     With `is_approx`, last_t is g_{t-1}, the gradient of the previous step. Otherwise it is the stale gradient: that of
     this step's batch at x_{t-1}. `MarsTrainer` supplies it; your own loop calls `previous_params()`,
     `update_previous_grad()` and `update_last_grad()`.
 
     A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`. With `optimize_1d`
-    it takes the MARS rule instead, which is mars-adamw where matrices are orthogonalized. An embedding always takes
-    AdamW with the settings of vectors.
+    it takes the MARS rule instead, which is mars-adamw where matrices are orthogonalized. A parameter of the role
+    `adamw` always takes AdamW with the settings of vectors.
 
     Call `step()` after the backward pass, as with any torch optimizer, on gradients that are ready to use: accumulated,
     averaged over ranks, globally clipped. `p.grad` is never modified or kept; that of a DTensor is placed like its
@@ -88,7 +86,9 @@ class Mars(torch.optim.Optimizer):
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and hyperparameters of their own. A group's own
             settings hold for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
-            (`"matrix"`, `"vector"` or `"embedding"`).
+            (`"matrix"`, `"vector"` or `"adamw"`), and as `layout` the (out, in) matrices in its parameters: a
+            `MatrixLayout` or a dict of its fields. None goes by shape: two dimensions are (out, in), three a batch of
+            such, more are (out, all others).
         lr: learning rate of the matrices, >= 0.
         betas: decay rates of first and second moment, each in [0, 1).
         eps: added to the root of the second moment, >= 0, and by mars-shampoo to the norm of m_t / (1 - beta1).
@@ -104,16 +104,12 @@ class Mars(torch.optim.Optimizer):
         lr_1d: learning rate of the vectors, >= 0; None for lr / 2, and for lr with mars-m, as published.
         betas_1d: decay rates of the vectors' moments, each in [0, 1).
         weight_decay_1d: decoupled decay of the vectors, >= 0; a group that states its own `weight_decay` keeps it.
-        matrix_ndim: `">=2"` counts convolutions and expert stacks as matrices; `"==2"` is the official code's test.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
             same cost; or three numbers, or a list of as many triples as steps.
         ns_dtype: of the iteration, a torch.dtype or its name. None: bfloat16, but float32 on a CPU that lacks bfloat16
             instructions, and float64 for float64 parameters.
-        layout: the (out, in) matrices in each matrix parameter: a `MatrixLayout` or a dict of its fields, as which
-            groups keep it. None goes by shape: two dimensions are (out, in), three a batch of such, more are
-            (out, all others).
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
@@ -161,8 +157,8 @@ class Mars(torch.optim.Optimizer):
     parameter, as in torch.optim.AdamW.
 
     Source: Algorithms 1 to 4 of arXiv 2411.10438, and the official implementation where it differs. Deviations from
-    the latter, each with a test: `matrix_ndim`, `lr_1d=None`, `weight_decay_1d=0.0`, hyperparameters in groups,
-    last_grad a copy, no unused buffers.
+    the latter, each with a test: matrices of more than two dimensions, `lr_1d=None`, `weight_decay_1d=0.0`,
+    hyperparameters in groups, last_grad a copy, no unused buffers.
     """
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
@@ -206,12 +202,10 @@ class Mars(torch.optim.Optimizer):
         lr_1d: float | None = None,
         betas_1d: tuple[float, float] = (0.9, 0.95),
         weight_decay_1d: float = 0.0,
-        matrix_ndim: str = ">=2",
         second_moment: str = "corrected",
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
         ns_dtype: str | torch.dtype | None = None,
-        layout: MatrixLayout | Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         state_dtype: str | torch.dtype | None = None,
         rounding: str = "nearest",
@@ -228,7 +222,6 @@ class Mars(torch.optim.Optimizer):
             )
         check(given)
         defaults = plain(given)
-        defaults["layout"] = matrix_layouts.to_plain(layout)
         warn_of_fast_vectors(lr, lr_1d)
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, whose order changes from run to run; use a list")
@@ -305,7 +298,7 @@ class Mars(torch.optim.Optimizer):
             self._locator = Locator(self.param_groups, self._process_group)
         for group in self.param_groups:
             for key in GROUP_KEYS:
-                group.setdefault(key, DEFAULTS[key])
+                group.setdefault(key, DEFAULTS.get(key))
 
     def __repr__(self) -> str:
         """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -624,10 +617,7 @@ def create(
     model_or_params: nn.Module | Iterable[Any],
     *,
     like: str | os.PathLike[str] | None = None,
-    no_decay: Iterable[str] = (),
     split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
-    orthogonalize_embeddings: bool = False,
-    adamw: Iterable[str] = (),
     lr_embeddings: float | None = None,
     param_rules: Iterable[tuple[str, Mapping[str, Any]] | Mapping[str, Any]] = (),
     process_group: Any = None,
@@ -646,19 +636,16 @@ def create(
             of such a repository on the Hub. Arguments given here win, also over rates that mars.json has for vectors
             and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `fused`,
             `process_group`). None takes the defaults.
-        no_decay: shell patterns of parameter names (`"*.wte.weight"`) whose matrices are not decayed; needs a model.
         split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
             projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`. Needs a
             model.
-        orthogonalize_embeddings: for the same: True orthogonalizes embeddings and heads too. Needs a model.
-        adamw: for the same: shell patterns of names of further parameters that take AdamW. Needs a model.
         lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d` where
             they take AdamW. Needs a model.
         param_rules: settings for parameters by name: pairs of a shell pattern and settings
-            (`[("*.lora_B.*", {"lr": 1e-3}), ("*.gate.*", {"role": "embedding"})]`), or mappings with `pattern`. The
-            first pattern that matches a parameter's name in `model.named_parameters()` decides. A rule states any
+            (`[("*.wte.weight", {"weight_decay": 0.0}), ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`.
+            The first pattern that matches a parameter's name in `model.named_parameters()` decides. A rule states any
             setting of a parameter group except `max_grad_norm`, and wins over the other arguments; `role` is
-            `"matrix"`, `"vector"` or `"embedding"`. Needs a model.
+            `"matrix"`, `"vector"` or `"adamw"`. Needs a model.
         process_group: as `Mars`.
         **hyperparameters_: any of `Mars`; its defaults hold for the rest.
 
@@ -670,10 +657,7 @@ def create(
     """
     reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
     options: dict[str, Any] = {
-        "no_decay": patterns(no_decay),
         "split_fused": split_fused,
-        "orthogonalize_embeddings": orthogonalize_embeddings,
-        "adamw": patterns(adamw),
         "lr_embeddings": lr_embeddings,
         "param_rules": rules_of(param_rules),
     }
@@ -683,14 +667,10 @@ def create(
         if given:
             raise ValueError(f"{', '.join(given)}: plain parameters have neither names nor modules; pass the model")
         return Mars(model_or_params, process_group=process_group, **hyperparameters_)
-    if hyperparameters_.get("layout") is not None:
-        raise ValueError(
-            f"layout={hyperparameters_['layout']!r}: the layouts of a model's matrices are found from its modules; use "
-            "split_fused, or Mars with parameter groups of your own"
-        )
-    shared = {key: hyperparameters_.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
-    check(shared)
-    mars = Mars(from_model(model_or_params, **shared, **options), process_group=process_group, **hyperparameters_)
+    mars_type = hyperparameters_.get("mars_type", DEFAULTS["mars_type"])
+    check({"mars_type": mars_type})
+    groups = from_model(model_or_params, mars_type=mars_type, **options)
+    mars = Mars(groups, process_group=process_group, **hyperparameters_)
     mars._model = weakref.ref(model_or_params)
     mars._unsharded = frozenset(
         name

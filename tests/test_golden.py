@@ -36,6 +36,12 @@ def test_every_case_is_found():
     assert len(cases()) + 2 * len(ORTHOGONAL) == sum(len(description["cases"]) for description in descriptions)
 
 
+def groups_of(params: list) -> list[dict]:
+    """Return groups in which matrices have exactly two dimensions, as in the official MARS."""
+    matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [{"params": matrices, "role": "matrix"}, {"params": others, "role": "vector"}]
+
+
 def set_gradients(params: list, tensors: dict, name: str) -> None:
     for i, param in enumerate(params):
         param.grad = tensors[f"{name}.p{i}"].clone()
@@ -48,7 +54,7 @@ def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
     description = json.loads((GOLDEN / f"{file}.json").read_text())
     settings = {key: value for key, value in description["cases"][case].items() if key != "optimizer"}
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    optimizer = mars_hf.Mars(params, matrix_ndim="==2", fused=False, **settings)
+    optimizer = mars_hf.Mars(groups_of(params), fused=False, **settings)
     peaks = [group["lr"] for group in optimizer.param_groups]
     for t in range(description["steps"]):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -93,9 +99,7 @@ def orthogonal(file: str, case: str) -> tuple[dict, dict, dict]:
     """Return tensors, description and our settings of a golden file's case."""
     description = json.loads((GOLDEN / f"{file}.json").read_text())
     settings = dict(description["cases"][case])
-    if settings.pop("optimizer") == "MARS":
-        settings["matrix_ndim"] = "==2"
-    else:
+    if settings.pop("optimizer") != "MARS":
         decay = settings.pop("wd")
         settings = {
             **{"lr": settings["lr"], "gamma": settings["gamma"], "mars_type": "mars-m"},
@@ -139,7 +143,8 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
 
     monkeypatch.setattr(directions, "orthogonalize", with_official_roundings)
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    optimizer = mars_hf.Mars(params, ns_dtype="float32", fused=False, **settings)
+    groups = groups_of(params) if shampoo else params
+    optimizer = mars_hf.Mars(groups, ns_dtype="float32", fused=False, **settings)
     for t in steps(optimizer, params, tensors, description):
         for i in compared(settings, description):
             expected = tensors[f"{case}.{t}.p{i}"]
@@ -166,7 +171,8 @@ def test_our_iteration_follows_float64(file, case, dtype, bar):
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
     own = {key: settings[key] for key in ("lr", "betas", "gamma", "weight_decay")}
     rules = {i: Reference(p, rule=settings["mars_type"], **own) for i, p in enumerate(params) if p.ndim == 2}
-    optimizer = mars_hf.Mars(params, ns_dtype=dtype, **settings)
+    groups = groups_of(params) if settings["mars_type"] == "mars-shampoo" else params
+    optimizer = mars_hf.Mars(groups, ns_dtype=dtype, **settings)
     for t in steps(optimizer, params, tensors, description):
         for i, rule in rules.items():
             rule.lr = settings["lr"] * (1 - 0.5 * t / description["steps"])

@@ -36,7 +36,7 @@ FORMS = {
     "two moments": {},
     "one moment": {"mars_type": "mars-lion"},
     "orthogonalized": {"mars_type": "mars-shampoo"},
-    "embedding": {"mars_type": "mars-m", "adamw": ["weight"]},
+    "adamw": {"mars_type": "mars-m", "param_rules": [("weight", {"role": "adamw"})]},
     "no last gradient": {"mars_type": "mars-lion", "clip_threshold": None},
     "no last gradient, orthogonalized": {"mars_type": "mars-m", "clip_threshold": None},
     "no last gradient, two moments": {"second_moment": "gradient", "clip_threshold": None},

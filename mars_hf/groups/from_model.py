@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -36,45 +35,36 @@ _VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
 _NO_RULE = Rule("", {})
 
 # The groups of a model: role, and whether `weight_decay` applies.
-_ORDER = [("matrix", True), ("matrix", False), ("embedding", True), ("embedding", False), ("vector", True)]
+_ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
 
 
 def from_model(
     model: nn.Module,
     *,
-    matrix_ndim: str = ">=2",
-    no_decay: Sequence[str] = (),
     mars_type: str = "mars-adamw",
     split_fused: Any = "auto",
-    orthogonalize_embeddings: bool = False,
-    adamw: Sequence[str] = (),
     lr_embeddings: float | None = None,
     param_rules: Sequence[Rule] = (),
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of a model: decayed matrices, undecayed matrices, embeddings, vectors.
+    """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
 
     Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
     their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
     rules; they hold what the rule states, and its `pattern`.
 
-    - Vectors: parameters that are not matrices by `matrix_ndim`, and whatever their shape every bias, every parameter
+    - Vectors: parameters of fewer than two dimensions, and whatever their shape every bias, every parameter
       of a normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
-    - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`; names that match a pattern
-      of `no_decay` get `weight_decay` 0 as well.
+    - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`.
     - mars-shampoo and mars-m orthogonalize a matrix only if activations are multiplied with it (see
       `matrix_layouts.left_out`); each `layout` has its own group (see `matrix_layouts.of_model`). Embeddings, heads,
-      tables, scales and parameters named in `adamw` use AdamW with the settings of vectors; `left_out` of their group
-      maps names to reasons.
+      tables and scales have the role `adamw`: AdamW with the settings of vectors; `left_out` of their group maps names
+      to reasons.
 
     Args:
         model: any module; PEFT wrappers need nothing special, frozen weights are skipped.
-        matrix_ndim: `">=2"` or `"==2"`, see `Mars`.
-        no_decay: shell patterns of parameter names (`"*.wte.weight"`); each must match at least one matrix.
-        mars_type: see `Mars`. The arguments below are for mars-shampoo and mars-m.
-        split_fused: fused projections to orthogonalize part by part, see `matrix_layouts.of_model`. A pattern also
-            admits parameters of unknown modules.
-        orthogonalize_embeddings: True orthogonalizes embeddings and heads like other matrices.
-        adamw: shell patterns of further parameter names that use AdamW; each must match one.
+        mars_type: see `Mars`.
+        split_fused: for mars-shampoo and mars-m: fused projections to orthogonalize part by part, see
+            `matrix_layouts.of_model`. A pattern also admits parameters of unknown modules.
         lr_embeddings: learning rate of embeddings and heads, tied ones included, with any rule; None: that of their
             role.
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
@@ -82,7 +72,7 @@ def from_model(
     Raises:
         ValueError: no trainable parameter, trainable adapters that are merged, a pattern that matches nothing, a rule's
             role that does not fit, a `split_fused` that does not fit, `lr_embeddings` for a model without embeddings or
-            heads, or `split_fused`, `orthogonalize_embeddings` or `adamw` with a rule that does not orthogonalize.
+            heads, or `split_fused` with a rule that does not orthogonalize.
     """
     norms = {
         id(param)
@@ -95,28 +85,23 @@ def from_model(
         raise ValueError(why)
     rules = assign(model, param_rules)
     kinds = {mars_type, *(rule.settings.get("mars_type", mars_type) for rule in rules.values())}
-    rest = {"orthogonalize_embeddings": orthogonalize_embeddings, "adamw": adamw}
-    left_out, stated = _orthogonal(model, kinds, mars_type, split_fused, **rest)
+    left_out, stated = _orthogonal(model, kinds, mars_type, split_fused)
     outside = heads.embeddings_and_heads(model) if lr_embeddings is not None else {}
     groups: dict[tuple[int, int, str], dict[str, Any]] = {}
-    unused, has_outside = list(no_decay), False
+    has_outside = False
     places = {rule.pattern: index for index, rule in enumerate(param_rules, 1)}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         rule = rules.get(id(param), _NO_RULE)
-        ndim = rule.settings.get("matrix_ndim", matrix_ndim)
         orthogonal = rule.settings.get("mars_type", mars_type) in ORTHOGONAL_TYPES
-        is_vector = role_of(param, ndim) == "vector" or id(param) in norms or bool(_VECTOR_NAME.search(name))
-        role = "vector" if is_vector else "embedding" if orthogonal and name in left_out else "matrix"
+        is_vector = role_of(param) == "vector" or id(param) in norms or bool(_VECTOR_NAME.search(name))
+        role = "vector" if is_vector else "adamw" if orthogonal and name in left_out else "matrix"
         own: dict[str, Any] = {"role": _stated_role(rule, name, param) or role}
         if own["role"] == "matrix" and orthogonal:
             own |= stated.get(name, {})
-        if own["role"] != "vector":
-            matched = [pattern for pattern in no_decay if fnmatch.fnmatchcase(name, pattern)]
-            unused = [pattern for pattern in unused if pattern not in matched]
-            if matched or _NO_DECAY_NAME.search(name):
-                own["weight_decay"] = 0.0
+        if own["role"] != "vector" and _NO_DECAY_NAME.search(name):
+            own["weight_decay"] = 0.0
         if id(param) in outside and not is_vector:
             has_outside = True
             own |= _rate_of_embedding(own["role"], rule, lr_embeddings)
@@ -127,7 +112,7 @@ def from_model(
         group = groups.setdefault((places.get(rule.pattern, 0), place, repr(own)), {"params": [], **own})
         group["params"].append((name, param))
         if own["role"] != "matrix" and orthogonal and name in stated:
-            reason = _reason_of_vector(name, param, ndim, id(param) in norms) if is_vector else left_out.get(name, "")
+            reason = _reason_of_vector(name, id(param) in norms) if is_vector else left_out.get(name, "")
             stated_by = f"role {own['role']!r} in param_rules" if "role" in rule.settings else ""
             group.setdefault("left_out", {})[name] = stated_by or reason
     if not groups:
@@ -139,12 +124,6 @@ def from_model(
     if lr_embeddings is not None and not has_outside:
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; leave it out"
-        )
-    if unused:
-        names = [name for group in found if group["role"] != "vector" for name, _ in group["params"]]
-        raise ValueError(
-            f"no_decay={unused!r} matches no matrix of {type(model).__name__}; its matrices are named like "
-            f"{', '.join(map(repr, names[:3]))}"
         )
     return found
 
@@ -166,19 +145,17 @@ def _rate_of_embedding(role: str, rule: Rule, lr: float | None) -> dict[str, Any
     if "lr" in rule.settings or (role != "matrix" and "lr_1d" in rule.settings):
         return {}
     # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
-    keys = {"matrix": ["lr"], "embedding": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
+    keys = {"matrix": ["lr"], "adamw": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
     return dict.fromkeys(keys, lr)
 
 
-def _reason_of_vector(name: str, param: Tensor, matrix_ndim: str, is_norm: bool) -> str:
+def _reason_of_vector(name: str, is_norm: bool) -> str:
     """Return why a parameter of two or more dimensions is a vector."""
-    if role_of(param, matrix_ndim) == "vector":
-        return f"matrix_ndim={matrix_ndim!r}"
     return "normalization" if is_norm else "magnitude" if "lora_magnitude_vector" in name else "bias"
 
 
 def _orthogonal(
-    model: nn.Module, kinds: Collection[str], mars_type: str, split_fused: Any, **rest: Any
+    model: nn.Module, kinds: Collection[str], mars_type: str, split_fused: Any
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """Return, by name, why matrices use AdamW, and the keys that groups of orthogonalized matrices need.
 
@@ -187,18 +164,15 @@ def _orthogonal(
         kinds: every `mars_type` that a parameter has.
         mars_type: that of parameters without a rule.
         split_fused: see `from_model`.
-        **rest: as `matrix_layouts.left_out`.
     """
     if not set(ORTHOGONAL_TYPES).isdisjoint(kinds):
         found = matrix_layouts.of_model(model, split_fused=split_fused)
         stated = split_fused if isinstance(split_fused, Mapping) else ()
-        left_out = matrix_layouts.left_out(model, projections=stated, **rest)
+        left_out = matrix_layouts.left_out(model, projections=stated)
         return left_out, {name: {"layout": matrix_layouts.to_plain(layout)} for name, layout in found.items()}
-    options = {"split_fused": split_fused if split_fused != "auto" else None, **rest}
-    given = [f"{name}={value!r}" for name, value in options.items() if value]
-    if given:
+    if split_fused != "auto":
         raise ValueError(
-            f"{', '.join(given)} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
+            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
             f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
         )
     return {}, {}

@@ -190,13 +190,7 @@ def of_model(
     return layouts
 
 
-def left_out(
-    model: nn.Module,
-    *,
-    orthogonalize_embeddings: bool = False,
-    adamw: Sequence[str] = (),
-    projections: Iterable[str] = (),
-) -> dict[str, str]:
+def left_out(model: nn.Module, *, projections: Iterable[str] = ()) -> dict[str, str]:
     """Return the parameters of two or more dimensions that must not be orthogonalized, with reasons.
 
     Weights that multiply activations are orthogonalized: those of linear layers, ungrouped convolutions, attention,
@@ -206,42 +200,28 @@ def left_out(
 
     Args:
         model: any module.
-        orthogonalize_embeddings: True treats embeddings and heads like other weights.
-        adamw: shell patterns of further names to leave out; each must match a parameter.
         projections: shell patterns of names to treat as weights if their module is unknown.
 
     Returns:
         A mapping of names, as in `model.named_parameters()`, to reasons.
-
-    Raises:
-        ValueError: a pattern matches nothing.
     """
-    outside = {} if orthogonalize_embeddings else heads.embeddings_and_heads(model)
-    outside.update(known_models.adapters_of_experts(model))
+    outside = {**heads.embeddings_and_heads(model), **known_models.adapters_of_experts(model)}
     places = known_models.owners(model)
     reasons: dict[str, str] = {}
-    names: list[str] = []
-    used: set[str] = set()
     for name, param in model.named_parameters():
         shape = shape_of(param)
         if len(shape) < 2:
             continue
-        names.append(name)
-        matched = {pattern for pattern in adamw if fnmatch.fnmatchcase(name, pattern)}
-        used |= matched
         _, module, _, found = _reading(known_models.places_of(places, model, name, param), shape)
         stated = any(fnmatch.fnmatchcase(name, pattern) for pattern in projections)
-        if (orthogonalize_embeddings and found == "embedding") or (stated and found == known_models.unknown(module)):
+        if stated and found == known_models.unknown(module):
             found = asdict(of_shape(shape))
-        if matched:
-            reasons[name] = "named in adamw"
-        elif id(param) in outside:
+        if id(param) in outside:
             reasons[name] = outside[id(param)]
         elif isinstance(found, str):
             reasons[name] = found
         elif any(min(matrix[-2:]) <= 1 for matrix in matrix_shapes(shape, MatrixLayout(**found))):
             reasons[name] = "a single row or column"
-    _reject_unused("adamw", adamw, used, names)
     return reasons
 
 

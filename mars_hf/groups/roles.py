@@ -22,10 +22,9 @@ from mars_hf.groups.settings import (
 )
 
 
-def role_of(param: Tensor, matrix_ndim: str) -> str:
-    """Return `matrix` for two or more dimensions (`">=2"`) or exactly two (`"==2"`), else `vector`."""
-    ndim = len(shape_of(param))
-    return "matrix" if (ndim == 2 if matrix_ndim == "==2" else ndim >= 2) else "vector"
+def role_of(param: Tensor) -> str:
+    """Return `matrix` for two or more dimensions, else `vector`."""
+    return "matrix" if len(shape_of(param)) >= 2 else "vector"
 
 
 def takes_mars(group: Mapping[str, Any]) -> bool:
@@ -53,12 +52,12 @@ def label_of(group: Mapping[str, Any]) -> str:
 
 
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split one parameter group into matrices, vectors and embeddings, in this order, each in the order given.
+    """Split one parameter group into matrices and vectors, in this order, each in the order given.
 
     Empty parts are omitted; an empty group stays, as a matrix group. A group with a `role` is not split. A group's own
     settings apply to all its parameters, with two exceptions for vectors: `lr_1d`, `betas_1d` and `weight_decay_1d`
     override the plain settings, and the group's `lr` is scaled by the ratio lr_1d / lr of the defaults (with
-    lr_1d=None: 1/2, or 1 for mars-m). Embeddings, which only a group's `role` declares, have the settings of vectors.
+    lr_1d=None: 1/2, or 1 for mars-m). The role `adamw`, which only a group states, has the settings of vectors.
 
     Args:
         group: a dict with `params` (a tensor, or an iterable of tensors or (name, tensor) pairs) and any
@@ -74,7 +73,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     group = {**group, **plain({key: value for key, value in group.items() if key != "params"})}
     settings = {**defaults, **group}
     ns_coefficients(settings)
-    if "lr_1d" in group and group.get("role") != "embedding":
+    if "lr_1d" in group and group.get("role") != "adamw":
         warn_of_fast_vectors(settings["lr"], group["lr_1d"])
     params = group["params"]
     if isinstance(params, set):
@@ -87,7 +86,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         if not isinstance(param, Tensor):
             raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
         reject_parts(param)
-        role = group.get("role") or role_of(param, settings["matrix_ndim"])
+        role = group.get("role") or role_of(param)
         if role == "matrix" and len(shape_of(param)) < 2:
             raise ValueError(
                 f"role='matrix' for a parameter of shape {tuple(shape_of(param))}; "
@@ -97,12 +96,12 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     if not entries:
         parts = {group.get("role", "matrix"): []}
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
-    stated["layout"] = matrix_layouts.to_plain(settings["layout"])
+    stated["layout"] = matrix_layouts.to_plain(group.get("layout"))
     split = []
     for role, part in parts.items():
         if part or not entries:
             own = {"params": part, "role": role}
-            _check_orthogonal({**settings, **own})
+            _check_orthogonal({**settings, **stated, **own})
             if not takes_mars({**settings, **own}):
                 own |= _vector_settings(group, defaults)
             split.append({**stated, **own})
@@ -120,7 +119,7 @@ def _check_orthogonal(group: Mapping[str, Any]) -> None:
 
 
 def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return learning rate, betas and decay for the vectors or embeddings of a group, which use AdamW."""
+    """Return learning rate, betas and decay for the parameters of a group that use AdamW."""
     ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]

@@ -13,12 +13,11 @@ import torch
 
 from mars_hf.groups.param_rules import Rule, rules_of
 from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, UnknownHyperparameterError, check, plain, reject_unknown
-from mars_hf.groups.values import patterns
 
 FILE = "mars.json"
 _FORMAT = 1
-# What the loop (clipping, memory) and the machine (backends) decide, and the shape of one matrix.
-_NOT_KEPT = ("max_grad_norm", "fused", "layout")
+# What the loop (clipping) and the machine (backends) decide.
+_NOT_KEPT = ("max_grad_norm", "fused")
 KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in _NOT_KEPT)
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -51,9 +50,8 @@ def write(
 
 
 def _kept(rule: Rule) -> Rule:
-    """Return a rule without what the loop and the machine decide; the layout of a parameter stays with its name."""
-    left_out = [name for name in _NOT_KEPT if name != "layout"]
-    return Rule(rule.pattern, {name: value for name, value in rule.settings.items() if name not in left_out})
+    """Return a rule without what the loop and the machine decide."""
+    return Rule(rule.pattern, {name: value for name, value in rule.settings.items() if name not in _NOT_KEPT})
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -123,10 +121,6 @@ def _checked(found: Any) -> dict[str, Any]:
         raise ValueError(f"create={found!r} is not an object of settings")
     reject_unknown(found, KEPT, "create")
     check(found)
-    for name in ("no_decay", "adamw"):
-        value = found.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(pattern, str) for pattern in value):
-            raise ValueError(f"{name}={value!r} is not a list of patterns")
     split = found.get("split_fused", "auto")
     if not (isinstance(split, dict) and all(map(_are_sizes, split.values()))) and split not in ("auto", "none"):
         raise ValueError(f"split_fused={split!r} is unknown; accepted: 'auto', 'none', or patterns with their sizes")
@@ -178,6 +172,5 @@ def _download(name: str, where: str) -> Path:
 
 
 def normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of `create` with patterns and rules as lists: an iterator could be read once only."""
-    made = {"no_decay": patterns, "adamw": patterns, "param_rules": rules_of}
-    return {name: made[name](value) if name in made else value for name, value in arguments.items()}
+    """Return arguments of `create` with rules as a list: an iterator could be read once only."""
+    return {name: rules_of(value) if name == "param_rules" else value for name, value in arguments.items()}

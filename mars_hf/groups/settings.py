@@ -15,7 +15,7 @@ from mars_hf.groups.values import DTYPES, is_triple, one_of, optional, optional_
 
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
-ROLES = ("matrix", "vector", "embedding")
+ROLES = ("matrix", "vector", "adamw")
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,6 @@ _TABLE = (
         "weight_decay_1d", 0.0, _NON_NEGATIVE, "Decoupled decay of what takes AdamW.", scope="1d", is_announced=True
     ),
     Setting(
-        "matrix_ndim",
-        ">=2",
-        one_of(">=2", "==2", words={"ge2": ">=2", "eq2": "==2"}),
-        "Dimensions of a matrix: ge2 (two or more) or eq2 (two).",
-    ),
-    Setting(
         "second_moment",
         "corrected",
         one_of("corrected", "gradient"),
@@ -118,7 +112,6 @@ _TABLE = (
         "Dtype of Newton-Schulz; None: the processor's.",
         is_orthogonal=True,
     ),
-    Setting("layout", None, values.LAYOUT, "The (out, in) matrices in each parameter.", is_orthogonal=True),
     Setting("max_grad_norm", None, values.THRESHOLD, "Largest global norm of all gradients.", is_live=True),
     Setting("state_dtype", None, optional_dtype(*DTYPES), "Dtype of the states; left out: float32, or float64."),
     Setting(
@@ -130,21 +123,10 @@ _TABLE = (
     Setting("maximize", False, _FLAG, "Ascend instead of descend."),
     Setting("fused", None, optional(_FLAG), "True: the kernels made for the device, or an error; False: none."),
     Setting(
-        "no_decay", [], values.PATTERNS, "Shell patterns of names of matrices that are not decayed.", scope="model"
-    ),
-    Setting(
         "split_fused",
         "auto",
         values.SPLIT_FUSED,
         "auto: orthogonalize query, key and value apart; none: as one matrix.",
-        scope="model",
-        is_orthogonal=True,
-    ),
-    Setting(
-        "orthogonalize_embeddings",
-        False,
-        _FLAG,
-        "Orthogonalize embeddings and heads too, in place of AdamW.",
         scope="model",
         is_orthogonal=True,
     ),
@@ -154,14 +136,6 @@ _TABLE = (
         optional(_NON_NEGATIVE),
         "Learning rate of embeddings and heads. Left out: that of matrices, and with mars-shampoo and mars-m lr_1d.",
         scope="model",
-    ),
-    Setting(
-        "adamw",
-        [],
-        values.PATTERNS,
-        "Shell patterns of names of further parameters that take AdamW.",
-        scope="model",
-        is_orthogonal=True,
     ),
     Setting(
         "param_rules",
@@ -175,12 +149,12 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 # Defaults of `Mars`, and of the options that only `create` has.
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
 MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
-# Settings that a parameter group may contain.
-GROUP_KEYS = tuple(setting.name for setting in _TABLE if setting.scope == "group")
+# Settings that a parameter group may contain. `layout` depends on the parameter, so that only groups have it.
+GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")
 KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
 ORTHOGONAL_KEYS = tuple(setting.name for setting in _TABLE if setting.is_orthogonal)
 # A change of one of these sorts the buckets again.
-STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if not SETTINGS[name].is_live))
+STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name == "layout" or not SETTINGS[name].is_live))
 # Names for the halves of a pair, where a value can hold neither commas nor tuples.
 PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
 # Bookkeeping keys of groups, ours and torch's; they change no arithmetic. `gamma_of_average` is the gamma of the steps
@@ -254,6 +228,8 @@ def check(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name == "role":
             one_of(*ROLES).check(name, value)
+        elif name == "layout":
+            values.LAYOUT.check(name, value)
         elif name in SETTINGS:
             SETTINGS[name].kind.check(name, value)
     if "ns_steps" in settings and "ns_coefficients" in settings:

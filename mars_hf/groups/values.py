@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,29 +44,14 @@ def is_triple(value: Any) -> bool:
     return all(isinstance(number, (int, float)) and math.isfinite(number) for number in value)
 
 
-def one_of(*accepted: str, words: Mapping[str, str] | None = None) -> Kind:
-    """Return a kind that accepts a few names.
-
-    Args:
-        *accepted: the names.
-        words: spellings to parse from strings that cannot hold the names; None parses the names themselves.
-    """
+def one_of(*accepted: str) -> Kind:
+    """Return a kind that accepts a few names."""
 
     def check(name: str, value: Any) -> None:
         if value not in accepted:
             raise ValueError(f"{name}={value!r} is unknown; accepted: {', '.join(map(repr, accepted))}")
 
-    def read(name: str, text: str) -> Any:
-        if words is None:
-            return text
-        if text in accepted:
-            return text
-        if text.lower() not in words:
-            known = ", ".join(f"{word} ({meaning})" for word, meaning in words.items())
-            raise ValueError(f"optim_args: {name}={text!r} is unknown; accepted: {known}")
-        return words[text.lower()]
-
-    return Kind(check, read=read)
+    return Kind(check)
 
 
 def optional(kind: Kind) -> Kind:
@@ -174,15 +159,6 @@ def _read_flag(name: str, text: str) -> bool:
     return words[text.lower()]
 
 
-def _read_list(name: str, text: str) -> list[str]:
-    return text.split("|")
-
-
-def patterns(given: str | Iterable[str]) -> list[str]:
-    """Return shell patterns as a list; a single one may be a string."""
-    return [given] if isinstance(given, str) else list(given)
-
-
 NON_NEGATIVE = Kind(_non_negative, float, _read_number(float), is_number=True)
 THRESHOLD = Kind(_threshold, float, _read_number(float), is_number=True)
 BETAS = Kind(_betas, None)
@@ -190,5 +166,4 @@ FLAG = Kind(_flag, bool, _read_flag)
 POSITIVE_INTEGER = Kind(_positive_integer, int, _read_number(int))
 COEFFICIENTS = Kind(_coefficients)
 LAYOUT = Kind(_layout, None)
-PATTERNS = Kind(_unchecked, list[str], _read_list)
 SPLIT_FUSED = Kind(_unchecked)

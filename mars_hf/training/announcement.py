@@ -14,7 +14,7 @@ from mars_hf.training import provenance as origins
 
 # What the line states once for all groups; those of `param_rules` may differ.
 _SHARED = ("is_approx", "gamma", "eps", "clip_threshold")
-_PLURALS = {"matrix": "matrices", "vector": "vectors", "embedding": "embeddings"}
+_NAMES = {"matrix": ("matrix", "matrices"), "vector": ("vector", "vectors"), "adamw": ("other", "others")}
 
 
 def _announced(scope: str) -> list[str]:
@@ -57,7 +57,7 @@ def describe(mars: Mars, sizes: Sequence[int] | None = None) -> str:
         merged.setdefault(f"{group['role']}{rest}", [group["role"], 0, rest])[1] += count
     for role, count, rest in merged.values():
         if count:
-            parts.append(f"{count} {role if count == 1 else _PLURALS[role]}{rest}")
+            parts.append(f"{count} {_NAMES[role][count != 1]}{rest}")
     return "; ".join(parts)
 
 

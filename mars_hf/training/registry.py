@@ -42,8 +42,7 @@ _ARGUMENT_NAMES = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-# layout is that of one matrix: a model has its own. `like` names what other settings are taken from.
-_ACCEPTED = (*(key for key in (*DEFAULTS, *PAIR_KEYS, *MODEL_DEFAULTS) if key != "layout"), "like")
+_ACCEPTED = (*DEFAULTS, *PAIR_KEYS, *MODEL_DEFAULTS, "like")
 
 
 class MarsFactory:
@@ -114,7 +113,7 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
 
     Args:
         args: the TrainingArguments to read; None reads those of the Trainer, at the moment it makes the optimizer.
-        **settings: any hyperparameter of `Mars`, option of `create` (`no_decay`, `split_fused`, ...), or `beta1`,
+        **settings: any hyperparameter of `Mars`, option of `create` (`split_fused`, `param_rules`, ...), or `beta1`,
             `beta2`, `beta1_1d`, `beta2_1d`. `like` takes up saved settings, as in `create`; what TrainingArguments
             state wins over them.
 
@@ -197,18 +196,18 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[
         groups = [{"params": groups}]
     options = {key: value for key, value in resolved.items() if key in MODEL_DEFAULTS}
     own = {key: value for key, value in resolved.items() if key not in MODEL_DEFAULTS}
-    shared = {key: own.get(key, DEFAULTS[key]) for key in ("matrix_ndim", "mars_type")}
+    mars_type = own.get("mars_type", DEFAULTS["mars_type"])
     if model is None:
-        if shared["mars_type"] in ORTHOGONAL_TYPES:
+        if mars_type in ORTHOGONAL_TYPES:
             logger.warning(
                 "mars_type=%r from plain parameter groups orthogonalizes every matrix, embeddings and heads included: "
                 "nothing but their shapes is known; pass model=... to leave those to AdamW",
-                shared["mars_type"],
+                mars_type,
             )
         return create(groups, **resolved)
     stated = {
         id(param): {key: value for key, value in group.items() if key != "params"}
-        for group in from_model(model, **shared, **options)
+        for group in from_model(model, mars_type=mars_type, **options)
         for _, param in group["params"]
     }
     split: list[dict[str, Any]] = []
@@ -226,8 +225,8 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Read settings from the strings of `TrainingArguments.optim_args`: "gamma=0.025,clip_threshold=none,beta1=0.9".
 
     Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
-    `beta2_1d`), several patterns of `no_decay` and `adamw` are separated by `|`; `matrix_ndim` is `ge2` or `eq2`;
-    `like` is a folder or a repository; `param_rules` is a file, or `pattern;key:value;key:value|pattern;key:value`.
+    `beta2_1d`); `like` is a folder or a repository; `param_rules` is a file, or
+    `pattern;key:value;key:value|pattern;key:value`.
 
     Raises:
         UnknownHyperparameterError: an unknown key; the message lists the known ones.
@@ -250,10 +249,9 @@ def split_optim_args(text: str | None) -> dict[str, str]:
     for pair in text.replace(" ", "").split(","):
         key, separator, value = pair.partition("=")
         if not (key and separator and value) or "=" in value:
-            hint = "; matrix_ndim is written ge2 (>=2) or eq2 (==2)" if key == "matrix_ndim" else ""
             raise ValueError(
                 f"optim_args={text!r}: {pair!r} is not key=value; give pairs without further '=', separated by commas, "
-                f"such as gamma=0.025,beta1=0.9,beta2=0.95{hint}"
+                f"such as gamma=0.025,beta1=0.9,beta2=0.95"
             )
         if key in found:
             raise ValueError(f"optim_args={text!r}: {key} is given twice ({found[key]} and {value}); give it once")

@@ -26,7 +26,7 @@ from pretraining.nanogpt_weights import turned
 from pretraining.optimizers import TorchFactory
 
 FILE = "optimizer.pt"
-TABLES = ["*.wte.weight", "*.wpe.weight"]
+TABLES = "*.w[tp]e.weight"
 # Where the official trainer keeps it: its betas_1d is a tuple, which it does not save.
 _BETAS_1D = (0.9, 0.95)
 _POWERS = {"exp_avg": 1, "last_grad": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
@@ -71,7 +71,12 @@ def to_ours(path: Path, model: GPT2LMHeadModel, saved: Saved, config: dict[str, 
         share = float(_agreed(path, "lr", {f"group {index}": group["lr"] for index, group in enumerate(saved.groups)}))
         share /= peak
         settings = {"adamw": _of_adamw, "mars": _of_mars, "mars_m": _of_mars_m}[saved.kind](path, saved, config, summed)
-        settings |= {"lr": float(peak)} | ({} if saved.decays_tables else {"no_decay": TABLES})
+        settings |= {"lr": float(peak)}
+        of_tables: dict[str, Any] = {} if saved.decays_tables else {"weight_decay": 0.0}
+        if settings.get("mars_type") == "mars-shampoo":  # orthogonalizes every matrix there
+            of_tables["role"] = "matrix"
+        if of_tables:
+            settings["param_rules"] = [(TABLES, of_tables)]
         try:
             if saved.kind == "adamw":
                 name, optimizer = "adamw", TorchFactory()(model, optimizer="adamw", **settings)
@@ -190,7 +195,7 @@ def _of_mars(path: Path, saved: Saved, config: dict[str, Any], summed: int) -> d
         "lr_1d": float(config.get("lr_1d", 3e-3)),
         "betas_1d": _BETAS_1D,
         "weight_decay_1d": first["weight_decay_1d"],
-        **({"split_fused": "none", "orthogonalize_embeddings": True} if orthogonal else {}),
+        **({"split_fused": "none"} if orthogonal else {}),
     }
 
 
@@ -305,7 +310,7 @@ def _from_ours(
     if not saved or "exp_avg" not in saved:
         raise Mistake(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
     linear, table = name.endswith(LINEAR), name in ("transformer.wte.weight", "transformer.wpe.weight")
-    expected = "embedding" if kind == "mars_m" and table else "matrix" if linear or table else "vector"
+    expected = "adamw" if kind == "mars_m" and table else "matrix" if linear or table else "vector"
     if kind != "adamw" and group["role"] != expected:
         raise Mistake(
             f"--optimizer_state: {path}: {name} is in a group of role {group['role']}, and the official code treats "

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from pretraining.arguments import OptimizerArguments, PretrainingArguments
 
 # Settings that a torch optimizer of the recipe has.
-_ADAM = ("beta1", "beta2", "eps", "no_decay", "lr_embeddings")
+_ADAM = ("beta1", "beta2", "eps", "param_rules", "lr_embeddings")
 _OF_TORCH = {
     "adamw": _ADAM,
     "nadamw": (*_ADAM, "momentum_decay"),
     "muon": (
         *("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps"),
-        *("ns_steps", "no_decay", "adamw", "lr_embeddings", "orthogonalize_embeddings", "adjust_lr_fn"),
+        *("ns_steps", "param_rules", "lr_embeddings", "adjust_lr_fn"),
     ),
 }
+_RULE_OF_TORCH = {"role", "lr", "weight_decay"}  # what a rule of param_rules may state there
 _OF_ONE = {"momentum_decay": "nadamw", "adjust_lr_fn": "muon"}  # the optimizer of torch that alone has it
 _ORTHOGONAL_OPTIMIZERS = tuple(kind.replace("-", "_") for kind in ORTHOGONAL_TYPES)
 # NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. This one takes all of it from step 1.
@@ -124,12 +125,19 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     ours = ("optimizer", "gamma_schedule")
     settings = {name: value for name, value in vars(arguments).items() if name not in ours and value is not None}
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    rules = settings.get("param_rules")
+    if rules is not None:
+        settings["param_rules"] = read("param_rules", rules) if isinstance(rules, str) else read_rules(rules)
     if arguments.optimizer in _OF_TORCH:
+        foreign = {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH
+        if foreign:
+            raise Mistake(
+                f"param_rules: optimizer {arguments.optimizer} has no {', '.join(sorted(foreign))} of its own for some "
+                f"parameters; it takes {', '.join(sorted(_RULE_OF_TORCH))}"
+            )
         own = _torch_settings(arguments.optimizer, settings, training)
         return TorchFactory, {"optimizer": arguments.optimizer, **shared, **own}
     settings = {name: read(name, value) if isinstance(value, str) else value for name, value in settings.items()}
-    if "param_rules" in settings:
-        settings["param_rules"] = read_rules(settings["param_rules"])
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
     try:

@@ -285,7 +285,7 @@ def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the parameters of the whole model, of each of mars-m's roles and of each layer, by index."""
     groups = mars_hf.create(model, mars_type="mars-m").param_groups
-    roles = {name: group["role"] for group in groups for name in group["param_names"]}
+    roles = {name: group["role"].replace("adamw", "embedding") for group in groups for name in group["param_names"]}
     layers = {name: f"layer {match[1]}" for name in names if (match := _LAYER.search(name))}
     scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
     for labels in (roles, layers):

@@ -84,7 +84,6 @@ CONFIGURATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "optimize_1d": lambda: {"optimize_1d": True},
     "optimize_1d without clipping": lambda: {"optimize_1d": True, "clip_threshold": None},
     "optimize_1d, amsgrad, maximize": lambda: {"optimize_1d": True, "amsgrad": True, "maximize": True},
-    "2-D only": lambda: {"matrix_ndim": "==2"},
     "max_grad_norm": lambda: {"max_grad_norm": 1.0},
     "small max_grad_norm": lambda: {"max_grad_norm": 0.01, "clip_threshold": 0.01},
     "max_grad_norm, maximize": lambda: {"max_grad_norm": 1.0, "maximize": True},

@@ -64,7 +64,7 @@ def test_every_group_holds_every_setting():
     for group in Mars(params((2, 2), (2,))).param_groups:
         assert set(group) == {
             *("params", "role", "lr", "betas", "eps", "weight_decay", "gamma", "mars_type", "is_approx"),
-            *("clip_threshold", "amsgrad", "optimize_1d", "matrix_ndim", "second_moment", "maximize"),
+            *("clip_threshold", "amsgrad", "optimize_1d", "second_moment", "maximize"),
             *("ns_steps", "ns_coefficients", "ns_dtype", "layout"),
             *("max_grad_norm", "state_dtype", "rounding", "fused"),
         }
@@ -113,23 +113,17 @@ def test_a_zero_decay_group_does_not_decay():
     assert torch.equal(weight, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize(("matrix_ndim", "expected"), [(">=2", 3), ("==2", 1)])
-def test_matrix_ndim(matrix_ndim, expected):
-    optimizer = Mars(params((2, 2), (2, 2, 2), (1, 2, 3, 3), (2,)), matrix_ndim=matrix_ndim)
-    assert len(optimizer.param_groups[0]["params"]) == expected
-
-
 def test_a_stated_role_is_taken():
     (embedding,) = params((5, 2))
     assert roles(Mars([{"params": [embedding], "role": "vector"}])) == ["vector"]
     with pytest.raises(ValueError, match=r"role='matrix' for a parameter of shape \(5,\)"):
         Mars([{"params": params((5,)), "role": "matrix"}])
-    with pytest.raises(ValueError, match="'matrix', 'vector', 'embedding'"):
+    with pytest.raises(ValueError, match="'matrix', 'vector', 'adamw'"):
         Mars([{"params": params((5,)), "role": "tensor"}])
 
 
 def test_embeddings_take_adamw_with_the_settings_of_vectors_always():
-    groups = [{"params": params((5, 2)), "role": "embedding"}, {"params": params((2,))}, {"params": params((2, 2))}]
+    groups = [{"params": params((5, 2)), "role": "adamw"}, {"params": params((2,))}, {"params": params((2, 2))}]
     settings = {"lr_1d": 1e-4, "betas_1d": (0.8, 0.9), "weight_decay_1d": 0.2, "weight_decay": 0.1}
     for optimize_1d in (False, True):
         embedding, vector, _ = Mars(groups, optimize_1d=optimize_1d, **settings).param_groups
@@ -150,7 +144,7 @@ def test_one_rate_for_all_is_the_default_of_mars_m():
 def test_roles_come_from_the_shape_before_partitioning():
     partitioned = nn.Parameter(torch.empty(0))
     partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
-    assert role_of(partitioned, ">=2") == "matrix"
+    assert role_of(partitioned) == "matrix"
 
 
 def test_an_empty_group_stays():
@@ -229,21 +223,6 @@ def test_other_architectures_split_by_shape_and_module(kind):
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_no_decay_patterns():
-    model = tiny_gpt2()
-    optimizer = mars_hf.create(model, weight_decay=0.1, no_decay=["*.wte.weight", "*.wpe.weight"])
-    assert [(group["role"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        ("matrix", 0.1),
-        ("matrix", 0.0),
-        ("vector", 0.0),
-    ]
-    assert optimizer.param_groups[1]["param_names"] == ["transformer.wte.weight", "transformer.wpe.weight"]
-    with pytest.raises(ValueError, match=r"\*\.tok_emb\.\*.*transformer\.wte\.weight"):
-        mars_hf.create(model, no_decay=["*.tok_emb.*"])
-    with pytest.raises(ValueError, match="pass the model"):
-        mars_hf.create(model.parameters(), no_decay=["*.wte.weight"])
-
-
 def test_create_takes_parameters_and_settings_as_mars_does():
     optimizer = mars_hf.create(params((2, 2), (2,)), lr=1e-2, gamma=0.1)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 5e-3]
@@ -251,11 +230,6 @@ def test_create_takes_parameters_and_settings_as_mars_does():
         mars_hf.create(params((2, 2)), gama=0.1)
     with pytest.raises(ValueError, match="'gama'"):
         mars_hf.create(params((2, 2)), gama=0.1)
-
-
-def test_model_with_own_matrix_ndim():
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 4))
-    assert names(mars_hf.create(model, matrix_ndim="==2"), "matrix") == ["1.weight"]
 
 
 def test_peft_models():
@@ -317,10 +291,8 @@ def test_groups_say_what_is_not_orthogonalized_and_why(mars_type):
     for group in optimizer.param_groups:
         assert set(group.get("left_out", {})) <= set(group["param_names"])
         assert group.get("left_out") != {}
-    named = mars_hf.create(Odd(), mars_type=mars_type, adamw="layers.1.*")
-    assert left_out(named) == {**REASONS, "layers.1.weight": "named in adamw"}
-    two = mars_hf.create(Odd(), mars_type=mars_type, matrix_ndim="==2")
-    assert left_out(two)["grouped.0.weight"] == "matrix_ndim='==2'"
+    named = mars_hf.create(Odd(), mars_type=mars_type, param_rules=[("layers.1.weight", {"role": "adamw"})])
+    assert left_out(named) == {**REASONS, "layers.1.weight": "role 'adamw' in param_rules"}
     vouched = mars_hf.create(Odd(), mars_type=mars_type, split_fused={"latents": (1, 2)})
     assert "latents" in names(vouched, "matrix") and "latents" not in left_out(vouched)
     for mars_type_without in ("mars-adamw", "mars-lion"):

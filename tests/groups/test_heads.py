@@ -6,7 +6,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from mars_hf.groups import matrix_layouts
@@ -162,9 +161,3 @@ def test_what_is_tied_to_a_head_is_left_out_with_it():
     model = Model(body=nn.Linear(4, 3), score=nn.Linear(4, 3))
     model.body.weight = model.score.weight
     assert heads(model) == {"body.weight"}
-
-
-def test_heads_and_embeddings_are_orthogonalized_on_request():
-    model = Model(table=nn.Embedding(5, 4), score=nn.Linear(4, 3), last=nn.Linear(4, 1))
-    model.score.scale = nn.Parameter(torch.ones(3, 4))
-    assert takes_adamw(model, orthogonalize_embeddings=True) == {"score.scale", "last.weight"}

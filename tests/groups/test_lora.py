@@ -148,7 +148,7 @@ def test_other_fused_projections():
 @pytest.mark.parametrize("mars_type", RULES)
 def test_adapters_of_embeddings(mars_type):
     model = adapted(target_modules=["wte", "wpe", "c_attn"])
-    expected = "embedding" if mars_type in ORTHOGONAL else "matrix"
+    expected = "adamw" if mars_type in ORTHOGONAL else "matrix"
     optimizer = mars_hf.create(model, mars_type=mars_type, lr_embeddings=0.5)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
     for name, role in roles(optimizer).items():
@@ -187,7 +187,7 @@ def test_adapters_of_rank_one(mars_type):
     """One row or column cannot be orthogonalized: mars-shampoo and mars-m leave it to AdamW."""
     model = adapted("llama", r=1)
     optimizer = mars_hf.create(model, mars_type=mars_type)
-    assert set(roles(optimizer).values()) == {"embedding" if mars_type in ORTHOGONAL else "matrix"}
+    assert set(roles(optimizer).values()) == {"adamw" if mars_type in ORTHOGONAL else "matrix"}
     assert ("a single row or column" in str(optimizer)) == (mars_type in ORTHOGONAL)
     train(model, optimizer)
 
@@ -196,7 +196,7 @@ def test_adapters_of_rank_one(mars_type):
 def test_modules_to_save_are_copies_with_the_role_of_the_original(mars_type):
     model = adapted("llama", modules_to_save=["embed_tokens", "lm_head", "norm"])
     optimizer = mars_hf.create(model, mars_type=mars_type)
-    of_tables = "embedding" if mars_type in ORTHOGONAL else "matrix"
+    of_tables = "adamw" if mars_type in ORTHOGONAL else "matrix"
     for name, role in roles(optimizer).items():
         kinds = {"embed_tokens": of_tables, "lm_head": of_tables, "norm": "vector", "lora": "matrix"}
         assert role == next(kind for part, kind in kinds.items() if part in name)

@@ -44,21 +44,20 @@ def edit(folder, **changes) -> None:
 OTHERS = {
     **{"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1, "gamma": 0.05, "is_approx": False},
     **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
-    **{"weight_decay_1d": 0.01, "matrix_ndim": "==2", "second_moment": "gradient"},
+    **{"weight_decay_1d": 0.01, "second_moment": "gradient"},
     **{"state_dtype": torch.bfloat16, "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3},
-    "no_decay": ["*wte*"],
-    "param_rules": [("linear.*", {"lr": 5e-4, "betas": (0.7, 0.8)})],
+    "param_rules": [("*wte*", {"weight_decay": 0.0}), ("linear.*", {"lr": 5e-4, "betas": (0.7, 0.8)})],
 }
 ORTHOGONAL = {
     **{"mars_type": "mars-m", "ns_steps": 2, "ns_coefficients": [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]},
-    **{"ns_dtype": torch.float32, "orthogonalize_embeddings": True, "adamw": ["linear.weight"]},
+    **{"ns_dtype": torch.float32},
     "split_fused": {"linear.weight": [2, 2]},
 }
 
 
 def test_the_examples_name_every_setting_that_is_kept():
     assert OTHERS.keys() | ORTHOGONAL.keys() == set(saved_settings.KEPT)
-    assert set(SETTINGS) - set(saved_settings.KEPT) == {*("max_grad_norm", "fused", "layout")}
+    assert set(SETTINGS) - set(saved_settings.KEPT) == {"max_grad_norm", "fused"}
 
 
 @pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
@@ -76,7 +75,7 @@ def test_every_default_is_written_so_that_a_later_version_takes_them_too(tmp_pat
     assert created == json.loads(json.dumps({name: defaults[name] for name in saved_settings.KEPT}))
 
 
-@pytest.mark.parametrize("given", [{"gamma": 0.0}, {"no_decay": []}, {"lr_embeddings": None}, {"betas": (0.5, 0.6)}])
+@pytest.mark.parametrize("given", [{"gamma": 0.0}, {"param_rules": []}, {"lr_embeddings": None}, {"betas": (0.5, 0.6)}])
 def test_arguments_win_over_saved_settings(tmp_path, given):
     leave(tmp_path, mars_hf.create(Tiny(), **OTHERS))
     mars = mars_hf.create(Tiny(), like=tmp_path / "mars.json", **given)
@@ -107,17 +106,21 @@ def test_what_like_took_up_is_kept_again(tmp_path):
 def test_plain_parameters_take_settings_too(tmp_path):
     leave(tmp_path, mars_hf.create(Tiny().parameters(), gamma=0.05))
     assert mars_hf.create(Tiny().parameters(), like=tmp_path).param_groups[0]["gamma"] == 0.05
-    leave(tmp_path, mars_hf.create(Tiny(), no_decay=["*wte*"]))
+    leave(tmp_path, mars_hf.create(Tiny(), lr_embeddings=1e-3))
     with pytest.raises(ValueError, match="plain parameters have neither names nor modules"):
         mars_hf.create(Tiny().parameters(), like=tmp_path)
 
 
 def test_values_that_json_has_no_word_for_are_written_as_plain_ones(tmp_path):
-    patterns = iter(["*wte*"])  # read once, by create
-    mars = mars_hf.create(Tiny(), lr=torch.tensor(2e-3), gamma=np.float64(0.05), no_decay=patterns)
+    rules = iter([("*wte*", {"lr": np.float64(0.5)})])  # read once, by create
+    mars = mars_hf.create(Tiny(), lr=torch.tensor(2e-3), gamma=np.float64(0.05), param_rules=rules)
     leave(tmp_path, mars)
     created = json.loads((tmp_path / "mars.json").read_text())["create"]
-    assert created["lr"] == pytest.approx(2e-3) and created["gamma"] == 0.05 and created["no_decay"] == ["*wte*"]
+    assert (
+        created["lr"] == pytest.approx(2e-3)
+        and created["gamma"] == 0.05
+        and created["param_rules"] == [["*wte*", {"lr": 0.5}]]
+    )
 
 
 def test_a_write_that_fails_leaves_the_earlier_file(tmp_path, monkeypatch):
@@ -153,8 +156,6 @@ def refusal(like) -> str:
         ({"mars_type": "mars-x"}, "mars_type='mars-x' is unknown; accepted: 'mars-adamw'"),
         ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is unknown"),
         ({"ns_coefficients": {"a": 1}}, "ns_coefficients={'a': 1} is unknown"),
-        ({"no_decay": "*"}, "no_decay='*' is not a list of patterns"),
-        ({"adamw": [1]}, "adamw=[1] is not a list of patterns"),
         ({"split_fused": 3}, "split_fused=3 is unknown; accepted: 'auto', 'none'"),
         ({"split_fused": {"a": ["b"]}}, "split_fused={'a': ['b']} is unknown"),
         ({"warp": 9}, "is of mars_hf 9.1; create: unknown 'warp'; accepted are lr, "),

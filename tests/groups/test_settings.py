@@ -27,11 +27,11 @@ from mars_hf.groups.settings import (
 OTHERS = {
     **{"lr": "0.5", "betas": None, "eps": "1e-6", "weight_decay": "0.25", "gamma": "0.5", "mars_type": "mars-lion"},
     **{"is_approx": "false", "clip_threshold": "none", "amsgrad": "true", "optimize_1d": "true", "lr_1d": "0.125"},
-    **{"betas_1d": None, "weight_decay_1d": "0.25", "matrix_ndim": "eq2", "second_moment": "gradient", "ns_steps": "3"},
-    **{"ns_coefficients": "polar-express", "ns_dtype": "float32", "layout": None, "max_grad_norm": "0.5"},
+    **{"betas_1d": None, "weight_decay_1d": "0.25", "second_moment": "gradient", "ns_steps": "3"},
+    **{"ns_coefficients": "polar-express", "ns_dtype": "float32", "max_grad_norm": "0.5"},
     **{"state_dtype": "bfloat16", "rounding": "kahan"},
-    **{"maximize": "true", "fused": "false", "no_decay": "a|b"},
-    **{"split_fused": "none", "orthogonalize_embeddings": "true", "adamw": "a|b", "lr_embeddings": "0.5"},
+    **{"maximize": "true", "fused": "false"},
+    **{"split_fused": "none", "lr_embeddings": "0.5"},
     "param_rules": "a.*;lr:0.5|*.b;role:vector",
 }
 

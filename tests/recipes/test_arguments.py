@@ -63,7 +63,7 @@ def test_optimizers_of_a_run(tmp_path):
     assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
     make, settings = optimizers.for_trainer(*_settings(tmp_path, "--is_approx", "false"))
     assert make()(model, **settings).is_exact
-    argv = ["--optimizer", "adamw", "--no_decay", "*.wte.weight", "--beta1", "0.8"]
+    argv = ["--optimizer", "adamw", "--param_rules", "*.wte.weight;weight_decay:0", "--beta1", "0.8"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     adamw = make()(model, **settings)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
@@ -86,14 +86,14 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
     assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
     assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
     assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
-    embeddings = [group for group in groups if group["role"] == "embedding"]
+    embeddings = [group for group in groups if group["role"] == "adamw"]
     assert embeddings and embeddings[0]["lr"] == 0.5
     config = tmp_path / "own.yaml"  # without a rate of embeddings
     config.write_text(f"use_cpu: true\noptimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
     make, settings = optimizers.for_trainer(*_settings(tmp_path, "--config", str(config)))
     groups = make()(gpt2(), **settings).param_groups
-    assert {group["lr"] for group in groups if group["role"] == "embedding"} == {settings["lr_1d"]} == {0.02}
-    argv = ["--optimizer", optimizer, "--orthogonalize_embeddings", "true"]
+    assert {group["lr"] for group in groups if group["role"] == "adamw"} == {settings["lr_1d"]} == {0.02}
+    argv = ["--optimizer", optimizer, "--param_rules", "*.wte.weight;role:matrix|*.wpe.weight;role:matrix"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     groups = make()(gpt2(), **settings).param_groups
     assert {group["role"] for group in groups} == {"matrix", "vector"}

@@ -26,7 +26,8 @@ PEAK, NOW = 0.02, 0.015  # learning rates
 STEPS = 3
 # mars-m adds 1e-7 to the norm of a moment, whether gradients are summed or averaged.
 TOLERANCE = (1e-9, 1e-6)
-TABLES = ["*.wte.weight", "*.wpe.weight"]
+UNDECAYED = [("*.w[tp]e.weight", {"weight_decay": 0.0})]
+ORTHOGONAL = [("*.w[tp]e.weight", {"weight_decay": 0.0, "role": "matrix"})]
 CONFIG = {"learning_rate": PEAK, "lr_1d": 0.01, "is_approx": True, "gradient_accumulation_steps": G, "dataset": "x"}
 
 
@@ -45,21 +46,21 @@ def mars(mars_type: str, **settings: Any) -> Callable[[TinyGPT], OfficialMars]:
 
 WHOLE = {"split_fused": "none"}
 CASES = {
-    "mars-adamw": Case("mars", mars("mars-adamw"), {"no_decay": TABLES}),
-    "mars-adamw with biases": Case("mars", mars("mars-adamw"), {"no_decay": TABLES}, bias=True),
+    "mars-adamw": Case("mars", mars("mars-adamw"), {"param_rules": UNDECAYED}),
+    "mars-adamw with biases": Case("mars", mars("mars-adamw"), {"param_rules": UNDECAYED}, bias=True),
     "mars-adamw of vectors": Case(
-        "mars", mars("mars-adamw", optimize_1d=True), {"no_decay": TABLES, "optimize_1d": True}
+        "mars", mars("mars-adamw", optimize_1d=True), {"param_rules": UNDECAYED, "optimize_1d": True}
     ),
-    "mars-lion": Case("mars", mars("mars-lion"), {"mars_type": "mars-lion", "no_decay": TABLES}),
+    "mars-lion": Case("mars", mars("mars-lion"), {"mars_type": "mars-lion", "param_rules": UNDECAYED}),
     "mars-shampoo": Case(
         "mars",
         mars("mars-shampoo"),
-        {"mars_type": "mars-shampoo", "no_decay": TABLES, "orthogonalize_embeddings": True, **WHOLE},
+        {"mars_type": "mars-shampoo", "param_rules": ORTHOGONAL, **WHOLE},
     ),
     "mars-m": Case("mars", lambda model: OfficialMarsM(model, lr=PEAK), {"mars_type": "mars-m", **WHOLE}),
     "adamw": Case("nanogpt", lambda model: adamw(model, PEAK), {}),
     "adamw with biases": Case("nanogpt", lambda model: adamw(model, PEAK), {}, bias=True),
-    "official adamw": Case("mars", lambda model: adamw(model, PEAK), {"no_decay": TABLES}),
+    "official adamw": Case("mars", lambda model: adamw(model, PEAK), {"param_rules": UNDECAYED}),
 }
 
 # The quick set has one of each kind.
@@ -246,13 +247,13 @@ def test_rates_have_their_peaks_and_their_place_in_the_schedule(tmp_path):
     groups = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["param_groups"]
     assert [(group["role"], group["initial_lr"]) for group in groups] == [
         ("matrix", PEAK),
-        ("matrix", PEAK),
         ("vector", 0.01),
+        ("matrix", PEAK),
     ]
-    assert [group["lr"] for group in groups] == pytest.approx([NOW, NOW, 0.01 * NOW / PEAK])
-    assert [group["weight_decay"] for group in groups] == [0.01, 0.0, 0.1]
+    assert [group["lr"] for group in groups] == pytest.approx([NOW, 0.01 * NOW / PEAK, NOW])
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.1, 0.0]
     schedule = torch.load(tmp_path / "out" / "scheduler.pt", weights_only=True)
-    assert schedule["base_lrs"] == [PEAK, PEAK, 0.01]
+    assert schedule["base_lrs"] == [PEAK, 0.01, PEAK]
     assert schedule["last_epoch"] == STEPS
 
 
@@ -263,7 +264,9 @@ def test_state_of_exact_mars_moves_and_does_not_come_back(tmp_path):
         state["previous_grad"] = state["last_grad"].clone()
     path = write(tmp_path, model, optimizer, config=CONFIG | {"is_approx": False})
     convert(path, tmp_path / "there", "--optimizer_state")
-    gpt2, ours = load(tmp_path / "there", CASES["mars-adamw"]._replace(ours={"no_decay": TABLES, "is_approx": False}))
+    gpt2, ours = load(
+        tmp_path / "there", CASES["mars-adamw"]._replace(ours={"param_rules": UNDECAYED, "is_approx": False})
+    )
     go_on(gpt2, ours, STEPS, STEPS + 1, 1 / G)
     train(model, optimizer, STEPS, STEPS + 1)
     assert_same_weights(gpt2, model)
@@ -293,7 +296,9 @@ def test_config_of_the_moved_run_says_what_the_checkpoint_says(tmp_path):
     assert (training.learning_rate, training.weight_decay) == (PEAK, 0.01)
     assert training.lr_scheduler_type == "cosine_with_min_lr" and training.lr_scheduler_kwargs == {"min_lr": 1e-3}
     optimizer = vars(run.optimizer)
-    assert optimizer["optimizer"] == "mars_adamw" and optimizer["no_decay"] == TABLES
+    assert optimizer["optimizer"] == "mars_adamw" and optimizer["param_rules"] == [
+        [pattern, settings] for pattern, settings in UNDECAYED
+    ]
     assert (optimizer["lr_1d"], optimizer["weight_decay_1d"], optimizer["clip_threshold"]) == (0.01, 0.1, 0.25)
     text = (tmp_path / "out" / "pretrain.yaml").read_text()
     assert "sums 4 gradients" in text and "(step + 1)" not in text
@@ -437,13 +442,13 @@ def test_states_that_the_other_side_has_no_place_for_get_one_line(tmp_path):
 
     back = (tmp_path / "back", "--to_nanogpt")
     named = [(name, param) for name, param in gpt2.named_parameters() if param.requires_grad]
-    fits = {"no_decay": TABLES, "clip_threshold": 0.25}
+    fits = {"param_rules": UNDECAYED, "clip_threshold": 0.25}
     for optimizer, expected in (
         (mars_hf.create(gpt2, clip_threshold=0.3), "clip_threshold=0.3; the official code clips sums"),
         (mars_hf.create(gpt2, clip_threshold=None), "clip_threshold=None; the official code clips sums"),
         (mars_hf.create(gpt2, second_moment="gradient"), "has second_moment=gradient"),
         (mars_hf.create(gpt2, **fits, lr_embeddings=1.0), "has lr=1.0 for transformer.w"),
-        (mars_hf.create(gpt2, mars_type="mars-shampoo"), "in a group of role embedding, and the official code treats"),
+        (mars_hf.create(gpt2, mars_type="mars-shampoo"), "in a group of role adamw, and the official code treats"),
         (mars_hf.create(named[:-1]), f"trains no {named[-1][0]}"),
         (mars_hf.create([param for _, param in named]), "have no names of parameters"),
         (torch.optim.AdamW([{"params": named}]), "give that number as --summed_micro_batches"),
@@ -475,7 +480,7 @@ def test_biases_that_train_are_kept_even_while_they_are_zero(tmp_path):
     case = CASES["mars-adamw"]
     convert(write(tmp_path, *trained(case)), tmp_path / "there", "--optimizer_state")
     gpt2 = GPT2LMHeadModel.from_pretrained(tmp_path / "there")
-    optimizer = mars_hf.create(gpt2, clip_threshold=0.25, no_decay=TABLES, lr=0.0)
+    optimizer = mars_hf.create(gpt2, clip_threshold=0.25, param_rules=UNDECAYED, lr=0.0)
     ids = torch.zeros(1, 4, dtype=torch.long)
     gpt2(ids, labels=ids).loss.backward()
     optimizer.step()

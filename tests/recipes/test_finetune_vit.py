@@ -44,10 +44,10 @@ def test_the_optimizer_is_mars_and_classes_are_balanced(finished):
     roles = {name: group["role"] for group in optimizer.param_groups for name in group["param_names"]}
     assert set(roles) == {name for name, _ in trainer.model.named_parameters()}
     assert roles["vit.embeddings.patch_embeddings.projection.weight"] == "matrix"
-    assert roles["classifier.weight"] == roles["vit.embeddings.position_embeddings"] == "embedding"
+    assert roles["classifier.weight"] == roles["vit.embeddings.position_embeddings"] == "adamw"
     assert roles["classifier.bias"] == "vector"
     rules = {group["role"]: group["rule"] for group in found["groups"]}
-    assert rules == {"matrix": "mars-m", "embedding": "adamw", "vector": "adamw"}
+    assert rules == {"matrix": "mars-m", "adamw": "adamw", "vector": "adamw"}
     counts = np.bincount(trainer.eval_dataset.with_format(None)["label"])
     assert counts.min() >= 34 and counts.max() <= 38  # of 360 images
 

@@ -227,9 +227,9 @@ RULES = """
 use_cpu: true
 param_rules:
   - {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}
-  - {pattern: "*.wpe.weight", role: vector, matrix_ndim: ge2}
+  - {pattern: "*.wpe.weight", role: vector}
 """
-IN_LINE = "*.mlp.*;lr:1e-3;gamma:0.1|*.wpe.weight;role:vector;matrix_ndim:ge2"
+IN_LINE = "*.mlp.*;lr:1e-3;gamma:0.1|*.wpe.weight;role:vector"
 
 
 @pytest.mark.parametrize("place", ["config", "command line", "file"])

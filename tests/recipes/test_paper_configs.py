@@ -113,7 +113,7 @@ def test_mars_shampoo_has_the_rates_of_muon(tmp_path, name):
     lr, lr_1d, _ = ORTHOGONAL[name]
     run = parse(tmp_path, name, "--optimizer", "mars_shampoo")
     assert (run.training.learning_rate, run.optimizer.lr_1d) == (lr, lr_1d)
-    matrix, embedding, vector = groups_of(run)
+    matrix, vector, embedding = groups_of(run)
     assert (matrix["lr"], matrix["weight_decay"], matrix["betas"][0]) == (lr, 0, 0.95)
     assert (embedding["lr"], embedding["weight_decay"]) == (lr_1d, 0)
     assert (vector["lr"], vector["weight_decay"]) == (lr_1d, 0.1)
@@ -122,7 +122,7 @@ def test_mars_shampoo_has_the_rates_of_muon(tmp_path, name):
 @pytest.mark.parametrize("name", ORTHOGONAL)
 def test_mars_m_has_one_rate_and_one_decay(tmp_path, name):
     groups = groups_of(parse(tmp_path, name, "--optimizer", "mars_m"))
-    assert [group["role"] for group in groups] == ["matrix", "embedding", "vector"]
+    assert [group["role"] for group in groups] == ["matrix", "adamw", "vector"]
     assert {(group["lr"], group["weight_decay"]) for group in groups} == {(ORTHOGONAL[name][2], 1e-2)}
     assert groups[0]["betas"][0] == 0.95 and groups[1]["betas"] == (0.9, 0.95)
     assert groups[0]["layout"]["parts"] is None  # query, key and value stay one matrix

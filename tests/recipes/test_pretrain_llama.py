@@ -102,7 +102,7 @@ def test_a_run_learns(projections, tokens, tmp_path, capsys):
     names = ("qkv_proj", "gate_up_proj") if projections == "fused" else ("q_proj", "k_proj", "v_proj", "gate_proj")
     expected = (*names, *("o_proj", "down_proj"), *(["up_proj"] if projections == "split" else []))
     assert {name.split(".")[-2] for name in matrices} == set(expected)
-    embeddings = [group for group in optimizer.param_groups if group["role"] == "embedding"]
+    embeddings = [group for group in optimizer.param_groups if group["role"] == "adamw"]
     assert [group["param_names"] for group in embeddings] == [["model.embed_tokens.weight"]]
     assert "mars-m" in (output / "README.md").read_text() and (output / "mars.json").is_file()
     assert f"projections {projections}, 2 key-value heads for 4 query heads" in capsys.readouterr().out

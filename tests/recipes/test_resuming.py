@@ -350,8 +350,8 @@ def test_steps_of_epochs_are_those_that_trainer_takes(tmp_path, drop_last, accum
 def test_metrics_say_what_trained(whole):
     groups = results(whole)["groups"]
     by_role = {group["role"]: group for group in groups}
-    assert set(by_role) == {"matrix", "embedding", "vector"}
-    matrix, embedding, vector = by_role["matrix"], by_role["embedding"], by_role["vector"]
+    assert set(by_role) == {"matrix", "adamw", "vector"}
+    matrix, embedding, vector = by_role["matrix"], by_role["adamw"], by_role["vector"]
     assert (matrix["learning_rate"], matrix["gamma"], matrix["weight_decay"]) == (1.6e-2, 0.05, 0.1)
     assert (embedding["rule"], embedding["learning_rate"]) == ("adamw", 3.2e-2)
     assert (vector["rule"], vector["learning_rate"]) == ("adamw", 1.6e-2) and "gamma" not in vector

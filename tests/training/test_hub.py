@@ -119,7 +119,7 @@ def test_card_of_a_run(tmp_path):
     assert header.startswith("| group | rule | lr | betas | eps | weight_decay | gamma | clip_threshold | is_approx |")
     assert rows == [
         "| matrix | mars-m | 0.001 | (0.95, 0.99) | 1e-08 | 0 | 0.05 | 1 | True | 1,536 |",
-        "| embedding | adamw | 0.001 | (0.9, 0.95) | 1e-08 | 0 |  |  |  | 640 |",
+        "| adamw | adamw | 0.001 | (0.9, 0.95) | 1e-08 | 0 |  |  |  | 640 |",
         "| vector | adamw | 0.001 | (0.9, 0.95) | 1e-08 | 0 |  |  |  | 224 |",
     ]
     assert "@article{yuan2024mars" in card and card.count("## Training results") == 1
@@ -402,11 +402,13 @@ def test_factories_take_up_saved_settings(tmp_path):
 
 def test_groups_given_by_a_script_keep_the_options_for_models(tmp_path):
     model = gpt2()
-    made, settings = mars_hf.factory(mars_type="mars-m", adamw=["*.mlp.c_fc.weight"])
+    made, settings = mars_hf.factory(mars_type="mars-m", param_rules=[("*.mlp.c_fc.weight", {"role": "adamw"})])
     mars = made(list(model.parameters()), model=model, **settings)
-    assert mars.created_with["adamw"] == ["*.mlp.c_fc.weight"] and mars.created_with["mars_type"] == "mars-m"
+    assert mars.created_with["param_rules"] == [("*.mlp.c_fc.weight", {"role": "adamw"})]
+    assert mars.created_with["mars_type"] == "mars-m"
 
 
+KEEP = [("*wte*", {"weight_decay": 0.0})]
 RESUMED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -416,7 +418,7 @@ RESUMED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         ({"lr": 1e-2, "gamma": 0.1}, {"lr": 4e-3, "gamma": 0.05}, {"lr": 1e-2, "gamma": 0.1, "lr_1d": None}),
         ({"lr_1d": 1e-3, "betas_1d": (0.8, 0.9)}, {}, {"lr_1d": 1e-3, "betas_1d": [0.8, 0.9], "betas": [0.95, 0.99]}),
         ({"lr_embeddings": 1e-4}, {"lr_embeddings": 2e-4}, {"lr_embeddings": 1e-4, "lr": 3e-3}),
-        ({"weight_decay": 0.1, "no_decay": ["*wte*"]}, {"no_decay": ["*wte*"]}, {"weight_decay": 0.1}),
+        ({"weight_decay": 0.1, "param_rules": KEEP}, {"param_rules": KEEP}, {"weight_decay": 0.1}),
     ],
 )
 def test_after_a_resume_the_checkpoints_settings_are_kept(tmp_path, before, now, kept):
