@@ -31,7 +31,7 @@ from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import mars_hf
-from mars_hf.training.callbacks import innermost
+from mars_hf.training.guard import innermost
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))

@@ -1,7 +1,7 @@
-"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MARS registered.
+"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, trained with MARS.
 
 `Trainer` is MarsTrainer there: the script has exact MARS (`--optim_args is_approx=false`), clipping inside the step and
-the optimizer it hands over. So it is in processes that the script starts, such as those of `trl sft`.
+the optimizer it hands over.
 
 `python -m mars_hf configs`: the folder of the launch configs for `accelerate launch --config_file`.
 
@@ -17,7 +17,6 @@ import importlib.util
 import os
 import runpy
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +25,6 @@ from mars_hf import suggest
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw --optim_args is_approx=false ...
-  python -m mars_hf run $(which trl) sft --optim mars_adamw ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
   python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768"""
@@ -44,10 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run a command line; `argv` is without the program's name, None takes sys.argv's."""
     parser = _Parser(prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run", help="run a script with --optim mars_adamw, ..., and all of MarsTrainer", add_help=False
-    )
-    run.add_argument("-h", "--help", action="help")
+    run = commands.add_parser("run", help="run a script with --optim mars_adamw, ..., and all of MarsTrainer")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", metavar="SCRIPT", help="path of the script")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments, passed on untouched")
@@ -57,84 +52,79 @@ def main(argv: list[str] | None = None) -> None:
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     suggestions = commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW")
     suggest.add_arguments(suggestions)
-    command = parser.parse_args(argv)
-    if command.command == "configs":
-        folder = _launch_configs()
-        if not folder.is_dir():
-            parser.error(f"{folder}: no such folder; this installation lacks the launch configs, install mars_hf again")
-        print(folder)
-        return
-    if command.command == "suggest":
+    options = parser.parse_args(argv)
+    if options.command == "run":
+        _run(parser, options.script, options.arguments, is_module=options.module)
+    elif options.command == "configs":
+        print(_launch_configs(parser))
+    elif options.command == "suggest":
         try:
-            print(suggest.run(command))
+            print(suggest.run(options))
         except ValueError as error:
             suggestions.error(str(error))
-        return
-    if command.command == "to_universal":
+    else:
         from mars_hf.universal import to_universal
 
         try:
-            to_universal(command.source, command.target)
+            to_universal(options.source, options.target)
         except (ValueError, ImportError) as error:  # ImportError: the files hold classes of DeepSpeed
             convert.error(str(error) or repr(error))
         except OSError as error:
-            convert.error(f"{error.filename or command.source}: {error.strerror or error}")
-        return
-    if command.module:
-        _check_module(parser, command.script, imports=False)
-    else:
-        _check_script(parser, command.script)
-
-    from mars_hf.training import child_processes
-    from mars_hf.training.registry import register
-    from mars_hf.training.script_trainer import replace_trainer
-
-    register()
-    replace_trainer()
-    child_processes.inherit(os.environ)
-    sys.argv = [command.script, *command.arguments]
-    if command.module:
-        _check_module(parser, command.script, imports=True)  # after register(), as packages above it are imported
-        runpy.run_module(command.script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(command.script))
-        runpy.run_path(command.script, run_name="__main__")
+            convert.error(f"{error.filename or options.source}: {error.strerror or error}")
 
 
-def _check_script(parser: _Parser, script: str) -> None:
-    """End with a line if there is no script; what a script does wrong is its own traceback."""
-    if not os.path.exists(script):
+def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool) -> None:
+    """Run a script or module as `__main__`, after `Trainer` has become MarsTrainer."""
+    if not is_module and not os.path.exists(script):
         parser.error(f"no such script: {script!r} (give a path, or -m MODULE)")
-    if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
+    if not is_module and os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
         parser.error(f"{script!r} is a folder (give the path of a script, or -m MODULE)")
+    replace_trainer()
+    sys.argv = [script, *arguments]
+    if is_module:
+        # Only now, because looking for a module imports the packages above it, which may import Trainer.
+        if not _is_there(script):
+            parser.error(f"no such module: {script!r} (give a name that python -m can run, or a path without -m)")
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
 
 
-def _check_module(parser: _Parser, module: str, *, imports: bool) -> None:
-    """End with a line if there is no such module; without `imports`, look only for the package that holds it."""
-    found = _find_module(module if imports else module.partition(".")[0])
-    if found is None:
-        parser.error(f"no such module: {module!r} (give a name that python -m finds, or a path without -m)")
-    is_package = found.submodule_search_locations is not None
-    if imports and is_package and _find_module(f"{module}.__main__") is None:
-        parser.error(f"{module!r} is a package without a __main__, which cannot run (give one of its modules)")
+def replace_trainer() -> None:
+    """Register the rules' names, and make `transformers.Trainer` MarsTrainer for whatever is imported from now on.
+
+    Classes derived from it, such as trl's, then have everything that MARS adds.
+    """
+    import transformers.trainer
+
+    from mars_hf.training.trainer import MarsTrainer  # registers
+
+    transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
 
 
-def _find_module(name: str) -> ModuleSpec | None:
+def _is_there(module: str) -> bool:
+    """Return whether `python -m` could run a module; an import that fails inside of a package is its own error."""
+    if module.startswith("."):
+        return False
     try:
-        return importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(module)
     except ValueError:  # an empty name
-        return None
+        return False
     except ImportError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a package above it needs one that is not installed
-        return None
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        return False
+    return spec is not None and (spec.submodule_search_locations is None or _is_there(f"{module}.__main__"))
 
 
-def _launch_configs() -> Path:
+def _launch_configs(parser: _Parser) -> Path:
     """Return the folder of the launch configs: in the package of a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
-    folders = [package / "accelerate_configs", package.parent / "accelerate_configs"]
-    return next((folder for folder in folders if folder.is_dir()), folders[0])
+    folder = next((path for path in (package, package.parent) if (path / "accelerate_configs").is_dir()), None)
+    if folder is None:
+        parser.error("this installation lacks accelerate_configs, the launch configs; install mars_hf again")
+    return folder / "accelerate_configs"
 
 
 if __name__ == "__main__":

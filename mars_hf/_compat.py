@@ -193,6 +193,15 @@ CHECKPOINT_CLASSES = {
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def replace_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of another package by `wrap` of it, unless that is done; see `REPLACED_NAMES`."""
+    method = getattr(owner, name)
+    if not hasattr(method, "of_mars_hf"):
+        replacement: Any = wrap(method)
+        replacement.of_mars_hf = True
+        setattr(owner, name, replacement)
+
+
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 

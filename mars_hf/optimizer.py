@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -235,6 +237,7 @@ class Mars(torch.optim.Optimizer):
         self._process_group = process_group
         super().__init__(params, defaults)
         self._is_made = True
+        _extend_engines()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role into one group or two.
@@ -577,6 +580,14 @@ class Mars(torch.optim.Optimizer):
             return {}
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
+
+
+def _extend_engines() -> None:
+    """Guard the Trainers, and complete the loaders of DeepSpeed, that this process may hand an optimizer to."""
+    if "transformers.training_args" in sys.modules:
+        importlib.import_module("mars_hf.training.callback")
+    if "deepspeed" in sys.modules:
+        importlib.import_module("mars_hf.universal").extend_deepspeed()
 
 
 def _count_step(entries: Sequence[Entry]) -> None:

@@ -38,15 +38,21 @@ def write(
     Returns:
         The file.
     """
-    arguments = None
-    if created_with is not None:
-        given = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
-        arguments = plain({name: given[name] for name in KEPT})
-        arguments["param_rules"] = [_kept(rule) for rule in arguments["param_rules"]]
-    content = {"format": _FORMAT, "mars_hf": version, "create": arguments, "groups": list(groups)}
+    content = {"format": _FORMAT, "mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
     path = folder / FILE
     write_whole(path, json.dumps(_as_json(content), indent=2) + "\n")
     return path
+
+
+def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return arguments of `create` as JSON holds them, with the defaults of those left out; None for None."""
+    if created_with is None:
+        return None
+    given = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
+    arguments = plain({name: given[name] for name in KEPT})
+    arguments["param_rules"] = [_kept(rule) for rule in arguments["param_rules"]]
+    found: dict[str, Any] = _as_json(arguments)
+    return found
 
 
 def _kept(rule: Rule) -> Rule:

@@ -1,14 +1,23 @@
-"""Summarize parameter groups for `print(optimizer)`."""
+"""Summarize parameter groups, for `print(optimizer)`, logs and mars.json."""
 
 from __future__ import annotations
 
+import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
+
 from mars_hf.distributed.placement import shape_of
 from mars_hf.groups.roles import rule_of
+from mars_hf.groups.settings import GROUP_KEYS
+
+_PLURALS = {"matrix": "matrices", "vector": "vectors"}
+# What belongs to the loop or the matrices, not to the choice of settings.
+_OF_THE_RUN = ("max_grad_norm", "layout")
 
 
 def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
@@ -43,3 +52,57 @@ def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
         counts = [f"{name} ({count})" if count > 1 else name for name, count in Counter(names).items()]
         lines.append(f"  {reason}: {', '.join(counts)}")
     return "\n".join(lines)
+
+
+def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Return groups as plain values: role, rule, tensors, their elements and settings before any schedule.
+
+    Engines put flat tensors into groups; the names that `create(model)` gave still tell the parameters apart.
+    """
+    sizes = {name: shape_of(param).numel() for name, param in model.named_parameters()}
+    rows = []
+    for group in param_groups:
+        names = group.get("param_names", ())
+        known = names and sizes.keys() >= set(names)
+        counts = [sizes[name] for name in names] if known else [shape_of(param).numel() for param in group["params"]]
+        rows.append(
+            {
+                "role": group["role"],
+                "rule": rule_of(group),
+                **({"pattern": group["pattern"]} if "pattern" in group else {}),
+                "tensors": len(counts),
+                "parameters": sum(counts),
+                **{
+                    key: group.get(f"initial_{key}", group[key])
+                    for key in GROUP_KEYS
+                    if key in group and key not in _OF_THE_RUN
+                },
+                "lr": float(group.get("max_lr", group.get("initial_lr", group["lr"]))),
+            }
+        )
+    return rows
+
+
+def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> str:
+    """Return rule, form, and each role's tensors, elements and learning rates, in at most 160 characters."""
+    groups = trained_groups(param_groups, model)
+    first = next((group for group in groups if group["rule"] != "adamw"), groups[0])
+    form = "approximate" if first["is_approx"] else "exact"
+    roles: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        roles.setdefault(group["role"], []).append(group)
+    parts = []
+    for role, members in roles.items():
+        tensors, elements = (sum(group[key] for group in members) for key in ("tensors", "parameters"))
+        rates = [f"{lr:.3g}" for lr in sorted({group["lr"] for group in members})]
+        lr = "-".join(dict.fromkeys((rates[0], rates[-1])))
+        parts.append(f"{tensors} {_PLURALS.get(role, role)} ({_short(elements)}) at lr={lr}")
+    betas = "({:g}, {:g})".format(*first["betas"])
+    text = f"{first['mars_type']} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
+    return textwrap.shorten(text, 160, placeholder="...")
+
+
+def _short(count: int) -> str:
+    """Return a count with three digits: 124M."""
+    power = min(max(int(math.log10(max(count, 1))) // 3, 0), 4)
+    return f"{count / 1000**power:.3g}{' KMBT'[power].strip()}"

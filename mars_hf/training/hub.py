@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 import mars_hf
 from mars_hf.groups import saved_settings
+from mars_hf.groups.summary import trained_groups
 from mars_hf.optimizer import Mars
-from mars_hf.training import provenance as origins
 from mars_hf.training.guard import innermost
 
 logger = logging.get_logger(__name__)
@@ -91,7 +91,8 @@ def save_settings(trainer: Any, folder: Path) -> None:
     """Write mars.json into a folder that exists, from the process that writes there, if MARS trains."""
     mars = innermost(trainer.optimizer)
     if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir():
-        saved_settings.write(folder, mars_hf.__version__, mars.created_with, origins.trained_groups(mars))
+        groups = trained_groups(mars.param_groups, trainer.model)
+        saved_settings.write(folder, mars_hf.__version__, mars.created_with, groups)
 
 
 def leave(trainer: Any, *, overwrite: bool = False) -> None:
@@ -125,7 +126,7 @@ def _complete_card(trainer: Any, mars: Mars) -> None:
     """Add MARS to the card that the Trainer has just written, and correct what it states about optimizer and base."""
     folder = Path(str(trainer.args.output_dir))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    groups = origins.trained_groups(mars)
+    groups = trained_groups(mars.param_groups, trainer.model)
     main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
     card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model)

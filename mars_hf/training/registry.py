@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from mars_hf.groups.settings import (
     reject_unknown,
 )
 from mars_hf.optimizer import Mars, create
-from mars_hf.training import provenance as origins
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -97,8 +97,6 @@ class MarsFactory:
         else:
             mars = _from_groups(groups, model or getattr(trainer, "model", None), resolved)
             mars.created_with = saved_settings.normalized(resolved)
-        stated = _stated(settings, args)
-        origins.remember(mars, stated=stated, unset=_unset(stated, args))
         return mars
 
 
@@ -125,6 +123,9 @@ def factory(args: TrainingArguments | None = None, **settings: Any) -> tuple[typ
         ValueError: a value out of range, a `like` without settings that can be read; when the optimizer is made, a
             setting given here and differently in TrainingArguments.
     """
+    from mars_hf.training.callback import install  # imports transformers.trainer
+
+    install()
     settings = saved_settings.normalized(settings)
     resolve(settings, args)  # complain here, where the caller can see it
     return MarsFactory, ({"args": args} if args is not None else {}) | settings
@@ -180,13 +181,6 @@ def _flatten(settings: Mapping[str, Any], args: TrainingArguments | None) -> dic
             )
         flat[key] = value
     return flat
-
-
-def _unset(stated: Mapping[str, Any], args: TrainingArguments | None) -> dict[str, tuple[str, Any]]:
-    """Return the arguments that MARS's defaults stand in for, by our name: theirs and their value."""
-    if args is None:
-        return {}
-    return {key: (name, getattr(args, name)) for name, key in _ARGUMENT_NAMES.items() if key not in stated}
 
 
 def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[str, Any]) -> Mars:
@@ -279,24 +273,21 @@ def register() -> None:
             f"mars_hf.register() needs transformers >= 5.19 (found {transformers.__version__}); upgrade it, or use "
             "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...))"
         ) from error
-    from mars_hf.training.callbacks import install
-
-    add_names()
-    add_handlers()
-    install()
-
-
-def add_names() -> None:
-    """Do the part of `register` that concerns transformers.training_args."""
     from transformers.training_args import OptimizerNames, TrainingArguments
+
+    from mars_hf.training.callback import install
 
     for name in OPTIM_NAMES:
         if name not in [member.value for member in OptimizerNames]:
             _compat.add_enum_member(OptimizerNames, name)
-    finish = TrainingArguments.__post_init__
-    if hasattr(finish, "_checks_mars"):
-        return
+    handlers = _compat.optimizer_handlers(transformers.trainer_optimizer)
+    for name, mars_type in OPTIM_NAMES.items():
+        handlers[OptimizerNames(name)] = _handler(mars_type)
+    _compat.replace_once(TrainingArguments, "__post_init__", _checking)
+    install()
 
+
+def _checking(finish: Callable[[TrainingArguments], None]) -> Callable[[TrainingArguments], None]:
     @functools.wraps(finish)
     def __post_init__(self: TrainingArguments) -> None:
         finish(self)
@@ -304,18 +295,7 @@ def add_names() -> None:
         if kind is not None:
             resolve(settings_by_name(kind, parse_optim_args(split_optim_args(self.optim_args))), self)
 
-    __post_init__._checks_mars = True  # type: ignore[attr-defined]
-    TrainingArguments.__post_init__ = __post_init__  # type: ignore[method-assign]
-
-
-def add_handlers() -> None:
-    """Do the part of `register` that concerns transformers.trainer_optimizer; after `add_names`."""
-    from transformers import trainer_optimizer
-    from transformers.training_args import OptimizerNames
-
-    handlers = _compat.optimizer_handlers(trainer_optimizer)
-    for name, mars_type in OPTIM_NAMES.items():
-        handlers[OptimizerNames(name)] = _handler(mars_type)
+    return __post_init__
 
 
 def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[str, Any]]]:
@@ -408,6 +388,9 @@ def _calling_trainer() -> Any:
     Trainer hands a factory the model and nothing else, and changes its arguments between the trials of a search, so
     they are read from the caller.
     """
-    from mars_hf.training.guard import calling_trainer
+    from transformers import Trainer
 
-    return calling_trainer()
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]

@@ -10,8 +10,7 @@ from transformers.trainer import Trainer
 
 from mars_hf.distributed.replicas import note_wrapper
 from mars_hf.optimizer import Mars
-from mars_hf.training import provenance as origins
-from mars_hf.training.callbacks import DefaultMarsCallback, LastGradientCallback
+from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import innermost
 from mars_hf.training.nonfinite import NonFiniteCallback
 from mars_hf.training.registry import asking_for_mars, register, trainer_settings
@@ -50,8 +49,6 @@ class TrainerWithMars(_Base):
                         f"optimizers=({type(self._kept_optimizer).__name__}, ...) and {name} are both given, and each "
                         "would make the optimizer; with model_init use optimizer_cls_and_kwargs=mars_hf.factory(...)"
                     )
-        if isinstance(self._kept_optimizer, Mars):
-            origins.remember(self._kept_optimizer)
         self._is_training = False
         self._adopted: Mars | None = None
         self._adopted_with: dict[str, Any] = {}  # its settings before
@@ -63,8 +60,9 @@ class TrainerWithMars(_Base):
         self._decide_whose_optimizer()
         mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
         makes_mars = mars is not None or self._own_settings is not None
-        if makes_mars and not self._known(LastGradientCallback, but=DefaultMarsCallback):
-            self.add_callback(LastGradientCallback(mars))
+        callback: LastGradientCallback = self._known(LastGradientCallback)[0]
+        callback.required |= makes_mars
+        callback.optimizer = callback.optimizer or mars
         self.add_callback(self._stale_pass)
         if not self._known(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
@@ -97,11 +95,9 @@ class TrainerWithMars(_Base):
             self._stale_pass.forget()
             self._give_back()
 
-    def _known(self, kind: type, but: type | None = None) -> list[Any]:
-        """Return the callbacks of a class and of its subclasses, without those of the class `but`."""
-        # By name: a reloaded module (a notebook's autoreload) makes a new class.
-        names = [(own, [base.__name__ for base in type(own).__mro__]) for own in self.callback_handler.callbacks]
-        return [own for own, bases in names if kind.__name__ in bases and (but is None or but.__name__ not in bases)]
+    def _known(self, kind: type) -> list[Any]:
+        """Return the callbacks of a class and of its subclasses."""
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import _compat
 from mars_hf.optimizer import Mars
 from mars_hf.universal import folders
 from mars_hf.universal.safe_load import nothing_runs
 
 
 def extend_deepspeed() -> None:
-    """Let DeepSpeed load universal checkpoints of a `Mars` whole, or not at all; `import mars_hf` arranges it.
+    """Let DeepSpeed load universal checkpoints of a `Mars` whole, or not at all.
 
-    Its ZeRO-3 reads two states of Adam's and gives every group the settings of the first, and the same step counter.
-    Other optimizers load as before.
+    Making a `Mars` calls this if DeepSpeed is imported. Its ZeRO-3 reads two states of Adam's and gives every group the
+    settings of the first, and the same step counter. Other optimizers load as before.
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -28,9 +29,7 @@ def extend_deepspeed() -> None:
         (ZeROOptimizer, "load_hp_checkpoint_state_from_checkpoint_dir", load_zero12),
         (DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", load_zero3),
     ):
-        original = getattr(kind, name)
-        if not hasattr(original, "__wrapped__"):
-            setattr(kind, name, _for_mars(loader, original))
+        _compat.replace_once(kind, name, functools.partial(_for_mars, loader))
 
 
 def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import torch
 from exact_cost import ADAMW, APPROX, EXACT, SIZES
 
 import mars_hf
-from mars_hf.training.callbacks import innermost
+from mars_hf.training.guard import innermost
 
 
 @pytest.fixture(scope="module")

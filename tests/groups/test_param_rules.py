@@ -14,7 +14,7 @@ import mars_hf
 from mars_hf import Mars
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import GROUP_KEYS, KEYS_1D, RULE_KEYS, SETTINGS, UnknownHyperparameterError, read
-from mars_hf.training import provenance, registry
+from mars_hf.training import registry
 
 
 class Small(nn.Module):
@@ -438,14 +438,6 @@ def test_a_loaded_state_brings_no_patterns():
     assert {group["gamma"] for group in without.param_groups} == {0.1}
 
 
-def test_the_first_line_names_patterns_and_what_they_change(tmp_path):
-    from mars_hf.training import announcement
-
-    line = announcement.describe(mars_hf.create(gpt2(), lr=1e-3, param_rules=RULES))
-    assert "4 matrices of '*.mlp.*': lr=0.002, betas=(0.95, 0.99), weight_decay=0, gamma=0.1" in line
-    assert "vectors of '*.bias' under adamw: lr=0.0001" in line
-
-
 def test_the_card_and_mars_json_name_patterns(tmp_path):
     model = gpt2()
     made = trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=1e-3, param_rules=RULES), None))
@@ -485,25 +477,6 @@ def test_rules_of_a_file_are_checked(tmp_path, rules, line):
     with pytest.raises(ValueError, match=line) as raised:
         mars_hf.create(small(), like=tmp_path)
     assert str(raised.value).startswith(f"like='{tmp_path}': its mars.json")
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ([("a.*", {"lr": 2e-3})], [("a.*", {"lr": 1e-3})]),
-        ([("a.*", {"gamma": 0.1})], [("a.*", {"gamma": 0.2})]),
-        ([("*.bias", {"weight_decay": 0.1})], [("*.bias", {"weight_decay": 0.2})]),
-        ([("a.*", {"lr": 2e-3, "lr_1d": 3e-3})], [("a.*", {"lr": 1e-3, "lr_1d": 1e-3})]),
-    ],
-)
-def test_after_a_load_the_checkpoints_rules_are_kept(before, now):
-    earlier, optimizer = mars_hf.create(small(), param_rules=before), mars_hf.create(small(), param_rules=now)
-    provenance.remember(optimizer)
-    optimizer.load_state_dict(earlier.state_dict())
-    provenance.follow_checkpoint(optimizer)
-    again = mars_hf.create(small(), **optimizer.created_with)
-    for key in ("lr", "gamma", "weight_decay", "betas"):
-        assert setting(again, key) == setting(earlier, key)
 
 
 def test_the_setting_is_in_the_table():

@@ -170,4 +170,4 @@ def test_axolotl_trains(tmp_path):
     )
     output = finished.stdout + finished.stderr
     assert finished.returncode == 0, output[-3000:]
-    assert "MARS trains with mars-adamw (exact" in output and "mars/grad_cosine" in output
+    assert "mars-adamw (exact, gamma" in output and "mars/grad_cosine" in output

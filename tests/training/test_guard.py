@@ -13,11 +13,10 @@ import pytest
 import torch
 from helpers import arguments, gpt2, mars_trainer, trainer
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2LMHeadModel
 
 import mars_hf
 from mars_hf.training import guard
-from mars_hf.training import provenance as origins
 
 MAKERS = pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
 
@@ -96,18 +95,23 @@ def test_tied_and_wrapped_parameters_are_found():
     guard.require_parameters(optimizer, torch.nn.DataParallel(model))
 
 
-def test_of_an_optimizer_with_flat_tensors_those_it_was_made_of_are_compared():
-    """DeepSpeed ZeRO leaves an optimizer in this form."""
-    model, other = gpt2(), gpt2()
-    optimizer = mars_hf.create(model)
-    origins.remember(optimizer)
-    for group in optimizer.param_groups:
-        group["params"] = [torch.nn.Parameter(torch.cat([param.detach().flatten() for param in group["params"]]))]
-    guard.require_parameters(optimizer, model, flattened=True)
-    with pytest.raises(RuntimeError, match="has none"):
-        guard.require_parameters(optimizer, other, flattened=True)
-    with pytest.raises(RuntimeError, match="has none"):
+def test_flat_tensors_of_zero_are_told_by_the_parameters():
+    """ZeRO-1/2 marks the parameters that it has flattened, ZeRO-3 has a list of them."""
+    for mark in (lambda param, _: {"_hp_mapping": None}, lambda _, zero3: {"_z3_optimizer": zero3}):
+        model = gpt2()
+        optimizer = mars_hf.create(model)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        zero3 = SimpleNamespace(fp16_groups=[params])
+        for group in optimizer.param_groups:
+            group["params"] = [torch.nn.Parameter(torch.cat([param.detach().flatten() for param in group["params"]]))]
+        with pytest.raises(RuntimeError, match="has none"):
+            guard.require_parameters(optimizer, model)
+        for param in params:
+            vars(param).update(mark(param, zero3))
         guard.require_parameters(optimizer, model)
+        model.lm_head = torch.nn.Linear(8, 64)
+        with pytest.raises(RuntimeError, match=r"28 of the model's 30 .*lacks lm_head\.weight"):
+            guard.require_parameters(optimizer, model)
 
 
 def test_sharded_parameters_are_those_of_the_model(tmp_path):
@@ -149,47 +153,45 @@ def test_a_swapped_optimizer_stops_the_run(tmp_path, make, way):
     assert run.state.global_step == 0
 
 
-def test_it_finds_the_trainer_that_calls(tmp_path):
-    found = []
-
-    class Look(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            found.append(guard.calling_trainer())
-
-    run = trainer(arguments(tmp_path, max_steps=1), callbacks=[Look()])
-    run.train()
-    assert found == [run]
-    assert guard.calling_trainer() is None
-
-
 def test_the_innermost_optimizer():
     steps = SimpleNamespace()
     assert guard.innermost(SimpleNamespace(optimizer=SimpleNamespace(optimizer=steps))) is steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["mars_hf", "transformers"])
-def test_no_import_order_escapes_it(tmp_path, first):
-    """Importing both packages installs the callback; mars_hf alone does not import transformers."""
-    imports = ["import mars_hf", "from transformers import Trainer, TrainingArguments"]
+@pytest.mark.parametrize("way", ["import transformers", "factory"])
+def test_it_is_installed_by_create_and_factory(tmp_path, way):
+    """A loop of one's own, which needs no TrainingArguments, does not pay for importing Trainer."""
     script = f"""
-        import sys
-        {imports[0] if first == "mars_hf" else imports[1]}
-        assert ("transformers" in sys.modules) == {first == "transformers"}
-        {imports[1] if first == "mars_hf" else imports[0]}
-        import torch
+        import sys, torch, mars_hf
         model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        args = TrainingArguments(output_dir={str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
-        data = [{{"x": 1}}]
-        run = Trainer(model, args, train_dataset=data, optimizers=(mars_hf.create(other), None))
+        mars_hf.create(model)
+        assert not any(name.startswith("transformers") for name in sys.modules)
+        {way if way != "factory" else "import transformers"}
+        mars_hf.create(model)
+        assert "transformers.trainer" not in sys.modules
+        import transformers
+        args = transformers.TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
+        if {way == "factory"}:
+            settings = {{"optimizer_cls_and_kwargs": mars_hf.factory()}}
+        else:
+            settings = {{"optimizers": (mars_hf.create(other), None)}}
+        run = transformers.Trainer(model, args, train_dataset=[{{"x": 1}}], **settings)
+        print("callbacks:", str(run.callback_handler.callbacks).count("LastGradientCallback"))
+        run.create_optimizer()
+        if {way == "factory"}:
+            run.optimizer = torch.optim.SGD(model.parameters())
+            run.create_optimizer = lambda *_: run.optimizer
         try:
             run.train()
         except RuntimeError as error:
-            assert "has none of the model's 2 trainable parameters" in str(error), error
-        else:
-            raise SystemExit("not guarded")
+            print(error)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = finished.stdout.splitlines()
+    assert "callbacks: 1" in lines
+    assert ("SGD, not Mars" if way == "factory" else "has none of the model's 2 trainable parameters") in lines[-1]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from transformers import GPT2LMHeadModel, Trainer, default_data_collator
 
 import mars_hf
 from mars_hf import NonFiniteCallback, NonFiniteError
-from mars_hf.training import callbacks
 
 GOOD, LOSS, GRADIENT = range(3)  # what a batch does
 POISONED = "transformer.h.1.mlp.c_fc.weight"
@@ -211,10 +210,6 @@ def test_a_gradient_that_no_loss_scale_helps_counts(tmp_path, reports, monkeypat
 
 
 def test_plain_trainer_warns_once(tmp_path, caplog):
-    logger = logging.getLogger("mars_hf.training.callbacks")
-    logger.addHandler(caplog.handler)
-    callbacks.logger.warning_once.cache_clear()
     make(tmp_path, from_step(3, GRADIENT), kind=Trainer).train()
-    logger.removeHandler(caplog.handler)
-    messages = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    messages = [record.getMessage() for record in caplog.records]
     assert len([message for message in messages if message.startswith("the last update of MARS was not finite")]) == 1

@@ -1,0 +1,225 @@
+"""LastGradientCallback: guard a run with Mars, commit its last gradient, log its settings and metrics.
+
+Importing this module gives one to every Trainer made from then on; it does nothing in runs without Mars.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.training_args import TrainingArguments
+
+from mars_hf import _compat
+from mars_hf.groups import adapters, saved_settings
+from mars_hf.groups.roles import takes_mars
+from mars_hf.groups.settings import lr_1d_ratio
+from mars_hf.groups.summary import line
+from mars_hf.optimizer import Mars
+from mars_hf.training import guard, hub
+
+
+class LastGradientCallback(TrainerCallback):
+    """Make sure that MARS steps and trains the model, commit its last gradient and log four metrics.
+
+    Every Trainer made after `create`, `factory`, `register` or MarsTrainer has one. Passing it also demands that the
+    run has a Mars, or the one given.
+
+    - At train begin it raises if another optimizer than Mars would step, if Mars lacks trainable parameters of the
+      model, if trainable adapters of PEFT are merged, or if Mars is exact (`is_approx=False`) in a Trainer that takes
+      no stale gradients. Then it logs one line on rank 0.
+    - Before each step it raises if adapters have been merged, or others made active that the optimizer lacks.
+    - After each optimizer step it calls `Mars.update_last_grad()` (nothing to do in approx mode).
+    - To every log line with a training loss it adds `mars/clip_fraction`, `mars/corrected_norm_ratio`,
+      `mars/grad_cosine` and `mars/update_rms` of the step just taken (`metrics.StepMetrics.read` defines them), ahead
+      of the trackers of `report_to`. Only steps that will be logged are measured; with `logging_strategy="epoch"` all.
+
+    Args:
+        optimizer: the Mars that must be the one that steps; None accepts any Mars.
+        required: False leaves runs alone that neither have a Mars nor ask for one.
+
+    Raises:
+        RuntimeError: at train begin, when another optimizer would step, parameters are missing, or exact MARS without
+            MarsTrainer; the message says how to mend it.
+    """
+
+    trainer: Trainer | None = None  # where it is a Trainer's first callback
+
+    def __init__(self, optimizer: Mars | None = None, *, required: bool = True) -> None:
+        """See the class."""
+        self.optimizer = optimizer
+        self.required = required
+        self._mars: Mars | None = None
+        self._was_finite = True
+        self._active: list[Any] | None = None  # adapters of each layer for which the parameters have been checked
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
+        self._mars = None
+        if self.required or _asks_for_mars(args, self.trainer) or isinstance(guard.innermost(optimizer), Mars):
+            self._mars = guard.require_mars(optimizer, self.optimizer)
+            self._model = kwargs["model"]
+            self._adapters = adapters.layers(self._model)
+            self._active = None
+            guard.require_scaled_losses(optimizer)
+            guard.require_stale_gradients(self._mars)
+            self._check_parameters(self._mars)
+        loaded = guard.follow_checkpoint(state, optimizer)
+        if self._mars is None:
+            return
+        if self.trainer is not None:
+            hub.attach(self.trainer)
+        if state.is_world_process_zero:
+            _log(logging.INFO, line(self._mars.param_groups, self._model))
+            warnings = (loaded, _lost_ratio(self._mars, kwargs["lr_scheduler"]), _clipped_before(self._mars, args))
+            for warning in filter(None, warnings):
+                _log(logging.WARNING, warning)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure this step if it will be logged, and stop the run if its adapters cannot be trained any more."""
+        if self._mars is None:
+            return
+        self._check_parameters(self._mars)
+        self._mars.collect_metrics(_will_log(args, state))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Commit the last gradient."""
+        if self._mars is not None:
+            self._mars.update_last_grad()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        """Put the metrics of the last step where trackers and the history see them."""
+        if self._mars is not None and "loss" in logs:
+            metrics = self._mars.pop_metrics()
+            is_finite = math.isfinite(metrics.get("mars/update_rms", 0.0))
+            if self._was_finite and not is_finite and state.is_world_process_zero:
+                _log(
+                    logging.WARNING,
+                    "the last update of MARS was not finite; mars_hf.NonFiniteCallback stops such a run",
+                )
+            self._was_finite = is_finite
+            logs.update(metrics)
+            if state.log_history:
+                state.log_history[-1].update(metrics)  # Trainer keeps a copy made before the callbacks ran
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write mars.json into a checkpoint of sharded weights, whose folder `save_model` has not made."""
+        folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if self._mars is not None and self.trainer is not None and not (folder / saved_settings.FILE).exists():
+            hub.save_settings(self.trainer, folder)
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write what a push is to include: Trainer's pushes of checkpoints have no card."""
+        if self._mars is not None and self.trainer is not None:
+            hub.leave(self.trainer)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the card and mars.json."""
+        self.on_push_begin(args, state, control)
+
+    def _check_parameters(self, mars: Mars) -> None:
+        """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
+        if (reason := adapters.why_untrainable(self._adapters)) is not None:
+            raise RuntimeError(reason)
+        active = [tuple(layer.active_adapters) for layer in self._adapters]
+        if active != self._active:
+            guard.require_parameters(mars, self._model)
+            self._active = active
+
+
+def attach(trainer: Trainer) -> None:
+    """Make one LastGradientCallback the first of a Trainer's: its metrics must reach the trackers among the others."""
+    handler = trainer.callback_handler
+    callback = next((own for own in handler.callbacks if isinstance(own, LastGradientCallback)), None)
+    if callback is None:
+        # Noted now, because DeepSpeed drops an instance before training begins.
+        callback = LastGradientCallback(required=isinstance(trainer.optimizer, Mars))
+    callback.trainer = trainer
+    handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
+
+
+def _attaching(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        attach(self)
+
+    return __init__
+
+
+def install() -> None:
+    """Give every Trainer made from now on a LastGradientCallback; safe to call twice."""
+    _compat.replace_once(Trainer, "__init__", _attaching)
+
+
+install()
+
+
+def _log(level: int, message: str) -> None:
+    """Log a line that shows by default, as transformers' lines do; `logging.getLogger("mars_hf")` decides."""
+    logger = logging.getLogger("mars_hf")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.log(level, message)
+
+
+def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
+    """Whether a Trainer is to make a Mars: by name, or with `factory()`."""
+    made_by, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, {})
+    by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
+    return by_name or getattr(made_by, "__name__", None) == "MarsFactory"
+
+
+def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the step that begins now will be logged; as DefaultFlowCallback decides at its end."""
+    step = state.global_step + 1
+    if step == 1 and args.logging_first_step:
+        return True
+    if args.logging_strategy == IntervalStrategy.STEPS:
+        return step % state.logging_steps == 0
+    return args.logging_strategy == IntervalStrategy.EPOCH
+
+
+def _lost_ratio(mars: Mars, scheduler: Any) -> str | None:
+    """Return a warning if a scheduler writes one rate into all groups although vectors have their own; else None."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's
+    peaks = getattr(scheduler, "max_lrs", None) or [group["max_lr"] for group in mars.param_groups if "max_lr" in group]
+    lr, lr_1d = mars.defaults["lr"], mars.defaults["lr_1d"]
+    ratio = lr_1d_ratio(mars.defaults["mars_type"]) if lr_1d is None else lr_1d / lr if lr else 1
+    if len(set(peaks)) != 1 or ratio == 1 or len({takes_mars(group) for group in mars.param_groups}) < 2:
+        return None
+    cycles = any("max_momentum" in group for group in mars.param_groups)
+    return (
+        f"{type(scheduler).__name__} trains every group at one max_lr={peaks[0]:g}, not vectors at lr_1d ({ratio:g} of "
+        f"it){', and cycles beta1' if cycles else ''}; give it max_lr=[group['lr'] for group in optimizer.param_groups]"
+        f"{', cycle_momentum=False' if cycles else ''}"
+    )
+
+
+def _clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
+    """Return a warning if Trainer clips gradients below the optimizer's own `max_grad_norm`; else None."""
+    norm = mars.max_grad_norm
+    if norm is None or not 0 < args.max_grad_norm < norm:
+        return None
+    return (
+        f"max_grad_norm={norm:g} of the optimizer has no effect: Trainer clips at max_grad_norm={args.max_grad_norm:g} "
+        "before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
+    )
