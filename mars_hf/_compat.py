@@ -159,35 +159,25 @@ PRIVATE_NAMES = (
     ),
 )
 
-# What DeepSpeed's checkpoints hold besides tensors and plain values: data, whose making runs nothing of the file's.
-CHECKPOINT_CLASSES = {
-    f"{entry.owner}.{entry.name}": entry
-    for entry in (
-        PrivateName(
-            "deepspeed.runtime.fp16.loss_scaler",
-            "LossScaler",
-            "deepspeed 0.18.4 to 0.19.8",
-            "No ZeRO checkpoint can be converted; nor is a universal one read.",
-        ),
-        PrivateName(
-            "deepspeed.runtime.fp16.loss_scaler",
-            "DynamicLossScaler",
-            "deepspeed 0.18.4 to 0.19.8",
-            "As `LossScaler`, for training in float16.",
-        ),
-        PrivateName(
-            "deepspeed.runtime.zero.config",
-            "ZeroStageEnum",
-            "deepspeed 0.18.4 to 0.19.8",
-            "No ZeRO checkpoint can be converted.",
-        ),
-        PrivateName(
-            "deepspeed.utils.tensor_fragment",
-            "fragment_address",
-            "deepspeed 0.18.4 to 0.19.8",
-            "No checkpoint of ZeRO-1 or 2 can be converted.",
-        ),
-    )
+# What checkpoints of DeepSpeed 0.18.4 to 0.19.8 hold besides tensors and plain values: data, whose making runs nothing
+# of the file's. Without one of them no ZeRO checkpoint that holds it is converted.
+CHECKPOINT_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+# Methods that `replace_once` replaces, and what is lost without that.
+REPLACED_NAMES = {
+    "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
+    "transformers:TrainingArguments.__post_init__": "A bad `optim_args` is told when the optimizer is made.",
+    "deepspeed.runtime.base_optimizer:ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir": (
+        "ZeRO-1/2 load incomplete universal checkpoints of a Mars."
+    ),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3": (
+        "ZeRO-3 loses last gradients, and the settings of all groups but the first."
+    ),
 }
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -345,14 +335,10 @@ def divides_by_unused_scale(wrapper: Any) -> bool:
     return bool(config.use_grad_scaling) if config is not None else getattr(wrapper, "cur_scale", 1) != 1
 
 
-def checkpoint_classes(names: Iterable[str] = tuple(CHECKPOINT_CLASSES)) -> list[type]:
-    """Import classes of `CHECKPOINT_CLASSES` by name; imports DeepSpeed, which takes seconds, unless names are empty.
-
-    Raises:
-        ImportError, AttributeError: DeepSpeed is not installed, or has no such class.
-    """
-    entries = [CHECKPOINT_CLASSES[name] for name in names]
-    return [getattr(importlib.import_module(entry.owner), entry.name) for entry in entries]
+def checkpoint_classes(names: Iterable[str]) -> list[Any]:
+    """Import those of the names that are in `CHECKPOINT_CLASSES`; ImportError without DeepSpeed."""
+    known = (name.rpartition(".") for name in names if name in CHECKPOINT_CLASSES)
+    return [getattr(importlib.import_module(module), name) for module, _, name in known]
 
 
 # --- transformers and accelerate ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import mars_hf
-from mars_hf._compat import PRIVATE_NAMES
+from mars_hf._compat import PRIVATE_NAMES, REPLACED_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(Path(mars_hf.__file__).parent.rglob("*.py"))
@@ -87,6 +87,14 @@ ALLOWED = {
 }
 # Of an Enum, of the path of TensorGuards, and a type variable.
 PARTS_OF_LISTED = {"_name_", "_value_", "_sort_order_", "_member_names_", "_value2member_map_", "_C", "_dynamo", "_F"}
+
+
+@pytest.mark.parametrize("entry", REPLACED_NAMES)
+def test_replaced_names_are_there(entry):
+    module, _, path = entry.partition(":")
+    pytest.importorskip(module.partition(".")[0])
+    kind, name = path.split(".")
+    assert callable(getattr(getattr(importlib.import_module(module), kind), name))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mars_hf
+from mars_hf._compat import REPLACED_NAMES
 
 
 @dataclass
@@ -51,6 +52,13 @@ def stand_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in kinds:
             monkeypatch.setattr(kind, "__module__", place)
             setattr(module, kind.__name__, kind)
+    for entry in REPLACED_NAMES:  # making a Mars replaces its loaders
+        place, _, path = entry.partition(":")
+        kind_name, name = path.split(".")
+        if place.startswith("deepspeed"):
+            module = ModuleType(place)
+            monkeypatch.setitem(sys.modules, place, module)
+            setattr(module, kind_name, type(kind_name, (), {name: lambda *args: None}))
 
 
 WORLD = 2

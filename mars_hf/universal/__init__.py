@@ -1,17 +1,15 @@
 """DeepSpeed's universal checkpoints with all of an optimizer's state, for another number of processes.
 
-DeepSpeed's own converter writes the two moments of Adam and nothing else, so that the last gradient would be lost, and
-fails on mars-lion, which has one moment. What `to_universal` writes is laid out as DeepSpeed's loaders expect. ZeRO-1/2
-take every state found there; ZeRO-3 takes Adam's, and gives all groups the settings of the first, which
-`extend_deepspeed` mends.
-
-No file is trusted: `safe_load` reads tensors, plain values and four classes of DeepSpeed, and nothing in a file runs.
+DeepSpeed's own converter writes Adam's two moments only, which loses the last gradient. Its loader for ZeRO-1/2 takes
+what `to_universal` writes; that for ZeRO-3 takes Adam's states alone and gives every group the settings of the
+first, which `extend_deepspeed` mends. Nothing in the files runs: `torch.load(weights_only=True)` reads them, with four
+classes of DeepSpeed.
 """
 
 from __future__ import annotations
 
+from mars_hf.universal.checkpoint import load
 from mars_hf.universal.convert import to_universal
 from mars_hf.universal.engines import extend_deepspeed
-from mars_hf.universal.one_process import load
 
 __all__ = ["extend_deepspeed", "load", "to_universal"]

@@ -1,80 +1,158 @@
-"""Convert DeepSpeed's ZeRO checkpoints into universal ones."""
+"""Convert DeepSpeed's ZeRO checkpoints, flat partitions in one file for each rank, into universal ones."""
 
 from __future__ import annotations
 
+import re
 import shutil
-import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from mars_hf.universal import folders, zero_files
-from mars_hf.universal.safe_load import known_layout
+from mars_hf.universal.checkpoint import WEIGHTS, is_plain, known_layout, read, step_of
+
+_MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+class Rank(NamedTuple):
+    """What one rank saved: flat partitions of weights, their states, and where in them which parameter is."""
+
+    zero3: bool
+    weights: list[Tensor]
+    states: list[dict[str, Any]]
+    places: list[dict[str, tuple[int, int]]]  # start and length
+    common: dict[str, Any]
 
 
 def to_universal(source: str | Path, target: str | Path) -> None:
     """Convert a DeepSpeed ZeRO checkpoint into a universal one, and name it in `latest_universal` beside it.
 
-    Nothing is left under the name of `target` unless it is complete. Whole parameters are made one at a time.
+    `target` is there only if it is complete. Whole parameters are made one at a time.
 
     Args:
         source: folder with the `*_optim_states.pt` of all ranks, such as `checkpoint-10/global_step10`.
         target: new folder beside it, such as `checkpoint-10/global_step10_universal`.
 
     Raises:
-        ValueError: `source` is no such checkpoint, is incomplete or damaged, is laid out in a way that is not known
-            here, or holds a class that is not known; `target` exists. Nothing in the files runs.
+        ValueError: `source` is no such checkpoint, incomplete, damaged or of an unknown layout, or `target` exists.
     """
     source, target = Path(source), Path(target)
     if target.exists():
         raise ValueError(f"{target} exists already; give a new folder, or remove it")
-    if not target.parent.is_dir():
-        raise ValueError(f"{target.parent} is not a folder, so {target.name!r} cannot be made in it")
-    ranks, model = zero_files.read_zero(source)
-    shapes = zero_files.shapes_of(model)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    with known_layout(source):
+        ranks, model, shapes = _read_zero(source)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         with known_layout(source):
             _write_parameters(ranks, shapes, partial / "zero")
-            common = _common_state(ranks[0])
-        torch.save(common, partial / "zero" / "optimizer_state.pt")
-        # ZeRO-1/2 and ZeRO-3 look for different files; of neither does a universal load read the weights.
-        # DeepSpeed reads both without protection: they hold what was read here, not what the source may hold by now.
-        torch.save(model, partial / folders.MODEL_FILES[ranks[0].zero3])
-        torch.save({**model, "module": {}}, partial / folders.MODEL_FILES[not ranks[0].zero3])
-        partial.chmod(0o755)
+            # Of the states ZeRO-3 asks for one step counter.
+            step = next((step_of(state["step"]) for state in ranks[0].states if "step" in state), None)
+            state = {"state": {0: {"step": step}}, "param_groups": ranks[0].common["param_groups"]}
+        torch.save({**ranks[0].common, "optimizer_state_dict": state}, partial / "zero" / "optimizer_state.pt")
+        # ZeRO-1/2 and ZeRO-3 look for different files, which DeepSpeed unpickles: they hold what was read here.
+        torch.save(model, partial / _MODEL_FILES[ranks[0].zero3])
+        torch.save({**model, "module": {}}, partial / _MODEL_FILES[not ranks[0].zero3])
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _replace_text(target.parent / "latest_universal", target.name)
+    latest = target.with_name(f".latest_universal-{target.name}")
+    latest.write_text(target.name)
+    latest.replace(target.with_name("latest_universal"))  # whoever reads it finds the old text or the new one
 
 
-def _replace_text(file: Path, text: str) -> None:
-    """Write a file at once: whoever reads it finds the old text or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as written:
-        written.write(text)
-    try:
-        Path(written.name).chmod(0o644)
-        Path(written.name).replace(file)
-    finally:
-        Path(written.name).unlink(missing_ok=True)
+def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:
+    """Return what all ranks saved, the content of the model's file, and the shapes of all parameters."""
+    files = {}
+    for file in folder.glob("*_optim_states.pt"):
+        match = _OPTIMIZER_FILE.fullmatch(file.name)
+        if match is None or int(match[2]):
+            raise ValueError(f"{file} belongs to expert or tensor parallelism, which mars_hf does not know")
+        files[int(match[1])] = file
+    if not files:
+        remedy = "give the folder that holds them, such as checkpoint-10/global_step10"
+        raise ValueError(f"{folder} is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it; {remedy}")
+    if (folder / "offloaded_tensors").exists():
+        raise ValueError(f"the states of {folder} were offloaded to NVMe, which mars_hf does not know")
+    model_file = next((folder / name for name in _MODEL_FILES.values() if (folder / name).is_file()), None)
+    if model_file is None:
+        raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
+    model = read(model_file)
+    world = model["dp_world_size"]
+    shapes = {name: torch.Size(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    _refuse_paths(shapes, model_file)
+    if sorted(files) != list(range(world)):
+        raise ValueError(f"{folder} is incomplete: *_optim_states.pt of ranks {sorted(files)} out of {world}")
+    if model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
+        reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"
+        raise ValueError(f"{folder} was saved with {reason}; resume it with the same number of processes")
+    return [_read_rank(files[rank], rank, world, model) for rank in range(world)], model, shapes
 
 
-def _write_parameters(ranks: list[zero_files.Rank], shapes: dict[str, torch.Size], folder: Path) -> None:
+def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank:
+    saved = read(file)
+    state = saved["optimizer_state_dict"]
+    zero3 = "fp32_flat_groups" in state
+    base = state["optimizer_state_dict" if zero3 else "base_optimizer_state"]
+    if not isinstance(base, dict):
+        raise ValueError(f"{file} was saved with elastic_checkpoint, which mars_hf does not know")
+    if zero3:
+        weights = state["fp32_flat_groups"]
+        places = [_zero3_places(shapes, rank, world) for shapes in model["param_shapes"]]
+    else:
+        weights = state["single_partition_of_fp32_groups"]
+        places = [
+            {name: (place.start, place.numel) for name, place in mapping.items()}
+            for mapping in state["param_slice_mappings"]
+        ]
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    common = {key: state[key] for key in keys if key in state}
+    common |= {"ds_version": saved["ds_version"], "param_groups": base["param_groups"]}
+    states = [base["state"].get(index, {}) for index in range(len(weights))]
+    _refuse_paths({key for state in states for key in state}, file)
+    return Rank(zero3, weights, states, places, common)
+
+
+def _refuse_paths(names: Iterable[Any], file: Path) -> None:
+    """Refuse names out of a file that would lead, as part of a path, out of the folder they are written in."""
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", name)):
+            raise ValueError(f"{file} names a parameter or state {name!r}, which cannot be the name of a file")
+
+
+def _zero3_places(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Each parameter is cut into equal shares; the last ones may be padded or empty."""
+    places, start = {}, 0
+    for name, shape in shapes.items():
+        share = -(-shape.numel() // world)
+        places[name] = start, min(share, max(0, shape.numel() - rank * share))
+        start += share
+    return places
+
+
+def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: Path) -> None:
     """Make a folder for each parameter, with a file for its weights and each of its states."""
     from tqdm import tqdm
 
-    everything = [(index, name) for index in range(len(ranks[0].places)) for name in zero_files.names(ranks, index)]
-    for index, name in tqdm(everything, desc="parameters", delay=2):
-        if (folder / name).exists():
-            raise ValueError(f"the checkpoint has the parameter {name!r} twice, so its state cannot be told")
+    names = [(index, name) for index in range(len(ranks[0].places)) for rank in ranks for name in rank.places[index]]
+    for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
         (folder / name).mkdir(parents=True)
-        for key, value in zero_files.whole(ranks, index, name, shapes[name]):
-            torch.save(value if key == "step" else {"param": value, "cat_dim": 0}, folder / name / f"{key}.pt")
-
-
-def _common_state(rank: zero_files.Rank) -> dict[str, Any]:
-    """Return what belongs to no parameter; of the states ZeRO-3 asks for one step counter."""
-    step = {0: {"step": next((folders.step_of(state["step"]) for state in rank.states if "step" in state), None)}}
-    return {**rank.common, "optimizer_state_dict": {"state": step, "param_groups": rank.common["param_groups"]}}
+        holders = [rank for rank in ranks if name in rank.places[index]]
+        for key in (WEIGHTS, *holders[0].states[index]):
+            flat = [rank.weights[index] if key == WEIGHTS else rank.states[index][key] for rank in holders]
+            if key == "step":
+                torch.save(step_of(flat[0]), folder / name / "step.pt")
+                continue
+            if not all(is_plain(value) and value.ndim == 1 for value in flat):
+                raise ValueError(
+                    f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
+                )
+            slices = [slice(start, start + numel) for start, numel in (rank.places[index][name] for rank in holders)]
+            whole = torch.cat([value[part] for value, part in zip(flat, slices, strict=True)])
+            if whole.numel() != shapes[name].numel():
+                shape = tuple(shapes[name])
+                raise ValueError(f"{key} of {name} has {whole.numel()} elements on all ranks and should have {shape}")
+            torch.save({"param": whole.view(shapes[name]), "cat_dim": 0}, folder / name / f"{key}.pt")

@@ -12,16 +12,11 @@ from torch import Tensor
 
 from mars_hf import _compat
 from mars_hf.optimizer import Mars
-from mars_hf.universal import folders
-from mars_hf.universal.safe_load import nothing_runs
+from mars_hf.universal.checkpoint import WEIGHTS, read_groups, read_parameter
 
 
 def extend_deepspeed() -> None:
-    """Let DeepSpeed load universal checkpoints of a `Mars` whole, or not at all.
-
-    Making a `Mars` calls this if DeepSpeed is imported. Its ZeRO-3 reads two states of Adam's and gives every group the
-    settings of the first, and the same step counter. Other optimizers load as before.
-    """
+    """Let DeepSpeed load universal checkpoints of a `Mars` whole; making one calls this if DeepSpeed is imported."""
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
@@ -34,24 +29,20 @@ def extend_deepspeed() -> None:
 
 def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def load_hp_checkpoint_state(engine: Any, *args: Any, **kwargs: Any) -> None:
+    def load(engine: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(engine.optimizer, Mars):
-            with nothing_runs():  # DeepSpeed reads the files again, in its own way
-                loader(functools.partial(original, engine), engine, *args, **kwargs)
+            loader(functools.partial(original, engine), engine, *args, **kwargs)
         else:
             original(engine, *args, **kwargs)
 
-    return load_hp_checkpoint_state
+    return load
 
 
 def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, checkpoint_dir: str) -> None:
     """DeepSpeed's loader for ZeRO-1/2 and bf16 takes everything; what is there is checked before."""
     if getattr(engine, "round_robin_gradients", False):
-        raise ValueError(
-            "DeepSpeed mixes up the places of parameters under round_robin_gradients; load this universal checkpoint "
-            "with it turned off"
-        )
-    _check(engine, checkpoint_dir, getattr(engine, groups_name), range(len(engine.optimizer.param_groups)))
+        raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
+    _read(engine, checkpoint_dir, getattr(engine, groups_name), range(len(engine.optimizer.param_groups)))
     original(groups_name, checkpoint_dir)
 
 
@@ -60,12 +51,12 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
     if engine.swap_optimizer:
         raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
     group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]
-    _check(engine, checkpoint_dir, engine.fp16_groups, group_of)
+    groups, states = _read(engine, checkpoint_dir, engine.fp16_groups, group_of)
     read = engine.load_hp_checkpoint_state
 
     def read_weights(folder: str, key: str, param: Tensor) -> Tensor:
         # It insists on Adam's moments, which not all parameters have; they are read below.
-        return read(folder, key, param=param) if key == folders.WEIGHTS else torch.empty(0)
+        return read(folder, key, param=param) if key == WEIGHTS else torch.empty(0)
 
     engine.load_hp_checkpoint_state = read_weights
     try:
@@ -73,25 +64,25 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
     finally:
         del engine.load_hp_checkpoint_state
     zero = Path(checkpoint_dir) / "zero"
-    for group, saved in zip(engine.optimizer.param_groups, folders.saved_groups(zero), strict=True):
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
-        places = [zero / engine.param_names[param] for param in params]
+        places = [str(zero / engine.param_names[param]) for param in params]
         state = engine.optimizer.state[flat] = {}
-        for key in folders.keys_of(places[0]):
+        for key, value in states[params[0]].items():
             if key == "step":
-                state[key] = folders.step_of(folders.read_value(places[0] / "step.pt"))
-            elif key != folders.WEIGHTS:
-                pieces = [read(str(place), key, param=param) for place, param in zip(places, params, strict=True)]
+                state[key] = value
+            elif key != WEIGHTS:
+                pieces = [read(place, key, param=param) for place, param in zip(places, params, strict=True)]
                 state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
                 state[key][: sum(map(len, pieces))] = torch.cat(pieces)
 
 
-def _check(engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]) -> None:
-    """Raise ValueError unless the parameters' states are all there, in their shapes, and groups have the same roles."""
-    zero = folders.zero_folder(checkpoint_dir)
-    groups = folders.saved_groups(zero)
-    folders.check_groups(groups, engine.optimizer)
-    for params, group in zip(parts, group_of, strict=True):
-        for param in params:
-            folders.check_parameter(zero / engine.param_names[param], param, groups[group])
+def _read(
+    engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]
+) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Tensor]]]:
+    """Check all files, which DeepSpeed reads again in its own way; return the groups and each parameter's states."""
+    zero = Path(checkpoint_dir) / "zero"
+    groups = read_groups(zero, engine.optimizer)
+    members = [(param, groups[index]) for params, index in zip(parts, group_of, strict=True) for param in params]
+    return groups, {param: read_parameter(zero / engine.param_names[param], param, group) for param, group in members}
