@@ -1,7 +1,7 @@
 """Compute the paper's formulas on lists of tensors. No state, no I/O.
 
-A step is two passes: `sums` reads, `update` writes. Between them, `clipping` turns norms over whole parameters into
-factors. `kernels` implements the same two functions, faster.
+A step is two passes: `sums` reads, `update` writes. Between them, norms over whole parameters become factors.
+`kernels` implements the same two functions, faster.
 
 Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equations):
 
@@ -138,7 +138,7 @@ def update(
         dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
         g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
         if factors is not None:
-            # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; the factors are from `clipping.factors`)
+            # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
         e = _in(exp_avgs[part], dtype)  # written back below
         # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for blend > 0 this is e_t, the average of g_t)
@@ -204,6 +204,62 @@ def apply(
         torch._foreach_mul_(x, 1 - lr * weight_decay)
         torch._foreach_add_(x, _in(list(directions[part]), dtype), alpha=-lr)
         _put(x, params[part])
+
+
+def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """Return the factor by which clipping to a global norm scales every gradient, as torch.nn.utils.clip_grad_norm_."""
+    # scale = min(1, max_grad_norm / (‖g‖ + eps))
+    return (max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+
+
+def corrected_square(products: Tensor, k: float, scale: Tensor) -> Tensor:
+    """Return <c, c> for c = g' + k (g' - last), g' = scale * g, from the sums over g.
+
+    The scale depends on the gradients of all parameters, so one pass cannot sum c too.
+    """
+    gg, gl, ll = products[:3]
+    # ‖c‖² = (1 + k)² scale² <g, g> - 2 (1 + k) k scale <g, last> + k² <last, last>
+    square = ((1 + k) * scale) ** 2 * gg - 2 * (1 + k) * k * scale * gl + k**2 * ll
+    return square.clamp_min(0.0)  # rounding can make it negative; NaN stays NaN
+
+
+def clip_factors(square: Tensor, clip_threshold: float) -> Tensor:
+    """Return the factors that clip corrected gradients with these <c, c> to a norm, parameter by parameter."""
+    # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2, where the threshold is 1)
+    return 1 / (square.sqrt() / clip_threshold).clamp_min(1.0)
+
+
+def noise_seed(index: int, step: int, offset: int) -> int:
+    """Return the seed of one tensor's noise in one step, 63 bits; the tensors updated alongside do not enter.
+
+    Args:
+        index: the parameter's index; the same on all ranks, so that replicas round alike.
+        step: the parameter's step count.
+        offset: first element or index of the parameter that this rank holds.
+    """
+    mixed = index
+    for number in (step, offset):  # one round of splitmix64 each
+        mixed = (mixed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 to either bfloat16 neighbour, unbiased."""
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    # Add 16 random bits to the 16 bits that bfloat16 lacks, then truncate.
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def round_compensated(values: Tensor, compensation: Tensor) -> Tensor:
+    """Round float32 (parameter + compensation) to bfloat16; the error becomes the compensation (Kahan)."""
+    rounded = values.to(torch.bfloat16)
+    compensation.copy_(values - rounded.float())
+    return rounded
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import clipping, rules
+from mars_hf.arithmetic import rules
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
@@ -165,7 +165,7 @@ class _Norms:
         """Return the corrections with scale and factors, and report metrics."""
         scale = None
         if norm is not None and self._max_grad_norm is not None:
-            scale = clipping.global_scale(norm, self._max_grad_norm)
+            scale = rules.global_scale(norm, self._max_grad_norm)
         found = []
         for bucket, correction, sums in self._sums:
             own_scale = None if scale is None else scale.to(sums.device, sums.dtype, non_blocking=True)
@@ -182,13 +182,13 @@ class _Norms:
         whole = sums[self._rows]
         if bucket.is_sharded and self._whole is not None:
             whole = self._whole.of(bucket.process_group, bucket.slots).to(sums)
-        square = whole[0] if scale is None else clipping.corrected_square(whole, bucket.k, scale)
+        square = whole[0] if scale is None else rules.corrected_square(whole, bucket.k, scale)
         threshold = bucket.group["clip_threshold"]
         if self._metrics is not None:
             if scale is not None:
-                corrected = clipping.corrected_square(sums, bucket.k, scale)
+                corrected = rules.corrected_square(sums, bucket.k, scale)
                 sums = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
             group = bucket.process_group if bucket.is_sharded else HERE
             has_last = bool(bucket.last_grads)
             self._metrics.add(sums, square, bucket.shares, threshold, has_last=has_last, group=group)
-        return None if threshold is None else clipping.factors(square, threshold)
+        return None if threshold is None else rules.clip_factors(square, threshold)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import bf16_rounding, rules
+from mars_hf.arithmetic import rules
 from mars_hf.distributed import dtensors
 from mars_hf.groups.roles import rule_of
 from mars_hf.step.buckets import Bucket
@@ -83,10 +83,10 @@ def _write_rounded(piece: Update) -> None:
         values += bucket.compensations[0]
     _write(piece, [values])
     if bucket.compensations:
-        param.copy_(bf16_rounding.kahan(values, bucket.compensations[0]))
+        param.copy_(rules.round_compensated(values, bucket.compensations[0]))
     else:
         (seed,) = _seeds(bucket)
-        param.copy_(bf16_rounding.stochastic(values, torch.Generator(param.device).manual_seed(seed)))
+        param.copy_(rules.round_stochastically(values, torch.Generator(param.device).manual_seed(seed)))
 
 
 def _write(update: Update, params: list[Tensor], **how: Any) -> None:
@@ -126,4 +126,4 @@ def _run_rule(bucket: Bucket, correction: Correction, params: list[Tensor], rule
 def _seeds(bucket: Bucket) -> list[int]:
     """Return the noise seed of each piece: equal on all ranks that hold it, whatever else its bucket contains."""
     steps = [int(step.item()) for step in bucket.steps]
-    return [bf16_rounding.seed(*own) for own in zip(bucket.slots, steps, bucket.starts, strict=True)]
+    return [rules.noise_seed(*own) for own in zip(bucket.slots, steps, bucket.starts, strict=True)]

@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat
-from mars_hf.arithmetic.clipping import global_scale
+from mars_hf.arithmetic.rules import global_scale
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import innermost

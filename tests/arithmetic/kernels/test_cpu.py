@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import needs_compiler
 
-from mars_hf.arithmetic import clipping, rules
+from mars_hf.arithmetic import rules
 from mars_hf.arithmetic.kernels import cpu as compiled
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_clipping_within_the_update(threshold, scaled, kept, rule):
     numbers = settings(len(sizes), rule=rule, scale=-0.3 if scaled else None, last_scales=scaled)
     correction = {name: numbers[name] for name in ("scale", "last_scales", "k")}
     square = compiled.sums(other["g"], other["last"], **correction, products=False)[3]
-    run(other, kept, {**numbers, "factors": clipping.factors(square, threshold)})
+    run(other, kept, {**numbers, "factors": rules.clip_factors(square, threshold)})
     run(made, kept, {**numbers, "clip_threshold": threshold})
     for name in kept:
         torch.testing.assert_close(made[name], other[name], rtol=1e-6, atol=1e-7)

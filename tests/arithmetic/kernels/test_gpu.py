@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import mars_of
 
-from mars_hf.arithmetic import backends, clipping, rules
+from mars_hf.arithmetic import backends, rules
 from mars_hf.arithmetic.kernels import gpu as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -403,9 +403,9 @@ def test_three_steps_follow_the_rules(device, rule, moved):
         wanted = rules.sums(plain["gradients"], plain["last_grads"], **correction)
         assert ((found - wanted).abs() <= 1e-6 * wanted.abs().max(0).values).all()
         lr = torch.tensor(3e-3, device=device)
-        factors = clipping.factors(found[3], 1.0)
+        factors = rules.clip_factors(found[3], 1.0)
         kernels.update(*lists.values(), **settings, steps=[float(t)] * 3, lr=lr, factors=factors)
-        factors = clipping.factors(wanted[3], 1.0)
+        factors = rules.clip_factors(wanted[3], 1.0)
         params, gradients, exp_avgs, exp_avg_sqs, last_grads = plain.values()
         rules.update(
             params,
@@ -668,7 +668,7 @@ def whole_step(sizes, device):
 
     def step():
         sums = kernels.sums(lists["gradients"], lists["last_grads"], k=STEP["k"], **correction)
-        factors = clipping.factors(sums[3], 1.0)
+        factors = rules.clip_factors(sums[3], 1.0)
         settings = {"rule": "adamw", "steps": [1.0] * len(sizes), "lr": 1e-2, "factors": factors}
         kernels.update(*lists.values(), **STEP, **settings, **correction)
 
