@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 import mars_hf
-from mars_hf.arithmetic.kernels import cpu_compiler as compiler
+from mars_hf.kernels import cpu_compiler as compiler
 from mars_hf.step.buckets import entries_of, plan_buckets
 
 VOCAB = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mars_hf.arithmetic.newton_schulz import QUINTIC
+from mars_hf.newton_schulz import QUINTIC
 
 
 def newton_schulz_of_mars(matrix: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from mars_hf.arithmetic.newton_schulz import SCHEDULES, Coefficients
 from mars_hf.groups import param_rules, values
 from mars_hf.groups.values import DTYPES, is_triple, one_of, optional, optional_dtype
+from mars_hf.newton_schulz import SCHEDULES, Coefficients
 
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices

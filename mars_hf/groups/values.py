@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mars_hf.arithmetic.newton_schulz import SCHEDULES
 from mars_hf.groups import matrix_layouts
+from mars_hf.newton_schulz import SCHEDULES
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf import rules
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf import rules
 from mars_hf.distributed import dtensors
 from mars_hf.groups.roles import rule_of
 from mars_hf.step.buckets import Bucket
@@ -112,7 +112,7 @@ def _run_rule(bucket: Bucket, correction: Correction, params: list[Tensor], rule
         last_scales=correction.last_scales,
         factors=correction.factors,
         k=bucket.k,
-        blend=0.0 if bucket.last_grads or not bucket.mars else float(group["gamma"]),
+        nesterov=0.0 if bucket.last_grads or not bucket.mars else float(group["gamma"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         eps=float(group["eps"]),

@@ -17,9 +17,9 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat
-from mars_hf.arithmetic.rules import global_scale
 from mars_hf.distributed import dtensors
 from mars_hf.optimizer import Mars
+from mars_hf.rules import global_scale
 from mars_hf.training.guard import innermost
 
 # Attributes of a Trainer that may be long lists, and that no pass changes.

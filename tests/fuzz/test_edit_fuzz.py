@@ -23,7 +23,7 @@ from test_layout_fuzz import BACKENDS, DTYPES, RULES, TRITON, draw_settings, dra
 from torch import Tensor, nn
 
 import mars_hf
-from mars_hf.arithmetic import backends
+from mars_hf import kernels as backends
 
 SHAPES = ((4, 3), (3, 4), (4, 3), (5,), (5,), (), (2, 3, 4), (1, 7), (9, 2), (3, 2, 1, 2))
 SIZES = {"exp_avg": 0.1, "exp_avg_sq": 0.05, "max_exp_avg_sq": 0.05, "last_grad": 0.3, "compensation": 1e-4}
@@ -701,7 +701,7 @@ def test_edits_of_large_parameters(seed):
 @pytest.mark.skipif(not TRITON, reason="test_triton_interpreted of test_layout_fuzz.py runs it")
 @pytest.mark.parametrize("seed", range(10))
 def test_triton_edits(seed, monkeypatch):
-    from mars_hf.arithmetic.kernels import gpu as triton
+    from mars_hf.kernels import gpu as triton
 
     monkeypatch.setattr(backends, "kernels_of", lambda device: triton)
     monkeypatch.setattr(backends, "COMPILED_FROM", 0)

@@ -24,7 +24,7 @@ from straight_step import Mirror, expect
 from torch import Tensor, nn
 
 from mars_hf import Mars
-from mars_hf.arithmetic import backends as backend_choice
+from mars_hf import kernels as backend_choice
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "compiled": {"fused": True},
@@ -242,7 +242,7 @@ def test_long(backend, rule):
 @pytest.mark.skipif(not TRITON, reason="test_triton_interpreted runs it in a process of its own")
 @rules
 def test_triton(rule, monkeypatch):
-    from mars_hf.arithmetic.kernels import gpu as triton
+    from mars_hf.kernels import gpu as triton
 
     monkeypatch.setattr(backend_choice, "kernels_of", lambda device: triton)
     monkeypatch.setattr(backend_choice, "COMPILED_FROM", 0)

@@ -86,7 +86,7 @@ def test_nothing_is_reported(chosen, cache):
 
 CALL = """
 import torch
-from mars_hf.arithmetic.kernels import cpu as compiled
+from mars_hf.kernels import cpu as compiled
 tensor, original = torch.ones(100), compiled._table
 
 def wrong(*given):

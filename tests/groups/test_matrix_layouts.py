@@ -11,9 +11,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mars_hf import Mars
-from mars_hf.arithmetic.newton_schulz import muon_scale, newton_schulz, orthogonalize, shampoo_scale
 from mars_hf.groups import known_models, matrix_layouts
 from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.newton_schulz import muon_scale, newton_schulz, orthogonalize, shampoo_scale
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "hidden_size": 32, **SMALL}

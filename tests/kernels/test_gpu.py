@@ -2,7 +2,7 @@
 
 Triton reads TRITON_INTERPRET at import, once per process, so the interpreter has a process of its own:
 `test_gpu_interpreter.py` runs this file there. On a GPU:
-CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/arithmetic.
+CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 import torch
 from helpers import mars_of
 
-from mars_hf.arithmetic import backends, rules
-from mars_hf.arithmetic.kernels import gpu as kernels
+from mars_hf import kernels as backends
+from mars_hf import rules
+from mars_hf.kernels import gpu as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (INTERPRETED or torch.cuda.is_available()):
@@ -35,7 +36,7 @@ ROUNDING = {
     torch.float16: 2**-11,
     torch.bfloat16: 2**-7 if INTERPRETED else 2**-8,
 }
-STEP = {"k": 0.4, "blend": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+STEP = {"k": 0.4, "nesterov": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def draw(sizes, dtype=torch.float32, device="cpu", seed=0):
@@ -79,7 +80,7 @@ def expected_update(
     last_scales=None,
     factors=None,
     k,
-    blend,
+    nesterov,
     beta1,
     beta2,
     eps,
@@ -97,7 +98,7 @@ def expected_update(
             c = c * factors[i].double()
         exp_avg = lists["exp_avgs"][i]
         exp_avg.mul_(beta1).add_(c * (1 - beta1))
-        m = exp_avg + blend * (c - exp_avg)
+        m = exp_avg + nesterov * (c - exp_avg)
         if rule == "momentum":
             param.copy_(m)
             continue
@@ -292,7 +293,7 @@ def test_momentum_is_rounded_once_and_what_it_is_written_to_is_not_read(device, 
 
 @here
 def test_momentum_recursion(device):
-    check_update(problem(SMALL, device, squares=False, last=False), device, rule="momentum", blend=0.025)
+    check_update(problem(SMALL, device, squares=False, last=False), device, rule="momentum", nesterov=0.025)
 
 
 @here
@@ -302,7 +303,7 @@ def test_blend_scale_and_factors(device, rule):
         problem(SMALL, device, squares=rule == "adamw"),
         device,
         rule=rule,
-        blend=0.3,
+        nesterov=0.3,
         scale=torch.tensor(0.125, device=device),
         factors=torch.tensor([0.5, 1.0, 0.01], device=device),
     )
@@ -581,7 +582,7 @@ def locate(words, count, tile, device):
     import triton
     import triton.language as tl
 
-    from mars_hf.arithmetic.kernels import gpu_device
+    from mars_hf.kernels import gpu_device
 
     @triton.jit
     def kernel(table, count, tile, out, locate: tl.constexpr, TILE: tl.constexpr):
@@ -620,7 +621,7 @@ def test_update_beyond_31_bits(device):
     """The tile at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
     import triton.language as tl
 
-    from mars_hf.arithmetic.kernels import gpu_device
+    from mars_hf.kernels import gpu_device
 
     start, length = 2**33, 1300
     lists = problem([length], device)

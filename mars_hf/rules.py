@@ -81,7 +81,7 @@ def update(
     last_scales: Tensor | None = None,
     factors: Tensor | None = None,
     k: float = 0.0,
-    blend: float = 0.0,
+    nesterov: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
@@ -96,7 +96,7 @@ def update(
     and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
-        m = e + blend (c - e)
+        m = e + nesterov (c - e)
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
         lion:   x = x (1 - lr weight_decay) - lr sign(m)
@@ -117,7 +117,7 @@ def update(
         last_scales: see `sums`.
         factors: multiply c, one per tensor; None means 1.
         k: see `sums`.
-        blend: 0, or gamma for the form that needs no last gradient.
+        nesterov: 0, or gamma for the form that needs no last gradient.
         beta1: decay rate of e.
         beta2: decay rate of v.
         eps: added to the bias-corrected root of v.
@@ -141,10 +141,10 @@ def update(
             # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
             c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
         e = _in(exp_avgs[part], dtype)  # written back below
-        # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for blend > 0 this is e_t, the average of g_t)
+        # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
         torch._foreach_lerp_(e, c, 1 - beta1)
         # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
-        m = list(torch._foreach_lerp(e, c, blend)) if blend else e
+        m = list(torch._foreach_lerp(e, c, nesterov)) if nesterov else e
         if rule == "adamw":
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
             s = g if second_moment == "gradient" else c  # v averages s²

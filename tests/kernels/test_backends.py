@@ -10,9 +10,9 @@ from helpers import backend_names, mars_of, needs_compiler
 from torch import nn
 
 from mars_hf import Mars
-from mars_hf.arithmetic import backends
-from mars_hf.arithmetic.kernels import cpu as compiled
+from mars_hf import kernels as backends
 from mars_hf.distributed.locator import Locator
+from mars_hf.kernels import cpu as compiled
 from mars_hf.step.orthogonalized import Matrices
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_matrices_that_are_orthogonalized_have_the_backends_of_others(monkeypatc
 
 @needs_compiler
 def test_backends_on_gpus_leave_whole_lists_to_the_rules(monkeypatch):
-    monkeypatch.setattr("mars_hf.arithmetic.kernels.gpu.is_available", lambda device: True)
+    monkeypatch.setattr("mars_hf.kernels.gpu.is_available", lambda device: True)
     group = {"fused": None, "amsgrad": False, "rounding": "nearest"}
     backend = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, dense=True)
     assert backend.name == "triton" and backend.foreach

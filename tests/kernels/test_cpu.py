@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import needs_compiler
 
-from mars_hf.arithmetic import rules
-from mars_hf.arithmetic.kernels import cpu as compiled
+from mars_hf import rules
+from mars_hf.kernels import cpu as compiled
 
 CPU = torch.device("cpu")
 ROW = compiled.ROW
@@ -51,7 +51,7 @@ def settings(n, *, scale=None, factors=False, last_scales=False, **changed):
         "scale": None if scale is None else torch.tensor(scale),
         "factors": torch.linspace(0.2, 1.0, n) if factors else None,
         "last_scales": torch.linspace(0.5, 2.0, n) if last_scales else None,
-        "blend": 0.0,
+        "nesterov": 0.0,
         "second_moment": "corrected",
         **NUMBERS,
         **changed,
@@ -87,12 +87,12 @@ CASES = {
     "adamw scaled and clipped": (ADAMW, {"scale": 0.3, "factors": True}),
     "moved last gradients": (ADAMW, {"scale": 0.3, "last_scales": True, "keep_last": False}),
     "second moment of the gradient": (ADAMW, {"second_moment": "gradient", "factors": True, "scale": 2.0}),
-    "recursion": (("p", "g", "m", "v"), {"second_moment": "gradient", "blend": 0.025, "scale": 0.3}),
+    "recursion": (("p", "g", "m", "v"), {"second_moment": "gradient", "nesterov": 0.025, "scale": 0.3}),
     "plain adamw": (("p", "g", "m", "v"), {"factors": True}),
     "lion": (("p", "g", "m", "last"), {"rule": "lion", "scale": 0.3, "factors": True}),
-    "lion recursion": (("p", "g", "m"), {"rule": "lion", "blend": 0.025}),
+    "lion recursion": (("p", "g", "m"), {"rule": "lion", "nesterov": 0.025}),
     "momentum": (("p", "g", "m", "last"), {"rule": "momentum", "scale": 0.3, "factors": True}),
-    "momentum recursion": (("p", "g", "m"), {"rule": "momentum", "blend": 0.025}),
+    "momentum recursion": (("p", "g", "m"), {"rule": "momentum", "nesterov": 0.025}),
 }
 
 

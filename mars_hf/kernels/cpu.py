@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic.kernels import cpu_compiler as compiler
-from mars_hf.arithmetic.rules import RULES, check_rule
+from mars_hf.kernels import cpu_compiler as compiler
+from mars_hf.rules import RULES, check_rule
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def update(
     last_scales: Tensor | None = None,
     factors: Tensor | None = None,
     k: float = 0.0,
-    blend: float = 0.0,
+    nesterov: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
@@ -106,7 +106,7 @@ def update(
     rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(steps)}
     scalars = _scalars(
         *(len(params), scale, last_scales, k, factors),
-        *(1 - beta1, blend, beta2, 1 - beta2, 1 - rate * weight_decay),
+        *(1 - beta1, nesterov, beta2, 1 - beta2, 1 - rate * weight_decay),
         *([rates[t] for t in steps], [roots[t] for t in steps], eps, clip_threshold),
     )
     rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64, device="cpu")

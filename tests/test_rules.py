@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf import rules
 
 SHAPES = ((3, 4), (1,), (0, 2), (17, 5))
 K = 0.475
@@ -105,9 +105,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gradient": {"second_moment": "gradient"},
     "lion": {"rule": "lion"},
     "momentum": {"rule": "momentum"},
-    "momentum blend": {"rule": "momentum", "blend": 0.3, "last": False},
-    "blend": {"blend": 0.3, "last": False},
-    "lion blend": {"rule": "lion", "blend": 0.3, "last": False},
+    "momentum nesterov": {"rule": "momentum", "nesterov": 0.3, "last": False},
+    "nesterov": {"nesterov": 0.3, "last": False},
+    "lion nesterov": {"rule": "lion", "nesterov": 0.3, "last": False},
     "plain": {"last": False},
     "scaled": {"scale": torch.tensor(0.4), "last_scales": torch.tensor([0.5, 2.0, 1.0, 3.0])},
     "clipped": {"factors": torch.tensor([0.5, 1.0, 1.0, 0.01])},
@@ -170,7 +170,7 @@ def test_update_is_the_formula(case, dtype, foreach):
             torch.testing.assert_close(found[5][index].double(), kept, rtol=1e-6, atol=1e-7)
         c = c * settings["factors"][index].double() if "factors" in settings else c
         e = 0.9 * e + 0.1 * c
-        m = e + settings.get("blend", 0.0) * (c - e)
+        m = e + settings.get("nesterov", 0.0) * (c - e)
         if settings.get("rule") in ("lion", "momentum"):
             direction = m.sign()
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import needs_compiler
 
-from mars_hf.arithmetic.kernels import cpu_compiler as compiler
+from mars_hf.kernels import cpu_compiler as compiler
 
 SOURCE = """
 extern "C" int answer() {
@@ -72,10 +72,7 @@ def test_key_covers_source_and_command(cache, source, runs, monkeypatch):
 
 def start(source: Path) -> subprocess.Popen:
     """Load the library in another process, which prints the answer."""
-    code = (
-        "import sys, pathlib, mars_hf.arithmetic.kernels.cpu_compiler as c;"
-        "print(c.load(pathlib.Path(sys.argv[1])).answer())"
-    )
+    code = "import sys, pathlib, mars_hf.kernels.cpu_compiler as c;print(c.load(pathlib.Path(sys.argv[1])).answer())"
     return subprocess.Popen([sys.executable, "-c", code, str(source)], stdout=subprocess.PIPE, text=True)
 
 

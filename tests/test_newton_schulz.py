@@ -14,9 +14,9 @@ from official import newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mars_hf.arithmetic import newton_schulz as ns
+from mars_hf import newton_schulz as ns
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parent / "golden"
 ATEN = torch.ops.aten
 PRODUCTS = (ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.matmul)
 # Singular values above these fractions of the Frobenius norm end in these ranges.

@@ -17,6 +17,6 @@ HERE = Path(__file__).resolve().parent
 def test_kernels_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", HERE / "test_gpu.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    finished = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "passed" in finished.stdout and "skipped" not in finished.stdout, finished.stdout

@@ -265,7 +265,7 @@ def _update_block(
     last_scale,
     factor,
     k,
-    blend,
+    nesterov,
     weight1,
     beta1,
     beta2,
@@ -292,8 +292,8 @@ def _update_block(
     # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
     difference = c - e
     e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-    # m_t = e_t + blend (c_t - e_t); the test for 0 avoids infinity minus infinity.
-    m = tl.where(blend == 0, e, e + blend * (c - e))
+    # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
+    m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
     if RULE == "momentum":
         p = m
     elif RULE == "lion":
@@ -354,7 +354,7 @@ def update(
         last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
 
     k = _number(table, 0).to(COMPUTE)
-    blend = _number(table, 1).to(COMPUTE)
+    nesterov = _number(table, 1).to(COMPUTE)
     beta1 = _number(table, 2).to(COMPUTE)
     weight1 = (1.0 - _number(table, 2)).to(COMPUTE)
     beta2 = _number(table, 4).to(COMPUTE)
@@ -383,14 +383,14 @@ def update(
     for block in range(0, whole):
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, last, block * BLOCK + offsets, None,
-            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+            own_scale, last_scale, factor, k, nesterov, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
+            key, RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip
     rest = tl.arange(0, REST)
     for first in range(whole * BLOCK, length, REST):
         inside = first + rest
         _update_block(
             param, gradient, exp_avg, exp_avg_sq, last, inside, inside < length,
-            own_scale, last_scale, factor, k, blend, weight1, beta1, beta2, weight2, eps, decay, step_size, root2, key,
-            RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
+            own_scale, last_scale, factor, k, nesterov, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
+            key, RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
         )  # fmt: skip

@@ -13,8 +13,8 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mars_hf.arithmetic.kernels import gpu as kernels  # noqa: E402
-from mars_hf.arithmetic.kernels import gpu_device  # noqa: E402
+from mars_hf.kernels import gpu as kernels  # noqa: E402
+from mars_hf.kernels import gpu_device  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import check_rule
+from mars_hf.rules import check_rule
 
 NAME = "triton"
 # Estimated for an H200, not measured: a program moves 295 KB of AdamW's tensors in about 45 us; five of them share a
@@ -99,7 +99,7 @@ def update(
     last_scales: Tensor | None = None,
     factors: Tensor | None = None,
     k: float = 0.0,
-    blend: float = 0.0,
+    nesterov: float = 0.0,
     beta1: float,
     beta2: float,
     eps: float,
@@ -125,7 +125,7 @@ def update(
     rate = lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
     keys = _to_device(seeds, device) if seeds else None
     with torch.cuda.device_of(counts):
-        words, tiles = _table(lists, (k, blend, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay))
+        words, tiles = _table(lists, (k, nesterov, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay))
         if tiles:
             _device_code().update[(tiles,)](
                 words, len(params), counts, rate, scale, last_scales if last_grads else None, factors, keys, **types,
@@ -197,6 +197,6 @@ def _log(beta: float) -> float:
 @functools.cache
 def _device_code() -> ModuleType:
     """Return the kernels; imported on first use because Triton is not installed everywhere."""
-    from mars_hf.arithmetic.kernels import gpu_device
+    from mars_hf.kernels import gpu_device
 
     return gpu_device

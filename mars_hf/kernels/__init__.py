@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf import rules
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
@@ -110,4 +110,4 @@ def takes_lists(device: torch.device) -> bool:
 
 def kernels_of(device: torch.device) -> ModuleType:
     """Return the module of the kernels for a device."""
-    return importlib.import_module(f"mars_hf.arithmetic.kernels.{'cpu' if device.type == 'cpu' else 'gpu'}")
+    return importlib.import_module(f"mars_hf.kernels.{'cpu' if device.type == 'cpu' else 'gpu'}")

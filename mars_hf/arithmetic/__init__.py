@@ -1,1 +1,0 @@
-"""The paper's formulas on lists of tensors, and the backends that run them."""
