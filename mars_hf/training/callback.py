@@ -77,7 +77,7 @@ class LastGradientCallback(TrainerCallback):
             self._active = None
             guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
-            self._check_parameters(self._mars)
+            self._check_parameters(optimizer)
         loaded = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
@@ -89,11 +89,13 @@ class LastGradientCallback(TrainerCallback):
             for warning in filter(None, warnings):
                 _log(logging.WARNING, warning)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
         """Measure this step if it will be logged, and stop the run if its adapters cannot be trained any more."""
         if self._mars is None:
             return
-        self._check_parameters(self._mars)
+        self._check_parameters(optimizer)
         self._mars.collect_metrics(_will_log(args, state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -133,13 +135,13 @@ class LastGradientCallback(TrainerCallback):
         """Write the card and mars.json."""
         self.on_push_begin(args, state, control)
 
-    def _check_parameters(self, mars: Mars) -> None:
+    def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
         if (reason := adapters.why_untrainable(self._adapters)) is not None:
             raise RuntimeError(reason)
         active = [tuple(layer.active_adapters) for layer in self._adapters]
         if active != self._active:
-            guard.require_parameters(mars, self._model)
+            guard.require_parameters(optimizer, self._model)
             self._active = active
 
 

@@ -115,18 +115,20 @@ def require_stale_gradients(mars: Mars) -> None:
         )
 
 
-def require_parameters(mars: Mars, model: nn.Module) -> None:
-    """Raise RuntimeError unless the optimizer has every trainable parameter of the model; it may have others too."""
-    known = {id(param) for group in mars.param_groups for param in group["params"]}
+def require_parameters(optimizer: Any, model: nn.Module) -> None:
+    """Raise RuntimeError unless the optimizer has every trainable parameter of the model; it may have others too.
+
+    Args:
+        optimizer: Trainer's optimizer, wrappers included: DeepSpeed's put other tensors into the groups.
+        model: the model as it will be trained.
+    """
+    known = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
+    while optimizer is not None:
+        for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # of a model's parameters, in any dtype
+            known |= {id(param) for group in getattr(optimizer, name, ()) for param in group}
+        optimizer = getattr(optimizer, "optimizer", None)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    # ZeRO has put flat tensors into the groups, and knows which parameters they are made of.
-    zero3 = next(filter(None, (_compat.zero3_optimizer(param) for _, param in trainable)), None)
-    known |= {id(param) for group in getattr(zero3, "fp16_groups", ()) for param in group}
-    missing = [
-        (name, tuple(shape_of(param)))
-        for name, param in trainable
-        if id(param) not in known and not _compat.is_of_zero12(param)
-    ]
+    missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in known]
     if not missing:
         return
     name, shape = missing[0]
