@@ -192,6 +192,20 @@ def replace_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Cal
         setattr(owner, name, replacement)
 
 
+def call_after(owner: Any, name: str, function: Callable[[Any], None]) -> None:
+    """Call a function of the object after a method of another package, which returns nothing; once for each method."""
+
+    def wrap(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def calling(self: Any, *args: Any, **kwargs: Any) -> None:
+            method(self, *args, **kwargs)
+            function(self)
+
+        return calling
+
+    replace_once(owner, name, wrap)
+
+
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,9 @@ Importing this module gives one to every Trainer made from then on; it does noth
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,7 @@ class LastGradientCallback(TrainerCallback):
             hub.attach(self.trainer)
         if state.is_world_process_zero:
             _log(logging.INFO, line(self._mars.param_groups, self._model))
-            warnings = (loaded, _lost_ratio(self._mars, kwargs["lr_scheduler"]), _clipped_before(self._mars, args))
-            for warning in filter(None, warnings):
+            for warning in (*loaded, *_warnings(self._mars, args, kwargs["lr_scheduler"])):
                 _log(logging.WARNING, warning)
 
     def on_step_begin(
@@ -156,18 +154,9 @@ def attach(trainer: Trainer) -> None:
     handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
 
 
-def _attaching(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        attach(self)
-
-    return __init__
-
-
 def install() -> None:
     """Give every Trainer made from now on a LastGradientCallback; safe to call twice."""
-    _compat.replace_once(Trainer, "__init__", _attaching)
+    _compat.call_after(Trainer, "__init__", attach)
 
 
 install()
@@ -200,28 +189,21 @@ def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
     return args.logging_strategy == IntervalStrategy.EPOCH
 
 
-def _lost_ratio(mars: Mars, scheduler: Any) -> str | None:
-    """Return a warning if a scheduler writes one rate into all groups although vectors have their own; else None."""
+def _warnings(mars: Mars, args: TrainingArguments, scheduler: Any) -> Iterator[str]:
+    """Yield what in the arguments or the schedule takes settings of the optimizer away."""
+    if mars.max_grad_norm is not None and 0 < args.max_grad_norm < mars.max_grad_norm:
+        yield (
+            f"max_grad_norm={mars.max_grad_norm:g} of the optimizer has no effect: Trainer clips at "
+            f"max_grad_norm={args.max_grad_norm:g} before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
+        )
     scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's
     peaks = getattr(scheduler, "max_lrs", None) or [group["max_lr"] for group in mars.param_groups if "max_lr" in group]
     lr, lr_1d = mars.defaults["lr"], mars.defaults["lr_1d"]
     ratio = lr_1d_ratio(mars.defaults["mars_type"]) if lr_1d is None else lr_1d / lr if lr else 1
-    if len(set(peaks)) != 1 or ratio == 1 or len({takes_mars(group) for group in mars.param_groups}) < 2:
-        return None
-    cycles = any("max_momentum" in group for group in mars.param_groups)
-    return (
-        f"{type(scheduler).__name__} trains every group at one max_lr={peaks[0]:g}, not vectors at lr_1d ({ratio:g} of "
-        f"it){', and cycles beta1' if cycles else ''}; give it max_lr=[group['lr'] for group in optimizer.param_groups]"
-        f"{', cycle_momentum=False' if cycles else ''}"
-    )
-
-
-def _clipped_before(mars: Mars, args: TrainingArguments) -> str | None:
-    """Return a warning if Trainer clips gradients below the optimizer's own `max_grad_norm`; else None."""
-    norm = mars.max_grad_norm
-    if norm is None or not 0 < args.max_grad_norm < norm:
-        return None
-    return (
-        f"max_grad_norm={norm:g} of the optimizer has no effect: Trainer clips at max_grad_norm={args.max_grad_norm:g} "
-        "before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
-    )
+    if len(set(peaks)) == 1 and ratio != 1 and len({takes_mars(group) for group in mars.param_groups}) == 2:
+        cycles = any("max_momentum" in group for group in mars.param_groups)
+        yield (
+            f"{type(scheduler).__name__} trains every group at one max_lr={peaks[0]:g}, not vectors at lr_1d "
+            f"({ratio:g} of it){', and cycles beta1' if cycles else ''}; give it "
+            f"max_lr=[group['lr'] for group in optimizer.param_groups]{', cycle_momentum=False' if cycles else ''}"
+        )

@@ -57,7 +57,7 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     raise RuntimeError(f"the optimizer that would step is {name}; {remedy}")
 
 
-def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
+def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     """Take the settings of MARS's checkpoint, whose loading has put them into the groups, as those it was created with.
 
     Args:
@@ -65,7 +65,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
         optimizer: Trainer's optimizer, wrappers included.
 
     Returns:
-        A line about settings that win over those given now.
+        At most one line, about settings that win over those given now.
 
     Raises:
         RuntimeError: another optimizer has loaded them.
@@ -77,7 +77,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
         saved = None
     if not isinstance(mars, Mars):
         if saved is None:
-            return None
+            return []
         raise RuntimeError(
             f"MARS saved the checkpoint of step {state.global_step}, and {type(mars).__name__} would resume it with "
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
@@ -90,9 +90,8 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
         changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
         mars.created_with = saved_settings.normalized(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
-    if not changed:
-        return None
-    return f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
+    line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
+    return [line] if changed else []
 
 
 def require_scaled_losses(optimizer: Any) -> None:

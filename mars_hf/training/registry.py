@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -283,19 +282,15 @@ def register() -> None:
     handlers = _compat.optimizer_handlers(transformers.trainer_optimizer)
     for name, mars_type in OPTIM_NAMES.items():
         handlers[OptimizerNames(name)] = _handler(mars_type)
-    _compat.replace_once(TrainingArguments, "__post_init__", _checking)
+    _compat.call_after(TrainingArguments, "__post_init__", _check_arguments)
     install()
 
 
-def _checking(finish: Callable[[TrainingArguments], None]) -> Callable[[TrainingArguments], None]:
-    @functools.wraps(finish)
-    def __post_init__(self: TrainingArguments) -> None:
-        finish(self)
-        kind = OPTIM_NAMES.get(str(getattr(self.optim, "value", self.optim)))
-        if kind is not None:
-            resolve(settings_by_name(kind, parse_optim_args(split_optim_args(self.optim_args))), self)
-
-    return __post_init__
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raise ValueError for settings in TrainingArguments, just made, with which a rule by name could not train."""
+    kind = OPTIM_NAMES.get(str(getattr(args.optim, "value", args.optim)))
+    if kind is not None:
+        resolve(settings_by_name(kind, parse_optim_args(split_optim_args(args.optim_args))), args)
 
 
 def _handler(mars_type: str) -> Callable[[Any], tuple[type[MarsFactory], dict[str, Any]]]:
