@@ -168,10 +168,14 @@ CHECKPOINT_CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 
-# Methods that `replace_once` replaces, and what is lost without that.
+# All names of other packages that change at run time, most by `replace_once`, and what is lost without that.
 REPLACED_NAMES = {
+    "transformers:Trainer": "Scripts under `python -m mars_hf run` train with Trainer in place of MarsTrainer.",
     "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
     "transformers:TrainingArguments.__post_init__": "A bad `optim_args` is told when the optimizer is made.",
+    "transformers.training_args:OptimizerNames": "`--optim mars_adamw` is unknown.",
+    "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS": "The same: nothing makes that optimizer.",
+    "axolotl.core.builders.base:TrainerBuilderBase.hook_pre_create_trainer": "Axolotl's trainers are not MARS's.",
     "deepspeed.runtime.base_optimizer:ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir": (
         "ZeRO-1/2 load incomplete universal checkpoints of a Mars."
     ),

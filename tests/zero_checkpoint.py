@@ -54,8 +54,8 @@ def stand_in_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(module, kind.__name__, kind)
     for entry in REPLACED_NAMES:  # making a Mars replaces its loaders
         place, _, path = entry.partition(":")
-        kind_name, name = path.split(".")
         if place.startswith("deepspeed"):
+            kind_name, name = path.split(".")
             module = ModuleType(place)
             monkeypatch.setitem(sys.modules, place, module)
             setattr(module, kind_name, type(kind_name, (), {name: lambda *args: None}))

@@ -6,6 +6,7 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
+from mars_hf import _compat
 from mars_hf.training import registry
 
 # Axolotl knows these by identity, to leave out an argument that they do not accept; they take MARS by name alone.
@@ -32,15 +33,15 @@ class AxolotlPlugin(BasePlugin):
         from mars_hf.training.trainer import with_mars
 
         super().pre_model_load(cfg)
-        hook = TrainerBuilderBase.hook_pre_create_trainer  # every class passes through it
-        if hasattr(hook, "_adds_mars"):
-            return
 
-        def hook_pre_create_trainer(self: Any, trainer_kwargs: dict[str, Any], trainer_cls: Any) -> tuple[Any, Any]:
-            trainer_kwargs, trainer_cls = hook(self, trainer_kwargs, trainer_cls)
-            if str(self.cfg.optimizer) in registry.OPTIM_NAMES and trainer_cls.__name__ not in _REWARD_TRAINERS:
-                trainer_cls = with_mars(trainer_cls)
-            return trainer_kwargs, trainer_cls
+        def adding_mars(hook: Any) -> Any:
+            def hook_pre_create_trainer(self: Any, trainer_kwargs: dict[str, Any], trainer_cls: Any) -> tuple[Any, Any]:
+                trainer_kwargs, trainer_cls = hook(self, trainer_kwargs, trainer_cls)
+                if str(self.cfg.optimizer) in registry.OPTIM_NAMES and trainer_cls.__name__ not in _REWARD_TRAINERS:
+                    trainer_cls = with_mars(trainer_cls)
+                return trainer_kwargs, trainer_cls
 
-        hook_pre_create_trainer._adds_mars = True  # type: ignore[attr-defined]
-        TrainerBuilderBase.hook_pre_create_trainer = hook_pre_create_trainer
+            return hook_pre_create_trainer
+
+        # Every class of trainers passes through it.
+        _compat.replace_once(TrainerBuilderBase, "hook_pre_create_trainer", adding_mars)
