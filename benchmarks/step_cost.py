@@ -43,7 +43,7 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf import _compat
-from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.step.buckets import entries_of, plan_buckets
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -261,19 +261,9 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module.__dict__.get("_parameters", {})
 
 
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of a module."""
-    return module._modules
-
-
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of a module itself; the dict that it reads them from."""
     return module._buffers
-
-
-# Reparametrizations by the name of their class, and which of their tensors is the weight they normalize.
-NORMALIZED = {"_WeightNorm": "original1", "_SpectralNorm": "original"}
-BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._NormBase
 
 
 def ddp_parameters(module: Any) -> list[Tensor]:

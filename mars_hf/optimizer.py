@@ -21,9 +21,6 @@ from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
 from mars_hf.groups import saved_settings
-from mars_hf.groups.from_model import from_model
-from mars_hf.groups.param_rules import rules_of
-from mars_hf.groups.roles import orthogonalizes, split_by_role, warn_of_fast_vectors, warn_of_one_rate
 from mars_hf.groups.settings import (
     DEFAULTS,
     GROUP_KEYS,
@@ -34,7 +31,8 @@ from mars_hf.groups.settings import (
     plain,
     reject_unknown,
 )
-from mars_hf.groups.summary import summary
+from mars_hf.param_groups import orthogonalizes, param_groups, split_by_role, warn_of_fast_vectors, warn_of_one_rate
+from mars_hf.param_rules import rules_of
 from mars_hf.step import exact, saved_states, states
 from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
 from mars_hf.step.checks import check_averages, check_gradient, check_state
@@ -44,6 +42,7 @@ from mars_hf.step.norms import take_norms
 from mars_hf.step.order import Order
 from mars_hf.step.orthogonalized import Matrices, Team
 from mars_hf.step.update import keep_gradients, update_bucket
+from mars_hf.summary import summary
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -636,7 +635,7 @@ def create(
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
-    With a model, module types and shapes decide which parameter is a matrix and which one decays (see `from_model`).
+    With a model, module types and shapes decide which parameter is a matrix and which one decays (see `param_groups`).
     Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m, modules also decide which
     (out, in) matrices a parameter holds. These rules orthogonalize the weights that multiply activations; everything
     else takes AdamW, heads included, and `print(optimizer)` says why. Plain parameters have shapes and nothing else.
@@ -680,7 +679,7 @@ def create(
         return Mars(model_or_params, process_group=process_group, **hyperparameters_)
     mars_type = hyperparameters_.get("mars_type", DEFAULTS["mars_type"])
     check({"mars_type": mars_type})
-    groups = from_model(model_or_params, mars_type=mars_type, **options)
+    groups = param_groups(model_or_params, mars_type=mars_type, **options)
     mars = Mars(groups, process_group=process_group, **hyperparameters_)
     mars._model = weakref.ref(model_or_params)
     mars._unsharded = frozenset(

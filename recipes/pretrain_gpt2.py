@@ -43,7 +43,7 @@ from pretraining.trainer import PretrainingTrainer, optimizer_steps
 from transformers import default_data_collator, set_seed
 
 import mars_hf
-from mars_hf.groups.summary import summary
+from mars_hf.summary import summary
 
 
 @told("pretrain_gpt2.py")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mars_hf.groups.param_rules import Rule, rules_of
 from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, UnknownHyperparameterError, check, plain, reject_unknown
+from mars_hf.param_rules import Rule, rules_of
 
 FILE = "mars.json"
 _FORMAT = 1

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from mars_hf.groups import param_rules, values
+from mars_hf import param_rules
+from mars_hf.groups import values
 from mars_hf.groups.values import DTYPES, is_triple, one_of, optional, optional_dtype
 from mars_hf.newton_schulz import SCHEDULES, Coefficients
 
@@ -141,7 +142,7 @@ _TABLE = (
         "param_rules",
         [],
         _PARAM_RULES,
-        "Settings of parameters by name: pattern;key:value;key:value, rules separated by |, or a .yaml or .json file.",
+        "Settings of parameters by name: a .yaml or .json file, or a list in JSON.",
         scope="model",
     ),
 )

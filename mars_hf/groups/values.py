@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mars_hf.groups import matrix_layouts
+from mars_hf import matrix_layouts
 from mars_hf.newton_schulz import SCHEDULES
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mars_hf import _compat
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.placement import Group, Placement, cut, shares
-from mars_hf.groups.roles import takes_mars
 from mars_hf.kernels import Backend, choose_backend
+from mars_hf.param_groups import takes_mars
 from mars_hf.step import looks, states
 
 # State key to the bucket's list.

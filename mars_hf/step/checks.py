@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.distributed import dtensors
-from mars_hf.groups.roles import takes_mars
+from mars_hf.param_groups import takes_mars
 from mars_hf.step import looks, states
 
 

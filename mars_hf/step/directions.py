@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import matrix_layouts
 from mars_hf._compat import cpu_multiplies_bfloat16
-from mars_hf.groups import matrix_layouts
-from mars_hf.groups.matrix_layouts import MatrixLayout
 from mars_hf.groups.settings import ns_coefficients
 from mars_hf.groups.values import dtype_of
+from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, Coefficients, muon_scale, orthogonalize, shampoo_scale
 
 _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
-from mars_hf.groups.roles import takes_mars
+from mars_hf.param_groups import takes_mars
 
 
 def locate(

@@ -14,7 +14,7 @@ from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
 from mars_hf.distributed.whole_sums import WholeSums
-from mars_hf.groups.roles import takes_mars
+from mars_hf.param_groups import takes_mars
 from mars_hf.step.buckets import Bucket
 from mars_hf.step.corrections import Correction
 from mars_hf.step.metrics import HERE, StepMetrics

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mars_hf import matrix_layouts
 from mars_hf.distributed import dtensors, replicas
 from mars_hf.distributed.exchange import Exchange, agree, digest, disagreement, gather_objects
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Group, Placement, cut
 from mars_hf.distributed.routes import Region
 from mars_hf.distributed.whole_sums import wire_device
-from mars_hf.groups import matrix_layouts
-from mars_hf.groups.roles import orthogonalizes
 from mars_hf.groups.settings import ns_coefficients
+from mars_hf.param_groups import orthogonalizes
 from mars_hf.step.buckets import Bucket
 from mars_hf.step.corrections import Correction, Update
 from mars_hf.step.directions import Chunks, directions, flops, iteration_dtype, settings_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mars_hf import rules
 from mars_hf.distributed import dtensors
-from mars_hf.groups.roles import rule_of
+from mars_hf.param_groups import rule_of
 from mars_hf.step.buckets import Bucket
 from mars_hf.step.corrections import Correction, Update
 from mars_hf.step.directions import iteration_dtype

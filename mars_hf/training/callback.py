@@ -17,12 +17,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat
-from mars_hf.groups import adapters, saved_settings
-from mars_hf.groups.roles import takes_mars
+from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import lr_1d_ratio
-from mars_hf.groups.summary import line
 from mars_hf.optimizer import Mars
-from mars_hf.training import guard, hub
+from mars_hf.param_groups import takes_mars
+from mars_hf.summary import line
+from mars_hf.training import adapters, guard, hub
 
 
 class LastGradientCallback(TrainerCallback):

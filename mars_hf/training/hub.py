@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 import mars_hf
 from mars_hf.groups import saved_settings
-from mars_hf.groups.summary import trained_groups
 from mars_hf.optimizer import Mars
+from mars_hf.summary import trained_groups
 from mars_hf.training.guard import innermost
 
 logger = logging.get_logger(__name__)

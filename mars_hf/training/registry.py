@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mars_hf import _compat
 from mars_hf.groups import saved_settings
-from mars_hf.groups.from_model import from_model
 from mars_hf.groups.settings import (
     DEFAULTS,
     MARS_TYPES,
@@ -25,6 +24,7 @@ from mars_hf.groups.settings import (
     reject_unknown,
 )
 from mars_hf.optimizer import Mars, create
+from mars_hf.param_groups import param_groups
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -200,7 +200,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, resolved: dict[
         return create(groups, **resolved)
     stated = {
         id(param): {key: value for key, value in group.items() if key != "params"}
-        for group in from_model(model, mars_type=mars_type, **options)
+        for group in param_groups(model, mars_type=mars_type, **options)
         for _, param in group["params"]
     }
     split: list[dict[str, Any]] = []
@@ -218,8 +218,8 @@ def parse_optim_args(optim_args: Mapping[str, str]) -> dict[str, Any]:
     """Read settings from the strings of `TrainingArguments.optim_args`: "gamma=0.025,clip_threshold=none,beta1=0.9".
 
     Numbers, `true` / `false`, `none`, names; pairs are given by their halves (`beta1`, `beta2`, `beta1_1d`,
-    `beta2_1d`); `like` is a folder or a repository; `param_rules` is a file, or
-    `pattern;key:value;key:value|pattern;key:value`.
+    `beta2_1d`); `like` is a folder or a repository; `param_rules` is a .json
+    or .yaml file.
 
     Raises:
         UnknownHyperparameterError: an unknown key; the message lists the known ones.

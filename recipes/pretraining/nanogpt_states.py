@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import mars_hf
-from mars_hf.groups.roles import takes_mars
+from mars_hf.param_groups import takes_mars
 from mars_hf.step import states
 from pretraining import nanogpt_file, nanogpt_optimizer
 from pretraining.mistakes import Mistake, one_line

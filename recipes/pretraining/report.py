@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mars_hf.groups.roles import rule_of, takes_mars
+from mars_hf.param_groups import rule_of, takes_mars
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1

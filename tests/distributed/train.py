@@ -44,7 +44,7 @@ from workload import (
 )
 
 import mars_hf
-from mars_hf.groups.roles import takes_mars
+from mars_hf.param_groups import takes_mars
 from mars_hf.step import orthogonalized as matrices
 from mars_hf.step.directions import directions
 

@@ -32,7 +32,7 @@ OTHERS = {
     **{"state_dtype": "bfloat16", "rounding": "kahan"},
     **{"maximize": "true", "fused": "false"},
     **{"split_fused": "none", "lr_embeddings": "0.5"},
-    "param_rules": "a.*;lr:0.5|*.b;role:vector",
+    "param_rules": '[["a.*", {"lr": 0.5}], ["*.b", {"role": "vector"}]]',
 }
 
 

@@ -63,7 +63,7 @@ def test_optimizers_of_a_run(tmp_path):
     assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
     make, settings = optimizers.for_trainer(*_settings(tmp_path, "--is_approx", "false"))
     assert make()(model, **settings).is_exact
-    argv = ["--optimizer", "adamw", "--param_rules", "*.wte.weight;weight_decay:0", "--beta1", "0.8"]
+    argv = ["--optimizer", "adamw", "--param_rules", '[["*.wte.weight", {"weight_decay": 0}]]', "--beta1", "0.8"]
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     adamw = make()(model, **settings)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
@@ -93,7 +93,7 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
     make, settings = optimizers.for_trainer(*_settings(tmp_path, "--config", str(config)))
     groups = make()(gpt2(), **settings).param_groups
     assert {group["lr"] for group in groups if group["role"] == "adamw"} == {settings["lr_1d"]} == {0.02}
-    argv = ["--optimizer", optimizer, "--param_rules", "*.wte.weight;role:matrix|*.wpe.weight;role:matrix"]
+    argv = ["--optimizer", optimizer, "--param_rules", '[["*.w[tp]e.weight", {"role": "matrix"}]]']
     make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
     groups = make()(gpt2(), **settings).param_groups
     assert {group["role"] for group in groups} == {"matrix", "vector"}

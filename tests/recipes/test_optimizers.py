@@ -229,7 +229,7 @@ param_rules:
   - {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}
   - {pattern: "*.wpe.weight", role: vector}
 """
-IN_LINE = "*.mlp.*;lr:1e-3;gamma:0.1|*.wpe.weight;role:vector"
+IN_LINE = '[["*.mlp.*", {"lr": 1e-3, "gamma": 0.1}], ["*.wpe.weight", {"role": "vector"}]]'
 
 
 @pytest.mark.parametrize("place", ["config", "command line", "file"])

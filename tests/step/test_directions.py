@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 import mars_hf
 from mars_hf import Mars
 from mars_hf import kernels as backends
-from mars_hf.groups.matrix_layouts import MatrixLayout
+from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.step import directions
 from mars_hf.step.directions import Settings

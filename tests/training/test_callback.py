@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 
 import mars_hf
-from mars_hf.groups import summary
+from mars_hf import summary
 from mars_hf.training.guard import innermost
 
 METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine", "mars/update_rms"}

@@ -175,7 +175,9 @@ def test_lion_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", ["mars_shampoo", "mars_m"])
 def test_rules_that_orthogonalize_by_name(tmp_path, name):
-    text = "split_fused=none,param_rules=*.mlp.c_fc.weight;role:adamw,ns_steps=3"
+    rules = tmp_path / "rules.json"
+    rules.write_text('[["*.mlp.c_fc.weight", {"role": "adamw"}]]')
+    text = f"split_fused=none,param_rules={rules},ns_steps=3"
     run = trainer(arguments(tmp_path, optim=name, learning_rate=1e-3, optim_args=text))
     run.train()
     groups = [group for group in run.optimizer.optimizer.param_groups if group["params"]]

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.groups.roles import role_of, rule_of
+from mars_hf.param_groups import embeddings_and_heads, rule_of
 
 
 def tiny_gpt2(**settings) -> GPT2LMHeadModel:
@@ -144,7 +144,7 @@ def test_one_rate_for_all_is_the_default_of_mars_m():
 def test_roles_come_from_the_shape_before_partitioning():
     partitioned = nn.Parameter(torch.empty(0))
     partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
-    assert role_of(partitioned) == "matrix"
+    assert roles(Mars([partitioned])) == ["matrix"]
 
 
 def test_an_empty_group_stays():
@@ -270,10 +270,10 @@ REASONS = {
     "table.weight": "embedding",
     "grouped.0.weight": "depthwise or grouped convolution",
     "grouped.1.weight": "depthwise or grouped convolution",
-    "norm.weight": "normalization",
-    "norm.bias": "normalization",
+    "norm.weight": "bias or norm",
+    "norm.bias": "bias or norm",
     "latents": "Odd is not known to multiply activations with it",
-    "r_w_bias": "bias",
+    "r_w_bias": "bias or norm",
     "gate.weight": "a single row or column",
     "score.weight": "head",
 }
@@ -315,8 +315,7 @@ def test_reasons_are_printed_in_order_with_numbers_of_layers_as_stars():
         "  depthwise or grouped convolution: grouped.*.weight (2)",
         "  a single row or column: gate.weight",
         "  head: score.weight",
-        "  bias: r_w_bias",
-        "  normalization: norm.weight, norm.bias",
+        "  bias or norm: r_w_bias, norm.weight, norm.bias",
     ]
     assert "not orthogonalized" not in str(mars_hf.create(Odd()))
     assert "not orthogonalized" not in str(mars_hf.create(nn.Linear(4, 4), mars_type="mars-m"))
@@ -372,3 +371,41 @@ def test_a_rate_for_embeddings_needs_embeddings():
         mars_hf.create(list(nn.Linear(3, 3).parameters()), lr_embeddings=0.5)
     with pytest.raises(ValueError, match="lr_embeddings"):
         mars_hf.create(nn.Embedding(3, 3), lr_embeddings=-1.0)
+
+
+def head_names(model: nn.Module) -> set[str]:
+    tables = embeddings_and_heads(model)
+    return {name for name, param in model.named_parameters() if tables.get(param) == "head" and param.ndim > 1}
+
+
+def part(**children: nn.Module) -> nn.Module:
+    return nn.ModuleDict(children)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (part(score=nn.Linear(4, 3), body=nn.Linear(4, 4)), {"score.weight"}),
+        (part(classifier=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))), {"classifier.2.weight"}),
+        (part(fc=nn.Linear(4, 3)), {"fc.weight"}),
+        (part(block=part(fc=nn.Linear(4, 3))), set()),
+        (part(class_embed=nn.ModuleList([nn.Linear(4, 3)] * 2)), {"class_embed.0.weight"}),
+        (part(bbox_predictor=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3)])),
+         {"bbox_predictor.0.weight", "bbox_predictor.1.weight"}),
+        (part(head=nn.MultiheadAttention(4, 2)), set()),
+        (part(header=nn.Linear(4, 4), overhead=nn.Linear(4, 4), heading_proj=nn.Linear(4, 4)), set()),
+    ],
+)  # fmt: skip
+def test_heads_by_name(model, heads):
+    assert head_names(model) == heads
+
+
+def test_heads_that_models_name_themselves():
+    model = part(body=nn.Linear(4, 4), to_labels=nn.Linear(4, 3))
+    model.get_classifier = lambda: model["to_labels"]  # as timm has it
+    assert head_names(model) == {"to_labels.weight"}
+    model.get_classifier = lambda name: None  # of something else
+    assert head_names(model) == set()
+    tied = part(body=nn.Linear(4, 3), score=nn.Linear(4, 3))
+    tied["body"].weight = tied["score"].weight
+    assert head_names(tied) == {"body.weight"}

@@ -1,0 +1,319 @@
+"""Form parameter groups: from a model's modules and names, or from the shapes of plain parameters.
+
+The role of a group says what its parameters take: a `matrix` the MARS rule, a `vector` AdamW (the MARS rule with
+`optimize_1d`), `adamw` AdamW, always.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mars_hf import matrix_layouts
+from mars_hf.distributed.placement import reject_parts, shape_of
+from mars_hf.groups.settings import (
+    KEYS_1D,
+    ORTHOGONAL_TYPES,
+    ROLES,
+    check,
+    lr_1d_ratio,
+    ns_coefficients,
+    plain,
+    reject_misspelled,
+)
+from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.param_rules import Rule, assign
+
+_NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+# Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
+_VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
+# The names that transformers.Trainer keeps out of weight decay.
+_NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+# Layers that turn hidden states into scores, tokens, labels or boxes, by the last part of their path. Attention and
+# pooling have heads of another kind.
+_HEAD_NAME = re.compile(
+    r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill)?|heads|score|cls|qa_outputs|seq_relationship|embed_out"
+    r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
+)
+# The groups of a model: role, and whether `weight_decay` applies.
+_ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
+
+
+def takes_mars(group: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's group uses the MARS rule; otherwise it uses plain AdamW."""
+    return bool(group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"]))
+
+
+def rule_of(group: Mapping[str, Any]) -> str:
+    """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
+    if not takes_mars(group):
+        return "adamw"
+    if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
+        return "mars-adamw"  # as in the official code
+    return str(group["mars_type"])
+
+
+def orthogonalizes(group: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer's group orthogonalizes its first moments."""
+    return group["role"] == "matrix" and group["mars_type"] in ORTHOGONAL_TYPES
+
+
+def label_of(group: Mapping[str, Any]) -> str:
+    """Return the role of an optimizer's group, with the pattern of its rule in `param_rules` if it has one."""
+    return f"{group['role']} {group['pattern']!r}" if "pattern" in group else str(group["role"])
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    mars_type: str = "mars-adamw",
+    split_fused: Any = "auto",
+    lr_embeddings: float | None = None,
+    param_rules: Sequence[Rule] = (),
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
+
+    Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
+    their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
+    rules; they hold what the rule states, and its `pattern`.
+
+    - Vectors: parameters of fewer than two dimensions, and whatever their shape every bias, every parameter of a
+      normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
+    - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`.
+    - mars-shampoo and mars-m orthogonalize weights that multiply activations (see `matrix_layouts.of_model`); each
+      `layout` has its own group. Embeddings, heads, tables, scales and parameters of unknown modules have the role
+      `adamw`; `left_out` of their group maps names to reasons.
+
+    Args:
+        model: any module; PEFT wrappers need nothing special, frozen weights are skipped.
+        mars_type: see `Mars`.
+        split_fused: for mars-shampoo and mars-m, see `matrix_layouts.of_model`.
+        lr_embeddings: learning rate of embeddings and heads, tied ones included; None: that of their role.
+        param_rules: settings by name, checked; they win over the other arguments. See `create`.
+
+    Raises:
+        ValueError: no trainable parameter, a pattern that matches nothing, a rule's role that does not fit,
+            `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
+            orthogonalize, or one that does not fit.
+    """
+    rule_indices = assign(model, param_rules)
+    layouts: dict[nn.Parameter, MatrixLayout | str] = {}
+    if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
+        layouts = matrix_layouts.of_model(model, split_fused)
+    elif split_fused != "auto":
+        raise ValueError(
+            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
+            f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
+        )
+    tables = embeddings_and_heads(model) if layouts or lr_embeddings is not None else {}
+    norms = {
+        param
+        for module in model.modules()
+        if _NORM_CLASS.search(type(module).__name__)
+        for param in module.parameters(recurse=False)
+    }
+    groups: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        index = rule_indices.get(param, -1)
+        stated = dict(param_rules[index].settings) if index >= 0 else {}
+        layout = tables.get(param) or layouts.get(param)
+        orthogonal = stated.get("mars_type", mars_type) in ORTHOGONAL_TYPES
+        is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
+        role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
+        settings: dict[str, Any] = {"role": stated.get("role", role)}
+        if stated.get("role") == "matrix" and len(shape_of(param)) < 2:
+            raise ValueError(
+                f"param_rules {param_rules[index].pattern!r}: role='matrix' for {name!r} of shape "
+                f"{tuple(shape_of(param))}; a matrix has two or more dimensions, narrow the pattern or put a rule for "
+                "the vectors before"
+            )
+        if settings["role"] == "matrix" and orthogonal:
+            known = layouts.get(param)
+            settings["layout"] = matrix_layouts.to_plain(known) if isinstance(known, MatrixLayout) else None
+        if settings["role"] != "vector" and _NO_DECAY_NAME.search(name):
+            settings["weight_decay"] = 0.0
+        if lr_embeddings is not None and param in tables and not is_vector:
+            settings |= _rate_of_table(settings["role"], stated, lr_embeddings)
+        place = _ORDER.index((settings["role"], "weight_decay" not in settings))
+        settings |= stated | ({"pattern": param_rules[index].pattern} if index >= 0 else {})
+        group = groups.setdefault((index, place, repr(settings)), {"params": [], **settings})
+        group["params"].append((name, param))
+        if orthogonal and settings["role"] != "matrix" and param in layouts:
+            reason = layout if role == "adamw" else "bias or norm"
+            if "role" in stated:
+                reason = f"role {stated['role']!r} in param_rules"
+            group.setdefault("left_out", {})[name] = reason
+    if not groups:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
+            "load a PEFT adapter with is_trainable=True"
+        )
+    if lr_embeddings is not None and not any(param.requires_grad for param in tables):
+        raise ValueError(
+            f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; leave it out"
+        )
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
+
+
+def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:
+    """Return the rate of an embedding or head, unless its rule states one."""
+    if "lr" in stated or (role != "matrix" and "lr_1d" in stated):
+        return {}
+    # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
+    keys = {"matrix": ["lr"], "adamw": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
+    return dict.fromkeys(keys, lr)
+
+
+def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Map parameters of embeddings and heads, tied ones included, to `"embedding"` or `"head"`.
+
+    Heads are the model's own output embeddings or classifier, and the last layer of each module with the name of a
+    head. Adapters of PEFT count as what they adapt.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tables: dict[nn.Parameter, str] = {}
+    heads: list[nn.Module] = []
+    for path, module in modules.items():
+        base = module
+        while isinstance(wrapped := getattr(base, "base_layer", None), nn.Module):
+            base = wrapped
+        if isinstance(base, (nn.Embedding, nn.EmbeddingBag)):
+            tables |= dict.fromkeys(module.parameters(), "embedding")
+        heads += _outputs(module)
+        parent, _, name = path.rpartition(".")
+        kinds = f"{type(module).__name__} {type(modules[parent]).__name__}"
+        ends_model = path == "fc" and module is list(model.children())[-1]
+        if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
+            heads += _last_layers(module)
+    for head in heads:
+        for param in head.parameters():
+            tables.setdefault(param, "head")
+    return tables
+
+
+def _outputs(module: nn.Module) -> list[nn.Module]:
+    """Return the output embeddings of a transformers model, or the classifier of a timm model."""
+    for getter in ("get_output_embeddings", "get_classifier"):
+        try:
+            outputs = getattr(module, getter)()
+        except (AttributeError, TypeError, NotImplementedError):  # none, or one with arguments of its own
+            continue
+        outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        return [output for output in outputs if isinstance(output, nn.Module)]
+    return []
+
+
+def _last_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the last layer with a weight; for a list or dict of modules, the last of each."""
+    children = [child for child in module.children() if any(len(shape_of(param)) > 1 for param in child.parameters())]
+    if hasattr(module, "base_layer") or not children:
+        return [module]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [layer for child in children for layer in _last_layers(child)]
+    return _last_layers(children[-1])
+
+
+def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split one parameter group into matrices and vectors, in this order, each in the order given.
+
+    Empty parts are omitted; an empty group stays, as a matrix group. A group with a `role` is not split. A group's own
+    settings apply to all its parameters, with two exceptions for vectors: `lr_1d`, `betas_1d` and `weight_decay_1d`
+    override the plain settings, and the group's `lr` is scaled by the ratio lr_1d / lr of the defaults (with
+    lr_1d=None: 1/2, or 1 for mars-m). The role `adamw`, which only a group states, has the settings of vectors.
+
+    Args:
+        group: a dict with `params` (a tensor, or an iterable of tensors or (name, tensor) pairs) and any
+            hyperparameter of `Mars`; other keys are kept.
+        defaults: every hyperparameter of `Mars`.
+
+    Raises:
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
+            or a layout that does not fit.
+    """
+    reject_misspelled(group, "parameter group")
+    check(group)
+    group = {**group, **plain({key: value for key, value in group.items() if key != "params"})}
+    settings = {**defaults, **group}
+    if settings["mars_type"] in ORTHOGONAL_TYPES:
+        ns_coefficients(settings)
+    if "lr_1d" in group and group.get("role") != "adamw":
+        warn_of_fast_vectors(settings["lr"], group["lr_1d"])
+    params = group["params"]
+    if isinstance(params, set):
+        raise TypeError("params is a set, whose order changes from run to run; use a list")
+    entries = [params] if isinstance(params, Tensor) else list(params)
+
+    parts: dict[str, list[Any]] = {role: [] for role in ROLES}
+    layout = matrix_layouts.to_plain(group["layout"]) if group.get("layout") else None
+    for entry in entries:
+        param = entry[1] if isinstance(entry, tuple) else entry
+        if not isinstance(param, Tensor):
+            raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+        reject_parts(param)
+        shape = shape_of(param)
+        role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
+        if role == "matrix" and len(shape) < 2:
+            raise ValueError(
+                f"role='matrix' for a parameter of shape {tuple(shape)}; a matrix has two or more dimensions, use "
+                "role='vector'"
+            )
+        if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and layout is not None:
+            matrix_layouts.check(shape, MatrixLayout(**layout))
+        parts[role].append(entry)
+    if not entries:
+        parts = {group.get("role", "matrix"): []}
+    stated = {key: value for key, value in group.items() if key not in KEYS_1D}
+    stated["layout"] = layout
+    split = []
+    for role, part in parts.items():
+        if part or not entries:
+            own = {**stated, "params": part, "role": role}
+            split.append(own if takes_mars({**settings, **own}) else own | _vector_settings(group, defaults))
+    return split
+
+
+def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return learning rate, betas and decay for the parameters of a group that use AdamW."""
+    ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
+    if group.get("lr_1d") is not None:
+        lr = group["lr_1d"]
+    elif lr_1d is None:
+        lr = group.get("lr", ratio_base) * lr_1d_ratio(group.get("mars_type", defaults["mars_type"]))
+    elif "lr" in group and ratio_base > 0:
+        lr = group["lr"] * (lr_1d / ratio_base)
+    else:
+        lr = lr_1d
+    return {
+        "lr": lr,
+        "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
+        "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
+    }
+
+
+def warn_of_fast_vectors(lr: float | Tensor, lr_1d: float | None) -> None:
+    """Warn if `lr_1d` is more than ten times `lr`: often `lr` was left at its default."""
+    if lr_1d is not None and float(lr_1d) > (1 + 1e-9) * 10 * float(lr):
+        warnings.warn(
+            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={float(lr):g}, "
+            "that of matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: "
+            "vectors then follow lr",
+            stacklevel=3,
+        )
+
+
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Warn if a cyclic schedule gives matrices and vectors the same rate although their rates differ."""
+    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    lr_1d = _vector_settings({}, defaults)["lr"]
+    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+        warnings.warn(
+            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
+            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
+            stacklevel=4,
+        )
