@@ -58,20 +58,6 @@ PRIVATE_NAMES = (
     PrivateName("torch:ops.mkldnn", "_is_mkldnn_bf16_supported", "torch 2.9 to 2.13", "As the name before, on ARM."),
     PrivateName("torch.nn:Module", "_buffers", "torch 2.9 to 2.13", "The stale pass would leave running statistics."),
     PrivateName("torch.nn:Module", "_parameters", "torch 2.9 to 2.13", "Direct parameters of a module are not found."),
-    PrivateName("torch.nn:Module", "_modules", "torch 2.9 to 2.13", "Direct children of a module are not found."),
-    PrivateName(
-        "torch.nn.utils.parametrizations",
-        "_WeightNorm",
-        "torch 2.9 to 2.13",
-        "Its magnitudes would be orthogonalized with its directions.",
-    ),
-    PrivateName(
-        "torch.nn.utils.parametrizations",
-        "_SpectralNorm",
-        "torch 2.9 to 2.13",
-        "A weight under spectral norm takes AdamW.",
-    ),
-    PrivateName("torch.nn.modules.batchnorm", "_NormBase", "torch 2.9 to 2.13", "Batch norms are told by name alone."),
     PrivateName(
         "torch.nn.parallel:DistributedDataParallel",
         "_module_parameters",

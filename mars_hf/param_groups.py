@@ -100,7 +100,7 @@ def param_groups(
             `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
             orthogonalize, or one that does not fit.
     """
-    rule_indices = assign(model, param_rules)
+    rule_indices = assign(model, param_rules) if param_rules else {}
     layouts: dict[nn.Parameter, MatrixLayout | str] = {}
     if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
         layouts = matrix_layouts.of_model(model, split_fused)

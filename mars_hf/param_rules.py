@@ -80,8 +80,6 @@ def assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
     Raises:
         ValueError: a rule that decides nothing: it matches no trainable parameter, or earlier ones match the same.
     """
-    if not rules:
-        return {}
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
