@@ -133,11 +133,6 @@ def make_trainer(contender: str, size: Size, steps: int, output: str) -> tuple[m
     """Return a trainer and its meter; each `train()` takes the same number of further steps."""
     torch.manual_seed(0)
     arguments = ModelArguments(**{key: value for key, value in size._asdict().items() if key != "batch"})
-    optimizers: dict[str, tuple[Any, dict[str, Any]]] = {
-        ADAMW: (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
-        APPROX: mars_hf.factory(lr=1e-3),
-        EXACT: mars_hf.factory(lr=1e-3, is_approx=False),
-    }
     on_gpu = torch.cuda.is_available()
     training = TrainingArguments(
         output_dir=output,
@@ -153,6 +148,11 @@ def make_trainer(contender: str, size: Size, steps: int, output: str) -> tuple[m
         use_cpu=not on_gpu,
         bf16=on_gpu,
     )
+    optimizers: dict[str, tuple[Any, dict[str, Any]]] = {
+        ADAMW: (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+        APPROX: mars_hf.factory(training),
+        EXACT: mars_hf.factory(training, is_approx=False),
+    }
     meter = Meter()
     trainer = mars_hf.MarsTrainer(
         model=gpt2.build(arguments, size.vocab_size, 0),

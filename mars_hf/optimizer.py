@@ -16,23 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mars_hf import _compat
+from mars_hf import _compat, saved_settings
 from mars_hf.distributed import dtensors
 from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Placement
-from mars_hf.groups import saved_settings
-from mars_hf.groups.settings import (
+from mars_hf.param_groups import orthogonalizes, param_groups, split_by_role, warn_of_fast_vectors, warn_of_one_rate
+from mars_hf.settings import (
     DEFAULTS,
     GROUP_KEYS,
     KEYS_1D,
     MODEL_DEFAULTS,
+    SETTINGS,
     STRUCTURAL_KEYS,
     check,
-    plain,
     reject_unknown,
+    shown,
 )
-from mars_hf.param_groups import orthogonalizes, param_groups, split_by_role, warn_of_fast_vectors, warn_of_one_rate
-from mars_hf.param_rules import rules_of
 from mars_hf.step import exact, saved_states, states
 from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
 from mars_hf.step.checks import check_averages, check_gradient, check_state
@@ -221,8 +220,7 @@ class Mars(torch.optim.Optimizer):
                 "ZeroRedundancyOptimizer gives all parameters of a rank the settings of its own groups, so biases and "
                 "norms would train and decay as matrices do; shard with FSDP2 (fully_shard) or DeepSpeed ZeRO"
             )
-        check(given)
-        defaults = plain(given)
+        defaults = check(given)
         warn_of_fast_vectors(lr, lr_1d)
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, whose order changes from run to run; use a list")
@@ -609,14 +607,16 @@ _F = TypeVar("_F", bound=Callable[..., Mars])
 
 
 def _takes_up_settings(make: _F) -> _F:
-    """Let `create` take saved arguments as defaults, and its optimizer keep the arguments it was made with."""
+    """Check the arguments of `create`, add saved ones as defaults, and let its optimizer keep what it was made with."""
 
     @functools.wraps(make)
     def create(model_or_params: Any, *, like: Any = None, **given: Any) -> Mars:
+        process_group = given.pop("process_group", None)
+        reject_unknown(given, SETTINGS, "mars_hf.create")
         saved = {} if like is None else saved_settings.read(like)
-        arguments = saved_settings.normalized(saved | given)
-        mars = make(model_or_params, **arguments)
-        mars.created_with = {name: value for name, value in arguments.items() if name != "process_group"}
+        arguments = check(saved | given)
+        mars = make(model_or_params, process_group=process_group, **arguments)
+        mars.created_with = arguments
         return mars
 
     return create  # type: ignore[return-value]
@@ -665,20 +665,17 @@ def create(
             needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
             that can be read.
     """
-    reject_unknown(hyperparameters_, [*DEFAULTS, *MODEL_DEFAULTS], "mars_hf.create")
     options: dict[str, Any] = {
         "split_fused": split_fused,
         "lr_embeddings": lr_embeddings,
-        "param_rules": rules_of(param_rules),
+        "param_rules": list(param_rules),
     }
-    check({"lr_embeddings": lr_embeddings, "param_rules": options["param_rules"]})
     if not isinstance(model_or_params, nn.Module):
-        given = [f"{name}={value!r}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
+        given = [f"{name}={shown(value)}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
         if given:
             raise ValueError(f"{', '.join(given)}: plain parameters have neither names nor modules; pass the model")
         return Mars(model_or_params, process_group=process_group, **hyperparameters_)
     mars_type = hyperparameters_.get("mars_type", DEFAULTS["mars_type"])
-    check({"mars_type": mars_type})
     groups = param_groups(model_or_params, mars_type=mars_type, **options)
     mars = Mars(groups, process_group=process_group, **hyperparameters_)
     mars._model = weakref.ref(model_or_params)

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
 from mars_hf.distributed.placement import reject_parts, shape_of
-from mars_hf.groups.settings import (
+from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.param_rules import Rule, assign
+from mars_hf.settings import (
+    GROUP_KEYS,
     KEYS_1D,
+    LABEL_KEYS,
     ORTHOGONAL_TYPES,
     ROLES,
     check,
     lr_1d_ratio,
     ns_coefficients,
-    plain,
-    reject_misspelled,
+    reject_unknown,
 )
-from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.param_rules import Rule, assign
 
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 # Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
@@ -236,9 +237,9 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
             or a layout that does not fit.
     """
-    reject_misspelled(group, "parameter group")
-    check(group)
-    group = {**group, **plain({key: value for key, value in group.items() if key != "params"})}
+    names = [name for name in group if name not in LABEL_KEYS]
+    reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
+    group = check(group)
     settings = {**defaults, **group}
     if settings["mars_type"] in ORTHOGONAL_TYPES:
         ns_coefficients(settings)
@@ -250,7 +251,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     entries = [params] if isinstance(params, Tensor) else list(params)
 
     parts: dict[str, list[Any]] = {role: [] for role in ROLES}
-    layout = matrix_layouts.to_plain(group["layout"]) if group.get("layout") else None
+    layout = group.get("layout")
     for entry in entries:
         param = entry[1] if isinstance(entry, tuple) else entry
         if not isinstance(param, Tensor):

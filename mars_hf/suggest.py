@@ -11,8 +11,8 @@ import math
 import textwrap
 from typing import Any, NamedTuple
 
-from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
 from mars_hf.newton_schulz import muon_scale, shampoo_scale
+from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
 
 
 class AdamW(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from mars_hf.distributed.placement import shape_of
-from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.param_groups import rule_of
+from mars_hf.settings import GROUP_KEYS
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
 # What belongs to the loop or the matrices, not to the choice of settings.

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mars_hf import Mars, reference
-from mars_hf.groups.settings import MARS_TYPES
 from mars_hf.reference import MarsReference
+from mars_hf.settings import MARS_TYPES
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.__main__ import main
-from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
+from mars_hf.settings import MARS_TYPES, ORTHOGONAL_TYPES
 from mars_hf.suggest import AdamW, suggest, update_rms
 
 ADAMW = AdamW(3e-4)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mars_hf import matrix_layouts
 from mars_hf._compat import cpu_multiplies_bfloat16
-from mars_hf.groups.settings import ns_coefficients
-from mars_hf.groups.values import dtype_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, Coefficients, muon_scale, orthogonalize, shampoo_scale
+from mars_hf.settings import dtype_of, ns_coefficients
 
 _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 _MUON_EPS = 1e-7

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.groups.settings import STRUCTURAL_KEYS
+from mars_hf.settings import STRUCTURAL_KEYS
 from mars_hf.step import looks
 from mars_hf.step.buckets import Entry, Recipe, may_move
 

@@ -19,8 +19,8 @@ from mars_hf.distributed.locator import Locator
 from mars_hf.distributed.placement import Group, Placement, cut
 from mars_hf.distributed.routes import Region
 from mars_hf.distributed.whole_sums import wire_device
-from mars_hf.groups.settings import ns_coefficients
 from mars_hf.param_groups import orthogonalizes
+from mars_hf.settings import ns_coefficients
 from mars_hf.step.buckets import Bucket
 from mars_hf.step.corrections import Correction, Update
 from mars_hf.step.directions import Chunks, directions, flops, iteration_dtype, settings_of

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mars_hf import matrix_layouts
-from mars_hf.groups import settings
+from mars_hf import matrix_layouts, settings
 from mars_hf.step import states
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.groups.values import dtype_of as dtype_of_name
 from mars_hf.param_groups import rule_of, takes_mars
+from mars_hf.settings import dtype_of as dtype_of_name
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 # Tensors of a state that have the parameter's shape.

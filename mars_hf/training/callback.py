@@ -16,11 +16,10 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import TrainingArguments
 
-from mars_hf import _compat
-from mars_hf.groups import saved_settings
-from mars_hf.groups.settings import lr_1d_ratio
+from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.param_groups import takes_mars
+from mars_hf.settings import lr_1d_ratio
 from mars_hf.summary import line
 from mars_hf.training import adapters, guard, hub
 
@@ -176,7 +175,7 @@ def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
     """Whether a Trainer is to make a Mars: by name, or with `factory()`."""
     made_by, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, {})
     by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
-    return by_name or getattr(made_by, "__name__", None) == "MarsFactory"
+    return by_name or type(made_by).__name__ == "MarsFactory"
 
 
 def _will_log(args: TrainingArguments, state: TrainerState) -> bool:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mars_hf import _compat
+from mars_hf import _compat, saved_settings
 from mars_hf.distributed.placement import shape_of
-from mars_hf.groups import saved_settings
 from mars_hf.optimizer import Mars
+from mars_hf.settings import check
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -88,7 +88,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     if saved is not None and saved["create"] is not None and given is not None:
         create = saved["create"]
         changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
-        mars.created_with = saved_settings.normalized(create)
+        mars.created_with = check(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
     line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
     return [line] if changed else []

@@ -22,7 +22,7 @@ from transformers import modelcard
 from transformers.utils import logging
 
 import mars_hf
-from mars_hf.groups import saved_settings
+from mars_hf import saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.summary import trained_groups
 from mars_hf.training.guard import innermost

@@ -106,7 +106,7 @@ class TrainerWithMars(_Base):
             self.optimizer = self._kept_optimizer
         args = self.args
         if self._own_settings is not None:
-            self.args = asking_for_mars(args, self._own_settings)
+            self.args = asking_for_mars(args, self._own_settings, model or self.model)
         try:
             optimizer = super().create_optimizer(model)
         finally:

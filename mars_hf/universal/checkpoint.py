@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from mars_hf import _compat
+from mars_hf import _compat, settings
 from mars_hf.distributed.placement import shape_of
-from mars_hf.groups import settings
 from mars_hf.optimizer import Mars
 from mars_hf.step.states import lacks_last_grad
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from mars_hf.groups.settings import PAIR_KEYS, SETTINGS
+from mars_hf.settings import PAIR_KEYS, SETTINGS
 from pretraining import agreement, model, optimizers, reading
 from pretraining.marked import Marked, read_yaml
 from pretraining.mistakes import Mistake, OneLine, one_line

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.groups.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read, read_rules
+from mars_hf.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
+from mars_hf.settings import check as check_settings
 from pretraining.mistakes import Mistake, one_line
 from pretraining.muon import SCALES, MuonWithAdamW
 
@@ -127,7 +128,8 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     rules = settings.get("param_rules")
     if rules is not None:
-        settings["param_rules"] = read("param_rules", rules) if isinstance(rules, str) else read_rules(rules)
+        rules = read("param_rules", rules) if isinstance(rules, str) else rules
+        settings |= check_settings({"param_rules": rules})
     if arguments.optimizer in _OF_TORCH:
         foreign = {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH
         if foreign:

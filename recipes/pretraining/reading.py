@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 from transformers.activations import ACT2FN
 from transformers.hf_argparser import string_to_bool
 
-from mars_hf.groups.settings import SETTINGS, read_rules
+from mars_hf.settings import SETTINGS, check, read
 from pretraining.marked import Marked
 from pretraining.mistakes import Mistake, did_you_mean, one_line
 from pretraining.ranges import FINITE, NUMBERS, Range
@@ -161,24 +161,23 @@ def _one_of(accepted: tuple[str, ...]) -> Callable[[str], str]:
 
 def _setting(name: str) -> Callable[[str], Any]:
     """Return a parser for a setting of MARS, which checks the value and returns the text."""
-    kind = SETTINGS[name].kind
 
-    def read(text: str) -> str:
+    def checked(text: str) -> str:
         if text.lower() in ("none", "null"):
             return text
         try:
-            kind.check(name, kind.read(name, text))
+            check({name: read(name, text)})
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("optim_args: ").removeprefix(f"{name}=")) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}=")) from None
         return text
 
-    return read
+    return checked
 
 
 def _rules(value: Any, where: str) -> list[Any]:
     """Check the rules of `param_rules` and return them as plain mappings."""
     try:
-        SETTINGS["param_rules"].kind.check("param_rules", read_rules(value))
+        check({"param_rules": value})
     except ValueError as error:
         raise Mistake(f"{where}: {one_line(error)}") from None
     return [dict(rule) if isinstance(rule, dict) else rule for rule in value]

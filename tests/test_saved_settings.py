@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.groups import saved_settings
-from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, SETTINGS
+from mars_hf import saved_settings
+from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, SETTINGS
 
 
 class Tiny(nn.Module):
@@ -149,16 +149,12 @@ def refusal(like) -> str:
 @pytest.mark.parametrize(
     ("create", "line"),
     [
-        ({"lr": "fast"}, "lr='fast' is not a number; accepted: a finite number >= 0"),
-        ({"betas": [0.9]}, "betas=[0.9] is not a pair"),
-        ({"lr": True}, "lr=True is not a number"),
-        ({"is_approx": 1}, "is_approx=1 is not a bool"),
-        ({"mars_type": "mars-x"}, "mars_type='mars-x' is unknown; accepted: 'mars-adamw'"),
-        ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is unknown"),
-        ({"ns_coefficients": {"a": 1}}, "ns_coefficients={'a': 1} is unknown"),
-        ({"split_fused": 3}, "split_fused=3 is unknown; accepted: 'auto', 'none'"),
-        ({"split_fused": {"a": ["b"]}}, "split_fused={'a': ['b']} is unknown"),
-        ({"warp": 9}, "is of mars_hf 9.1; create: unknown 'warp'; accepted are lr, "),
+        ({"lr": "fast"}, "lr='fast' is not valid; accepted: a finite number >= 0"),
+        ({"betas": [0.9]}, "betas=[0.9] is not valid; accepted: two numbers in [0, 1)"),
+        ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is not valid; did you mean 'mars-m'"),
+        ({"split_fused": {"a": ["b"]}}, "split_fused={'a': ['b']} is not valid"),
+        ({"param_rules": [["*", {"lr": -1}]]}, "param_rules '*': lr=-1 is not valid"),
+        ({"warp": 9}, ", of mars_hf 9.1: create: unknown 'warp'; accepted: lr, "),
         ({"max_grad_norm": 1.0}, "unknown 'max_grad_norm'"),
         ([1, 2], "create=[1, 2] is not an object of settings"),
         (None, "holds no arguments of create: the optimizer was made as Mars(params)"),
@@ -181,8 +177,8 @@ def test_an_unknown_setting_says_what_to_do(tmp_path):
     ("text", "line"),
     [
         ("{", "cannot be read"),
-        ("[]", "is none of mars_hf"),
-        ('{"lr": 1}', "is none of mars_hf"),
+        ("[]", "cannot be read"),
+        ('{"lr": 1}', "cannot be read (KeyError('format'))"),
         ('{"format": 2, "create": {}, "mars_hf": "9.1"}', "of mars_hf 9.1, has format 2; this mars_hf reads format 1"),
         ("[" * 100_000, "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
@@ -196,7 +192,7 @@ def test_a_file_of_another_kind_is_refused_in_one_line(tmp_path, text, line):
 def test_an_optimizer_made_by_hand_keeps_no_arguments(tmp_path):
     leave(tmp_path, mars_hf.Mars(Tiny().parameters(), lr=1e-3))
     assert json.loads((tmp_path / "mars.json").read_text())["create"] is None
-    assert "give those settings yourself" in refusal(tmp_path)
+    assert "give the settings in its 'groups' yourself" in refusal(tmp_path)
 
 
 def test_a_place_without_settings_is_named(tmp_path):
@@ -208,4 +204,4 @@ def test_a_place_without_settings_is_named(tmp_path):
 def test_offline_and_not_in_the_cache_is_one_line(monkeypatch, tmp_path):
     """The tests run with HF_HUB_OFFLINE=1."""
     line = refusal("nobody/nothing")
-    assert "no such folder, and the Hub cannot be reached for nobody/nothing" in line and "HF_HUB_OFFLINE" in line
+    assert "no such folder, and the Hub does not give its mars.json (LocalEntryNotFoundError" in line

@@ -1,1 +1,0 @@
-"""Parameter groups: settings, roles, and what a model's modules say about its matrices."""

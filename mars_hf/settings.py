@@ -1,0 +1,287 @@
+"""The settings of MARS: one table, one check of their values, one parser of `optim_args`."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from mars_hf import matrix_layouts, param_rules
+from mars_hf.newton_schulz import SCHEDULES, Coefficients
+
+MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
+ROLES = ("matrix", "vector", "adamw")
+
+
+class Kind(NamedTuple):
+    """A kind of values."""
+
+    accepted: str  # in errors
+    fits: Callable[[Any], bool]  # an exception means no
+    plain: Callable[[Any], Any] = lambda value: value  # makes a plain type of it, which any checkpoint can hold
+    type: Any = str  # on a command line; None if a command line cannot hold it
+    names: tuple[str, ...] = ()  # the accepted ones, if they are few
+
+
+def _number(value: Any) -> float:
+    """Return a finite number as a float, NaN for anything else."""
+    number = math.nan if isinstance(value, (str, bytes, bool, torch.Tensor)) else float(value)
+    return number if math.isfinite(number) else math.nan
+
+
+def _one_of(*names: str) -> Kind:
+    return Kind(", ".join(map(repr, names)), lambda value: isinstance(value, str) and value in names, names=names)
+
+
+def _or_none(kind: Kind) -> Kind:
+    return kind._replace(
+        accepted=f"{kind.accepted}, or None",
+        fits=lambda value: value is None or kind.fits(value),
+        plain=lambda value: None if value is None else kind.plain(value),
+    )
+
+
+def _dtype(*names: str) -> Kind:
+    return _or_none(_one_of(*names)._replace(fits=lambda value: str(value).removeprefix("torch.") in names))
+
+
+def _are_coefficients(value: Any) -> bool:
+    triples = value if isinstance(value[0], (list, tuple)) else [value]
+    return all(len(triple) == 3 and not math.isnan(sum(map(_number, triple))) for triple in triples)
+
+
+def _are_sizes(value: Any) -> bool:
+    return all(type(size) is int and size > 0 for size in value)
+
+
+_NUMBER = Kind("a finite number >= 0", lambda value: _number(value) >= 0, float, float)
+_RATE = Kind(
+    "a finite number >= 0, or a tensor of one element",
+    lambda value: _number(value.item() if isinstance(value, torch.Tensor) else value) >= 0,
+    lambda value: value if isinstance(value, torch.Tensor) else float(value),
+    float,
+)
+_THRESHOLD = _or_none(Kind("a finite number > 0", lambda value: _number(value) > 0, float, float))
+_BETA = Kind("a number in [0, 1)", lambda value: 0 <= _number(value) < 1, float, float)
+_BETAS = Kind(
+    "two numbers in [0, 1)",
+    lambda value: len(value) == 2 and all(map(_BETA.fits, value)),
+    lambda value: tuple(map(float, value)),
+    None,
+)
+_FLAG = Kind("True, False", lambda value: isinstance(value, bool), type=bool)
+_STEPS = Kind("an integer from 1 to 100", lambda value: type(value) is int and 1 <= value <= 100, type=int)
+_COEFFICIENTS = Kind(
+    f"{', '.join(map(repr, SCHEDULES))}, three finite numbers, or a list of such triples, one a step",
+    lambda value: value in SCHEDULES if isinstance(value, str) else _are_coefficients(value),
+    names=tuple(SCHEDULES),
+)
+_SPLIT = Kind(
+    "'auto', 'none', or a mapping of name patterns to sizes",
+    lambda value: value in ("auto", "none") if isinstance(value, str) else all(map(_are_sizes, value.values())),
+    names=("auto", "none"),
+)
+_LAYOUT = Kind(
+    "a MatrixLayout or a dict of its fields (transposed, batched: True, False; parts: sizes > 0)",
+    lambda value: isinstance(matrix_layouts.to_plain(value), dict),
+    matrix_layouts.to_plain,
+)
+
+
+class Setting(NamedTuple):
+    """A keyword of `Mars` or `create`.
+
+    Scope `group`: a key of every parameter group. `1d`: becomes the vectors' `lr`, `betas` or `weight_decay`, so that
+    schedulers see one of each. `model`: an option of `create` for models.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    help: str
+    scope: Literal["group", "1d", "model"] = "group"
+
+
+_TABLE = (
+    Setting("lr", 3e-3, _RATE, "Learning rate of the matrices."),
+    Setting("betas", (0.95, 0.99), _BETAS, "Decay rates of the moments."),
+    Setting("eps", 1e-8, _NUMBER, "Added to the root of the second moment."),
+    Setting("weight_decay", 0.0, _NUMBER, "Decoupled decay of the matrices."),
+    Setting("gamma", 0.025, _NUMBER, "Scale of the correction."),
+    Setting("mars_type", "mars-adamw", _one_of(*MARS_TYPES), "Update rule of the matrices."),
+    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step."),
+    Setting("clip_threshold", 1.0, _THRESHOLD, "Largest norm of a corrected gradient."),
+    Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment."),
+    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well."),
+    Setting("lr_1d", None, _or_none(_RATE), "Rate of what takes AdamW; left out: lr / 2, with mars-m lr.", "1d"),
+    Setting("betas_1d", (0.9, 0.95), _BETAS, "Decay rates of the moments of what takes AdamW.", "1d"),
+    Setting("weight_decay_1d", 0.0, _NUMBER, "Decoupled decay of what takes AdamW.", "1d"),
+    Setting("second_moment", "corrected", _one_of("corrected", "gradient"), "What the second moment averages."),
+    Setting("ns_steps", 5, _STEPS, "Steps of Newton-Schulz."),
+    Setting("ns_coefficients", "quintic", _COEFFICIENTS, f"Coefficients of Newton-Schulz: {', '.join(SCHEDULES)}."),
+    # No float16: the entries of a first moment underflow in it.
+    Setting("ns_dtype", None, _dtype("bfloat16", "float32", "float64"), "Dtype of Newton-Schulz; left out: the best."),
+    Setting("max_grad_norm", None, _THRESHOLD, "Largest global norm of all gradients."),
+    Setting("state_dtype", None, _dtype("float16", "bfloat16", "float32", "float64"), "Dtype of the states."),
+    Setting("rounding", "nearest", _one_of("nearest", "stochastic", "kahan"), "Rounding of bfloat16 parameters."),
+    Setting("maximize", False, _FLAG, "Ascend instead of descend."),
+    Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),
+    Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
+    Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
+    Setting(
+        "param_rules",
+        [],
+        Kind("rules", lambda value: True),
+        "Settings by name: .yaml, .json, or JSON.",
+        "model",
+    ),
+)
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
+DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
+MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
+KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
+GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")  # of groups alone
+# What a rule of `param_rules` may state: not the norm of all gradients.
+RULE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
+# A change of one of these sorts the buckets again.
+_LIVE = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
+STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _LIVE))
+ORTHOGONAL_KEYS = ("ns_steps", "ns_coefficients", "ns_dtype", "split_fused")  # of mars-shampoo and mars-m
+# Names for the halves of a pair, where a value can hold no comma.
+PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
+# Labels of groups, ours and torch's. `gamma_of_average`: the gamma of the steps behind exp_avg, for states without last
+# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's rule in `param_rules`.
+LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out", "pattern")
+_KINDS = {name: setting.kind for name, setting in SETTINGS.items()} | dict.fromkeys(PAIR_KEYS, _BETA)
+_KINDS |= {"role": _one_of(*ROLES), "layout": _or_none(_LAYOUT)}
+_OTHER_NAMES = {  # of other libraries
+    **{"learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "epsilon": "eps", "adam_epsilon": "eps"},
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum"), "betas"),
+    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
+}
+
+
+class UnknownHyperparameterError(TypeError, ValueError):
+    """Raised for an unknown setting: a TypeError as a keyword, a ValueError as a key of a group or of `optim_args`."""
+
+
+def shown(value: Any) -> str:
+    """Return what an error shows of a value: one line of at most 200 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5000 digits
+        text = f"<{type(value).__name__}>"
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:201])
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def check(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as plain types; keys that are none stay as they are.
+
+    Raises:
+        ValueError: a value that MARS cannot use, or an unknown name in a rule of `param_rules`.
+    """
+    checked = dict(settings)
+    for name, value in settings.items():
+        if name == "param_rules":
+            checked[name] = [_checked_rule(rule) for rule in param_rules.rules_of(value)]
+        elif name in _KINDS:
+            checked[name] = _checked(name, value, _KINDS[name])
+    if "ns_steps" in settings and "ns_coefficients" in settings:
+        ns_coefficients(settings)
+    return checked
+
+
+def _checked(name: str, value: Any, kind: Kind) -> Any:
+    with contextlib.suppress(Exception):  # a value of any class may raise anything
+        if kind.fits(value):
+            return kind.plain(value)
+    close = difflib.get_close_matches(shown(value).strip("'").lower().replace("_", "-"), kind.names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
+
+
+def _checked_rule(rule: param_rules.Rule) -> param_rules.Rule:
+    where = f"param_rules {shown(rule.pattern)}"
+    reject_unknown(rule.settings, RULE_KEYS, where)
+    values = {name: read(name, value) if isinstance(value, str) else value for name, value in rule.settings.items()}
+    try:
+        return param_rules.Rule(rule.pattern, check(values))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
+    """Raise UnknownHyperparameterError for a name that is not accepted, with the one that was probably meant.
+
+    With `labels`, names that resemble none pass: schedulers and wrappers add keys of their own to groups.
+    """
+    accepted = tuple(accepted)
+    for name in (name for name in names if name not in accepted):
+        text = str(name).lower().replace("-", "_")
+        close = [_OTHER_NAMES.get(text), *difflib.get_close_matches(text, accepted, n=1, cutoff=0.8)]
+        meant = next((other for other in close if other in accepted), None)
+        if meant or not labels:
+            hint = f"; did you mean {meant!r}?" if meant else ""
+            raise UnknownHyperparameterError(f"{where}: unknown {shown(name)}{hint}; accepted: {', '.join(accepted)}")
+
+
+def read(name: str, text: str) -> Any:
+    """Return the value that a string states; `check` decides whether it fits."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words and text.lower() not in _KINDS[name].names:
+        return words[text.lower()]
+    if name == "param_rules":
+        return param_rules.from_text(text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def parse_optim_args(text: str | None) -> dict[str, Any]:
+    """Return the settings of `TrainingArguments.optim_args`, such as "gamma=0.025,clip_threshold=none,beta1=0.9".
+
+    Raises:
+        ValueError: something that is not name=value, an unknown name, or one that comes twice.
+    """
+    texts: dict[str, str] = {}
+    for pair in text.replace(" ", "").split(",") if text else ():
+        name, _, value = pair.partition("=")
+        if not (name and value) or "=" in value or name in texts:
+            problem = "is given twice" if name in texts else "is not name=value"
+            raise ValueError(f"optim_args={shown(text)}: {shown(pair)} {problem}; write gamma=0.025,beta1=0.9")
+        texts[name] = value
+    reject_unknown(
+        texts, [*(name for name in SETTINGS if not name.startswith("betas")), *PAIR_KEYS, "like"], "optim_args"
+    )
+    return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
+
+
+def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
+    """Return the coefficients of each Newton-Schulz step; raise ValueError for more or fewer than `ns_steps`."""
+    value, steps = settings["ns_coefficients"], settings["ns_steps"]
+    schedule: Any = SCHEDULES[value] if isinstance(value, str) else value
+    schedule = schedule if isinstance(schedule[0], (list, tuple)) else [schedule] * steps
+    if len(schedule) != steps:
+        raise ValueError(
+            f"ns_coefficients={shown(value)} is a schedule of {len(schedule)} steps and ns_steps={steps}; give as many "
+            "triples as steps, or one for all"
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in schedule)
+
+
+def dtype_of(value: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a setting: a torch.dtype, or its name."""
+    return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
+
+
+def lr_1d_ratio(mars_type: str) -> float:
+    """Return the ratio lr_1d / lr that lr_1d=None stands for: that of every published configuration."""
+    return 1.0 if mars_type == "mars-m" else 0.5

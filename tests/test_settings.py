@@ -1,0 +1,233 @@
+"""The table of settings: signatures and groups follow it, every door checks its values, `optim_args` reads them."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.settings import (
+    DEFAULTS,
+    GROUP_KEYS,
+    KEYS_1D,
+    MODEL_DEFAULTS,
+    PAIR_KEYS,
+    RULE_KEYS,
+    SETTINGS,
+    UnknownHyperparameterError,
+    check,
+    parse_optim_args,
+)
+
+NAN, INF, LONG = float("nan"), float("inf"), 10**400
+NUMBERS = (NAN, INF, LONG, -LONG, "1", b"1", True, None, object(), [1.0], 1j)
+# Values that each setting refuses.
+WRONG = {
+    **dict.fromkeys(("eps", "weight_decay", "gamma", "weight_decay_1d"), (*NUMBERS, -1e-8, torch.tensor(0.1))),
+    "lr": (*NUMBERS, -1e-8, torch.ones(2), torch.tensor(-1.0), torch.tensor(NAN)),
+    **dict.fromkeys(("lr_1d", "lr_embeddings"), (*(value for value in NUMBERS if value is not None), -1e-8)),
+    **dict.fromkeys(("clip_threshold", "max_grad_norm"), (*(v for v in NUMBERS if v is not None), 0, -1.0)),
+    **dict.fromkeys(("betas", "betas_1d"), ((1.0, 0.9), (0.9, -0.1), (0.9, NAN), (0.9, LONG), (0.9,), 0.9, "99", None)),
+    **dict.fromkeys(("is_approx", "amsgrad", "optimize_1d", "maximize"), (None, 0, 1, "yes", np.bool_(True))),
+    "fused": (0, 1, "auto"),
+    "mars_type": ("mars-sgd", "mars_m", ["mars-m"], None, 1),
+    **dict.fromkeys(("second_moment", "rounding"), ("raw", ["kahan"], None, torch.ones(2))),
+    "ns_steps": (0, -1, 101, LONG, 5.0, True, "5", None),
+    "ns_coefficients": (
+        *("cubic", (1.0, 2.0), [(1.0, 2.0, NAN)] * 5, (LONG, 1.0, 1.0), [(1.0, 2.0, "3")], [], None, {"a": 1}),
+        *([(3.0, -4.0, 2.0)] * 4,),  # and five steps
+    ),
+    "ns_dtype": ("float16", torch.int8, 32),
+    "state_dtype": ("int8", torch.complex64, 32),
+    "split_fused": ("all", 3, None, {"a": ["b"]}, {"a": [0]}, {"a": [True]}, {"a": 3}),
+    "param_rules": ("a;lr:1", {"a": 1}, [("a",)], [("a", {"lr": -1})], [("a", {"lr": 1}), ("a", {"lr": 2})]),
+}
+# Another accepted value of each setting, as a string of `optim_args`.
+TEXTS = {
+    **{"lr": "5e-1", "eps": "1e-6", "weight_decay": "0.25", "gamma": "1", "mars_type": "mars-lion", "amsgrad": "true"},
+    **{"is_approx": "False", "clip_threshold": "none", "optimize_1d": "true", "lr_1d": "0.125", "ns_steps": "3"},
+    **{"weight_decay_1d": "0.25", "second_moment": "gradient", "ns_coefficients": "polar-express"},
+    **{"ns_dtype": "float32", "max_grad_norm": "0.5", "state_dtype": "bfloat16", "rounding": "kahan"},
+    **{"maximize": "true", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
+    **{"param_rules": '[{"pattern":"a.*"}]', "beta1": "0.5", "beta2_1d": ".5"},
+}
+
+
+def arguments_of(function) -> dict:
+    parameters = inspect.signature(function).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    assert found.pop("process_group") is None  # of the process, not of a group
+    assert found.pop("like", None) is None  # where settings come from
+    return found
+
+
+def test_signatures_follow_the_table():
+    assert arguments_of(Mars) == dict(DEFAULTS)
+    assert arguments_of(mars_hf.create) == {**MODEL_DEFAULTS, "param_rules": ()}
+    assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS]
+    assert len(SETTINGS) + len(("like", "process_group")) == 27
+
+
+def test_a_group_holds_the_settings_of_groups():
+    group = Mars([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]
+    assert group.keys() == {"params", "role", *GROUP_KEYS}
+    assert not {*KEYS_1D, *MODEL_DEFAULTS} & group.keys()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_cover_the_table():
+    assert WRONG.keys() == SETTINGS.keys()
+    assert TEXTS.keys() == SETTINGS.keys() - {"betas", "betas_1d"} | {"beta1", "beta2_1d"}
+
+
+@pytest.mark.parametrize("door", ["create", "Mars", "group", "rule"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_wrong_values_are_refused_in_one_line(name, door):
+    for value in WRONG[name]:
+        params = [nn.Parameter(torch.ones(2, 2))]
+        with pytest.raises(ValueError, match=rf"(?s){name}") as refused:
+            if door == "create" or name in MODEL_DEFAULTS:
+                mars_hf.create(nn.Linear(2, 2), **{name: value})
+            elif door == "Mars":
+                Mars(params, **{name: value})
+            elif door == "group":
+                Mars([{"params": params, name: value}])
+            elif name in RULE_KEYS and not isinstance(value, str):  # strings of rules are read
+                mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})])
+            else:
+                check({name: value})
+        line = str(refused.value)
+        assert line.isprintable() and len(line) < 600
+        assert "accepted: " in line or "ns_steps=5" in line or "param_rules" in line
+
+
+@pytest.mark.parametrize(
+    ("layout", "accepted"),
+    [({"transpose": True}, "dict of its fields"), ({"transposed": 1}, "True"), ({"parts": (0, 2)}, "sizes > 0")],
+)
+def test_wrong_layouts(layout, accepted):
+    with pytest.raises(ValueError, match=f"^layout=.*{accepted}"):
+        Mars([{"params": [nn.Parameter(torch.ones(2, 2))], "layout": layout}])
+
+
+def test_long_values_and_control_characters_are_shown_in_one_short_line():
+    with pytest.raises(ValueError) as refused:
+        Mars([nn.Parameter(torch.ones(2, 2))], mars_type="a\x1b[31m\n\u2028" + 10_000 * "x")
+    line = str(refused.value)
+    assert line.startswith(r"mars_type='a\x1b[31m\n\u2028xxx") and line.isprintable() and len(line) < 400
+    with pytest.raises(ValueError, match=r"^gamma=<int> is not valid; accepted: a finite number >= 0$"):
+        check({"gamma": 10**5000})  # which Python does not print
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [("mars_type", "mars_m", "mars-m"), ("rounding", "Nearest", "nearest"), ("ns_coefficients", "quintik", "quintic")],
+)
+def test_a_near_miss_of_a_value_names_it(name, value, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        check({name: value})
+
+
+def test_values_become_plain_types():
+    checked = check({"lr": np.float64(0.5), "betas": [np.float32(0.5), 1 / 3], "fused": None, "layout": MatrixLayout()})
+    assert [type(value) for value in checked.values()] == [float, tuple, type(None), dict]
+    assert [type(beta) for beta in checked["betas"]] == [float, float]
+    lr = torch.tensor([0.1])
+    assert check({"lr": lr})["lr"] is lr
+    assert check({"somebody's": lr}) == {"somebody's": lr}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("learning_rate", "lr"), ("wd", "weight_decay"), ("adam_beta1", "betas"), ("max_norm", "max_grad_norm")),
+        *(("epsilon", "eps"), ("gama", "gamma"), ("lr1d", "lr_1d"), ("Mars-Type", "mars_type")),
+    ],
+)
+@pytest.mark.parametrize("door", ["create", "group"])
+def test_a_near_miss_of_a_name_names_it(name, meant, door):
+    params = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(UnknownHyperparameterError, match=f"did you mean '{meant}'.*accepted: lr, betas"):
+        mars_hf.create(params, **{name: 1}) if door == "create" else Mars([{"params": params, name: 1}])
+
+
+def test_labels_of_groups_pass_and_unknown_keywords_do_not():
+    params = [nn.Parameter(torch.ones(2, 2))]
+    assert Mars([{"params": params, "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
+    with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
+        mars_hf.create(params, lr_scale=0.5)
+
+
+# --- optim_args -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_optim_args_are_read(name):
+    value = parse_optim_args(f"{name}={TEXTS[name]}")[name]
+    default = DEFAULTS[PAIR_KEYS[name][0]] if name in PAIR_KEYS else SETTINGS[name].default
+    assert check({name: value})[name] not in (default, TEXTS[name] if TEXTS[name][0].isdigit() else default)
+
+
+def test_optim_args_hold_several_settings():
+    text = "gamma=5e-2, clip_threshold=None,mars_type=mars-m,like=me/model-2,fused=TRUE"
+    expected = {"gamma": 0.05, "clip_threshold": None, "mars_type": "mars-m", "like": "me/model-2", "fused": True}
+    assert parse_optim_args(text) == expected
+    assert parse_optim_args(None) == parse_optim_args("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gamma", "'gamma' is not name=value"),
+        ("gamma=0.1=2", "'gamma=0.1=2' is not name=value"),
+        ("gamma=", "'gamma=' is not name=value"),
+        ("gamma=0.1,", "'' is not name=value"),
+        ("gamma=0.1,gamma=0.2", "'gamma=0.2' is given twice"),
+        ("gama=1", "unknown 'gama'; did you mean 'gamma'"),
+        ("betas=0.9", "unknown 'betas'.*beta1"),
+        ("layout=none", "unknown 'layout'"),
+    ],
+)
+def test_optim_args_of_another_form(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_optim_args(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
+        ('param_rules=[["a"]]', r"param_rules\[0\]=\['a'\] is no rule"),
+        ("gamma=much", "gamma='much' is not valid; accepted: a finite number >= 0"),
+        ("gamma=" + 6000 * "9", "gamma='999.*accepted"),
+        ("gamma=1e999", "gamma=inf is not valid"),
+        ("gamma=" + 3000 * "(", "accepted"),
+        ("amsgrad=maybe", "accepted: True, False"),
+        ("ns_steps=2.5", "an integer from 1 to 100"),
+        ("mars_type=mars_m", "did you mean 'mars-m'"),
+    ],
+)
+def test_values_of_optim_args_that_do_not_fit(text, message):
+    with pytest.raises(ValueError, match=message):
+        check(parse_optim_args(text))
+
+
+def test_strings_of_rules_are_read():
+    """YAML takes 1e-3 for a string."""
+    (rule,) = check({"param_rules": [("a.*", {"lr": "1e-3", "clip_threshold": "none", "role": "vector"})]})[
+        "param_rules"
+    ]
+    assert rule == ("a.*", {"lr": 1e-3, "clip_threshold": None, "role": "vector"})
+    with pytest.raises(ValueError, match=r"^param_rules 'a\.\*': lr='much' is not valid"):
+        check({"param_rules": [("a.*", {"lr": "much"})]})
