@@ -198,9 +198,9 @@ def test_without_a_width_mars_shampoo_is_left_out(capsys):
     [
         ([], "the following arguments are required: --adamw-lr"),
         (["--adamw-lr", "0"], "--adamw-lr 0.0 leaves nothing to match"),
-        (["--adamw-lr", "nan"], "lr=nan is out of range"),
-        (["--adamw-lr", "1e-3", "--adamw-betas", "0.9", "1"], "betas[1]=1.0 is out of range"),
-        (["--adamw-lr", "1e-3", "--adamw-weight-decay", "-1"], "weight_decay=-1.0 is out of range"),
+        (["--adamw-lr", "nan"], "lr=nan is not valid"),
+        (["--adamw-lr", "1e-3", "--adamw-betas", "0.9", "1"], "betas=(0.9, 1.0) is not valid"),
+        (["--adamw-lr", "1e-3", "--adamw-weight-decay", "-1"], "weight_decay=-1.0 is not valid"),
         (["--adamw-lr", "1e-3", "--batch-tokens", "0"], "'0' is not an integer >= 1"),
         (["--adamw-lr", "1e-3", "--batch-tokens", "many"], "invalid count value: 'many'"),
         (["--adamw-lr", "1e-3", "--batch-tokens", "inf"], "'inf' is not an integer >= 1"),

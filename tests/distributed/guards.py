@@ -67,7 +67,9 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
     args = training_arguments(folder, CASE, zero, **half)
     if way == "factory":
         callbacks = [mars_hf.LastGradientCallback()]
-        return Trainer(args=args, optimizer_cls_and_kwargs=mars_hf.factory(**settings), callbacks=callbacks, **shared)
+        return Trainer(
+            args=args, optimizer_cls_and_kwargs=mars_hf.factory(args, **settings), callbacks=callbacks, **shared
+        )
     mars = mars_hf.create(model, **settings)
     if way == "mars_trainer":
         return mars_hf.MarsTrainer(args=args, optimizers=(mars, None), **shared)

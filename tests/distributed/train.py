@@ -367,7 +367,7 @@ def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict
         own = {key: value for key, value in settings.items() if key != "lr"}
         return mars_hf.MarsTrainer(args=arguments, mars_kwargs=own, **shared)
     if way == "factory":
-        return Trainer(args=arguments, optimizer_cls_and_kwargs=mars_hf.factory(**settings), **shared)
+        return Trainer(args=arguments, optimizer_cls_and_kwargs=mars_hf.factory(arguments, **settings), **shared)
     return mars_hf.MarsTrainer(args=arguments, optimizers=(mars_hf.create(model, **settings), None), **shared)
 
 

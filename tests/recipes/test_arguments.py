@@ -111,7 +111,7 @@ def test_settings_of_newton_schulz_are_refused_where_nothing_is_orthogonalized(t
     [("ns_coefficients", "cubic", "'quintic', 'polar-express'"), ("split_fused", "yes", "'auto', 'none'")],
 )
 def test_unknown_choices_of_mars_m_are_named_with_the_accepted_ones(tmp_path, name, value, accepted):
-    with pytest.raises(Mistake, match=f"--{name}: '{value}' is unknown.*{accepted}"):
+    with pytest.raises(Mistake, match=f"--{name}: '{value}' is not valid.*{accepted}"):
         parse(tmp_path, "--optimizer", "mars_m", f"--{name}", value)
 
 

@@ -25,10 +25,10 @@ def lora(model):
     return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
 
 
-def given(model, way):
+def given(model, way, args):
     """Return Trainer's arguments beside model and TrainingArguments."""
     if way == "factory":
-        return {"optimizer_cls_and_kwargs": mars_hf.factory()}
+        return {"optimizer_cls_and_kwargs": mars_hf.factory(args)}
     return {"optimizers": (mars_hf.create(model, lr=1e-2), None)}
 
 
@@ -51,7 +51,8 @@ def test_an_optimizer_made_before_lora_stops_the_run(tmp_path, make):
 def test_lora_is_trained_by_what_is_made_after_it(tmp_path, make, way):
     model = lora(gpt2())
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    make(arguments(tmp_path, learning_rate=1e-2), model, **given(model, way)).train()
+    args = arguments(tmp_path, learning_rate=1e-2)
+    make(args, model, **given(model, way, args)).train()
     changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
     assert changed == {name for name in before if "lora" in name}
 
@@ -141,7 +142,8 @@ class Swapping:
 @pytest.mark.parametrize("way", ["instance", "factory"])
 def test_a_swapped_optimizer_stops_the_run(tmp_path, make, way):
     model = gpt2()
-    run = make(arguments(tmp_path), model, **given(model, way))
+    args = arguments(tmp_path)
+    run = make(args, model, **given(model, way, args))
     run.__class__ = type("Swapped", (Swapping, type(run)), {})
     with pytest.raises(RuntimeError, match="SGD, not Mars"):
         run.train()
@@ -168,7 +170,7 @@ def test_it_is_installed_by_create_and_factory(tmp_path, way):
         import transformers
         args = transformers.TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
         if {way == "factory"}:
-            settings = {{"optimizer_cls_and_kwargs": mars_hf.factory()}}
+            settings = {{"optimizer_cls_and_kwargs": mars_hf.factory(args)}}
         else:
             settings = {{"optimizers": (mars_hf.create(other), None)}}
         run = transformers.Trainer(model, args, train_dataset=[{{"x": 1}}], **settings)
@@ -197,7 +199,8 @@ def test_another_optimizer_does_not_resume_a_checkpoint_of_mars(tmp_path, make):
     """torch.optim.AdamW loads all of it, and would train with MARS's betas and learning rates."""
     args = {"save_strategy": "steps", "save_steps": 2}
     model = gpt2()
-    trainer(arguments(tmp_path, **args), model, **given(model, "factory")).train()
+    own = arguments(tmp_path, **args)
+    trainer(own, model, **given(model, "factory", own)).train()
     model = gpt2()
     if make == "Trainer":
         run = trainer(arguments(tmp_path / "other", **args), model)

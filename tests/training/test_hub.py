@@ -402,7 +402,8 @@ def test_factories_take_up_saved_settings(tmp_path):
 
 def test_groups_given_by_a_script_keep_the_options_for_models(tmp_path):
     model = gpt2()
-    made, settings = mars_hf.factory(mars_type="mars-m", param_rules=[("*.mlp.c_fc.weight", {"role": "adamw"})])
+    rules = [("*.mlp.c_fc.weight", {"role": "adamw"})]
+    made, settings = mars_hf.factory(arguments(tmp_path), mars_type="mars-m", param_rules=rules)
     mars = made(list(model.parameters()), model=model, **settings)
     assert mars.created_with["param_rules"] == [("*.mlp.c_fc.weight", {"role": "adamw"})]
     assert mars.created_with["mars_type"] == "mars-m"

@@ -246,11 +246,9 @@ def test_optim_and_factory(tmp_path, way):
     """Exact in MarsTrainer; a plain Trainer refuses."""
     mars_hf.register()
     named = {"optim": "mars_adamw", "optim_args": "is_approx=false,gamma=0.1"} if way == "optim" else {}
-    made = {"optimizer_cls_and_kwargs": mars_hf.factory(is_approx=False, gamma=0.1)} if way == "factory" else {}
-    runs = [
-        kind(gpt2(), arguments(tmp_path, max_steps=3, **named), train_dataset=Rows(), **made)
-        for kind in (Recording, Trainer)
-    ]
+    args = arguments(tmp_path, max_steps=3, **named)
+    made = {"optimizer_cls_and_kwargs": mars_hf.factory(args, is_approx=False, gamma=0.1)} if way == "factory" else {}
+    runs = [kind(gpt2(), args, train_dataset=Rows(), **made) for kind in (Recording, Trainer)]
     runs[0].train()
     assert [stale for _, stale, _ in runs[0].notes.passes] == [False, True, False, True, False]
     with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):

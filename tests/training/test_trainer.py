@@ -73,9 +73,10 @@ def test_another_optimizer_that_is_given_trains(tmp_path):
 @pytest.mark.parametrize("other", ["model_init", "optimizer_cls_and_kwargs"])
 def test_two_sources_of_optimizers_are_refused(tmp_path, other):
     model = gpt2()
-    settings = {"model_init": lambda: gpt2(), "optimizer_cls_and_kwargs": mars_hf.factory()}
+    args = arguments(tmp_path)
+    settings = {"model_init": lambda: gpt2(), "optimizer_cls_and_kwargs": mars_hf.factory(args)}
     with pytest.raises(ValueError, match=other):
-        mars_trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None), **{other: settings[other]})
+        mars_trainer(args, model, optimizers=(mars_hf.create(model), None), **{other: settings[other]})
 
 
 class Configured(Trainer):
@@ -146,7 +147,8 @@ def test_it_makes_mars_as_factory_does(tmp_path, kind, named, given):
     if named.get("optim") == "mars_shampoo":
         expected |= {"mars_type": "mars-shampoo", "ns_steps": 3}
         expected.pop("gamma")
-    twin = trainer(arguments(tmp_path, **values), gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(**expected))
+    args = arguments(tmp_path, **values)
+    twin = trainer(args, gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, **expected))
     twin.train()
     assert isinstance(run.optimizer.optimizer, mars_hf.Mars)
     assert all(torch.equal(a, b) for a, b in zip(weights(run), weights(twin), strict=True))
@@ -192,9 +194,10 @@ def test_settings_that_cannot_be_used_are_refused_at_once(tmp_path, named, given
 
 def test_settings_beside_an_optimizer_are_refused(tmp_path):
     model = gpt2()
-    for given in ({"optimizers": (mars_hf.create(model), None)}, {"optimizer_cls_and_kwargs": mars_hf.factory()}):
+    args = arguments(tmp_path)
+    for given in ({"optimizers": (mars_hf.create(model), None)}, {"optimizer_cls_and_kwargs": mars_hf.factory(args)}):
         with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
-            mars_trainer(arguments(tmp_path), model, mars_kwargs={"gamma": 0.1}, **given)
+            mars_trainer(args, model, mars_kwargs={"gamma": 0.1}, **given)
 
 
 def test_a_class_that_makes_its_optimizer_at_once_makes_mars(tmp_path):
