@@ -235,12 +235,17 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any] | N
         raise ValueError(f"{name}: given in optim_args={args.optim_args!r} and in mars_kwargs; give one")
     settings.update(mars_kwargs or {})
     rule = OPTIM_NAMES.get(_optim(args))
-    if rule is not None and settings.setdefault("mars_type", rule) != rule:
+    if rule is None:
+        return settings
+    saved = {} if settings.get("like") is None else saved_settings.read(settings["like"])
+    chosen = settings.get("mars_type", saved.get("mars_type", rule))
+    if chosen != rule:
+        where = "mars_type" if "mars_type" in settings else f"the mars_type of like={str(settings['like'])!r},"
         raise ValueError(
-            f"optim={_optim(args)!r} and mars_type={settings['mars_type']!r} contradict each other; choose by optim "
-            f"alone: {', '.join(OPTIM_NAMES)}"
+            f"optim={_optim(args)!r} and {where} {chosen!r} contradict each other; choose by optim alone: "
+            f"{', '.join(OPTIM_NAMES)}"
         )
-    return settings
+    return {**settings, "mars_type": rule}
 
 
 def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], trainer: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ FLAGS = of(
     ("--ns_coefficients cubic", "'cubic' is not valid", "'quintic'"),
     ("--embedded_corpus stdlib --data_dir data", "--embedded_corpus stdlib would be ignored, because of --data_dir"),
     ("--embedded_corpus c++", "'stdlib', 'torch-headers'"),
-    ("--optimizer mars_m --split_fused yes", "'yes' is not valid; accepted: 'auto', 'none'"),
+    ("--optimizer mars_m --split_fused yes", "'yes' is unknown; accepted: 'auto', 'none'"),
     # settings that contradict each other
     ("--n_head 3", "n_embd 128 is not a multiple of --n_head 3", "2, 4"),
     ("--n_embd 130", "--n_embd 130 is not a multiple of", "n_head 4"),

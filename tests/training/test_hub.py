@@ -394,7 +394,7 @@ def test_factories_take_up_saved_settings(tmp_path):
     made, settings = mars_hf.factory(args, like=tmp_path / "first", gamma=0.025)
     mars = made()(gpt2(), **settings)
     assert (mars.param_groups[0]["weight_decay"], mars.param_groups[0]["gamma"]) == (0.2, 0.025)
-    with pytest.raises(ValueError, match=r"optim='mars_lion' and like='.*', which was trained with 'mars-adamw'"):
+    with pytest.raises(ValueError, match=r"optim='mars_lion' and the mars_type of like='.*', 'mars-adamw' contradict"):
         arguments(tmp_path / "fourth", optim="mars_lion", optim_args=place)
     with pytest.raises(ValueError, match=r"like='nowhere/at/all': no such folder"):
         arguments(tmp_path / "fifth", optim="mars_adamw", optim_args="like=nowhere/at/all")

@@ -394,7 +394,7 @@ def test_optim_args_reach_the_optimizer(tmp_path):
         ("gama=1", "unknown 'gama'; did you mean 'gamma'"),
         ("gamma=much", "gamma='much' is not valid"),
         ("gamma", "'gamma' is not name=value"),
-        ("mars_type=mars-lion", "optim='mars_adamw' and mars_type='mars-lion' contradict.*mars_adamw, mars_lion"),
+        ("mars_type=mars-lion", "optim='mars_adamw' and mars_type 'mars-lion' contradict.*mars_adamw, mars_lion"),
     ],
 )
 def test_optim_args_that_cannot_be_read(tmp_path, text, message):
