@@ -97,7 +97,7 @@ def test_every_setting_of_mars_is_in_some_configuration():
 
     settings = set(inspect.signature(Mars.__init__).parameters) - {"self", "params", "process_group"}
     given = {key for name in CONFIGURATIONS for key in settings_of(name)} | {"fused"}
-    elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py", "layout": "test_matrix_layouts.py"}
+    elsewhere = {"is_approx": "exact steps need stale gradients: test_exact.py"}
     assert settings - given == set(elsewhere)
 
 
