@@ -44,7 +44,7 @@ from tqdm.auto import tqdm
 import mars_hf
 from mars_hf import _compat
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.step.buckets import entries_of, plan_buckets
+from mars_hf.step import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
@@ -250,8 +250,8 @@ class Player:
         names: dict[str, None] = {}
         for mars in self.optimizers:
             if isinstance(mars, mars_hf.Mars):
-                recipes = plan_buckets(mars.param_groups, entries_of(mars.param_groups, mars.state), {})
-                names |= dict.fromkeys(recipe.backend.name for recipe in recipes)
+                lists, _ = build_lists(mars.param_groups, dict(mars.state), {}, {})
+                names |= dict.fromkeys(tensors.backend.name for tensors in lists)
         return ", ".join(names)
 
     def state_bytes(self) -> int:

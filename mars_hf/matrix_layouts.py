@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.distributed.placement import shape_of
+from mars_hf.distributed.shards import shape_of
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (

@@ -16,11 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mars_hf import _compat, saved_settings
-from mars_hf.distributed import dtensors
-from mars_hf.distributed.locator import Locator
-from mars_hf.distributed.placement import Placement
-from mars_hf.param_groups import orthogonalizes, param_groups, split_by_role, warn_of_fast_vectors, warn_of_one_rate
+from mars_hf import _compat, exact, saved_settings, states
+from mars_hf.distributed.norms import WholeSums
+from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, local
+from mars_hf.metrics import StepMetrics
+from mars_hf.orthogonalize import Orthogonalizer
+from mars_hf.param_groups import (
+    orthogonalizes,
+    param_groups,
+    split_by_role,
+    takes_mars,
+    warn_of_fast_vectors,
+    warn_of_one_rate,
+)
 from mars_hf.settings import (
     DEFAULTS,
     GROUP_KEYS,
@@ -32,15 +40,17 @@ from mars_hf.settings import (
     reject_unknown,
     shown,
 )
-from mars_hf.step import exact, saved_states, states
-from mars_hf.step.buckets import Bucket, Entry, Recipe, entries_of, fill_bucket, plan_buckets
-from mars_hf.step.checks import check_averages, check_gradient, check_state
-from mars_hf.step.locate import locate
-from mars_hf.step.metrics import StepMetrics
-from mars_hf.step.norms import take_norms
-from mars_hf.step.order import Order
-from mars_hf.step.orthogonalized import Matrices, Team
-from mars_hf.step.update import keep_gradients, update_bucket
+from mars_hf.step import (
+    CC,
+    LL,
+    TensorList,
+    build_lists,
+    place_gradients,
+    set_factors,
+    take_sums,
+    update,
+    update_matrices,
+)
 from mars_hf.summary import summary
 
 # Labels of groups that a model's modules and names give.
@@ -163,14 +173,15 @@ class Mars(torch.optim.Optimizer):
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
-    _locator: Locator | None = None
+    _shards: Shards | None = None
+    _orthogonalizer: Orthogonalizer | None = None
     _grad_norm: Tensor | None = None
-    _order: Order | None = None
     _stale_gradients_given = False
     _is_made = False
     _was_trainable = False
-    _matrices: Matrices | None = None
-    _process_group: Any = None
+
+    _process_group: Group = None
+
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: weakref.ref[nn.Module] | None = None
     _unsharded: frozenset[str] = frozenset()
@@ -261,19 +272,10 @@ class Mars(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
-        if self._locator is None:
-            self._locator = Locator(self.param_groups, self._process_group)
-        else:
-            for group in self.param_groups[before:]:
-                self._locator.extend(group)
-
-    def _helpers(self) -> tuple[Locator, Matrices]:
-        """Return what outlives a step; a loaded or unpickled optimizer begins anew."""
-        if self._locator is None:
-            self._locator = Locator(self.param_groups, self._process_group)
-        if self._matrices is None:
-            self._matrices = Matrices(self._locator)
-        return self._locator, self._matrices
+        if self._shards is None:
+            self._shards = Shards()
+        for group in self.param_groups[before:]:
+            self._shards.extend(group)
 
     def _of_the_loop(self) -> dict[str, Any]:
         """Return the setting that the owner of the loop may have changed in all groups."""
@@ -294,8 +296,8 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer; settings newer than the pickle take their defaults."""
         super().__setstate__(state)
         self._is_made = True
-        if self._locator is None:
-            self._locator = Locator(self.param_groups, self._process_group)
+        if self._shards is None:  # else torch loads a state
+            self._shards = Shards(self.param_groups)
         for group in self.param_groups:
             for key in GROUP_KEYS:
                 group.setdefault(key, DEFAULTS.get(key))
@@ -320,7 +322,7 @@ class Mars(torch.optim.Optimizer):
         found: dict[str, Any] = {}
 
         def check_loaded(_: Any, given: dict[str, Any]) -> None:
-            saved_states.check(given, self.param_groups)
+            states.check_loaded(given, self.param_groups)
             found.update(given)
 
         def keep(_: Any) -> None:
@@ -328,8 +330,7 @@ class Mars(torch.optim.Optimizer):
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)
-            saved_states.copy_into(self.state, found, self.param_groups)
-            self._matrices = self._order = None  # ranks that came apart may share their work again
+            states.copy_loaded(self.state, found, self.param_groups)
 
         # The last one before torch loads, and the first one after it.
         handles = [
@@ -361,23 +362,109 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        entries = entries_of(self.param_groups, self.state)
-        if not (entries and self.state):
+        has_gradients = any(param.grad is not None for group in self.param_groups for param in group["params"])
+        if not (has_gradients and self.state):
             self._reject_replaced()
-        recipes, placements = self._order_for(entries), {}
-        if recipes is None:
-            locator, _ = self._helpers()
-            placements = locate(self.param_groups, locator, self.max_grad_norm)
-            if not entries and not placements:
-                self._reject_frozen()
-                self._stand_aside()
-                return loss
-        with _full_precision(entries):
-            if recipes is None:
-                recipes = self._plan(entries, placements)
-            buckets = [fill_bucket(recipe, self.param_groups, entries, placements) for recipe in recipes]
-            self._update_buckets([bucket for bucket in buckets if bucket.params], entries, placements)
+            warn_of_one_rate(self.param_groups, self.defaults)
+        specs, chunk_of, whole = self._locate()
+        if not has_gradients and whole is None:
+            self._reject_frozen()
+            return loss
+        with _full_precision(self.param_groups):
+            self._step(specs, chunk_of, whole)
         return loss
+
+    def _locate(self) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
+        """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
+        max_grad_norm, groups = self.max_grad_norm, self.param_groups
+        assert self._shards is not None
+        wanted = [max_grad_norm is not None or takes_mars(group) for group in groups]
+        specs = self._shards.locate(groups, wanted, self._model)
+        chunk_of: dict[int, Any] = {}
+        shares = False
+        if any(map(orthogonalizes, groups)):
+            self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
+            chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self._process_group)
+            shares = self._orthogonalizer.shares
+        if max_grad_norm is not None and not all(map(is_dtensor, specs)):
+            raise RuntimeError(
+                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
+                "in its JSON, and max_grad_norm=None"
+            )
+        measures = max_grad_norm is not None or self._metrics is not None
+        normed = [
+            param
+            for group, is_wanted in zip(groups, wanted, strict=True)
+            if is_wanted and (measures or group["clip_threshold"] is not None or orthogonalizes(group))
+            for param in group["params"]
+            if param in specs
+        ]
+        if not (normed or shares):
+            return specs, chunk_of, None
+        count = max(len(self._shards.shapes), sum(len(group["params"]) for group in groups))
+        whole = WholeSums(count, 1 if max_grad_norm is None else 3, local(self._first()).device)
+        for param in normed:
+            spec = specs[param]
+            copies = 0 if spec.replicas is None else dist.get_world_size(spec.replicas)
+            for group in [spec.group, *([spec.replicas] if copies else [])]:
+                whole.join(group)
+            for shard in spec.shards if param.grad is not None else ():
+                whole.add_present(spec.group, shard.param_index, shard.numel / shard.whole)
+                if copies:
+                    whole.add_present(spec.replicas, shard.param_index, 1 / copies)
+            if self._metrics is not None:
+                self._metrics.join(spec.group, local(param).device)
+        if shares and self._orthogonalizer is not None:
+            self._orthogonalizer.join(whole)
+        return specs, chunk_of, whole
+
+    def _first(self) -> Tensor:
+        """Return the first parameter."""
+        return next(param for group in self.param_groups for param in group["params"])
+
+    def _step(self, specs: Mapping[Tensor, ShardSpec], chunk_of: Mapping[int, Any], whole: WholeSums | None) -> None:
+        """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
+        max_grad_norm, lists, moving = self.max_grad_norm, list[TensorList](), list[dict[str, Any]]()
+        error: Exception | None = None
+        place_gradients(self.param_groups)
+        try:
+            for group in self.param_groups:
+                check({name: group[name] for name in STRUCTURAL_KEYS})
+            if self.is_exact:
+                given = self._stale_gradients_given
+                exact.require_stale_gradients(self.param_groups, self.state, given=given)
+            lists, moving = build_lists(self.param_groups, self.state, specs, chunk_of, self.take_grad)
+        except (RuntimeError, ValueError) as wrong:
+            if whole is None:
+                raise
+            error = wrong  # the other ranks are to know it
+        sums = take_sums(lists, max_grad_norm, self._metrics) if error is None else {}
+        if whole is not None:
+            for place, part in sums.items():
+                if lists[place].process_group is not None:
+                    rows = part[CC:] if max_grad_norm is None else part[: LL + 1]
+                    whole.add(lists[place].process_group, lists[place].indices, rows)
+            whole.reduce(error)
+        norm = set_factors(lists, sums, whole, max_grad_norm, self._metrics)
+        if norm is not None:
+            self.grad_norm.copy_(norm)
+        if self.is_exact and moving:
+            exact.keep_params(self.param_groups, self.state)
+        if moving:
+            torch._foreach_add_([state["step"] for state in moving], 1)
+        rounds: dict[Any, Any] = {}
+        if whole is not None and self._orthogonalizer is not None and any(map(orthogonalizes, self.param_groups)):
+            rounds = self._orthogonalizer.rounds(whole)
+        for own in lists:
+            if own.chunk is None:
+                update(own, metrics=self._metrics)
+            else:
+                rounds.setdefault(own.chunk, None)
+        for chunk, shared in rounds.items():
+            together = [own for own in lists if own.chunk == chunk]
+            update_matrices(together, self.param_groups, shared, self._metrics)
+        exact.drop_stale_gradients(self.param_groups, self.state)
+        self._stale_gradients_given = False
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
@@ -386,7 +473,7 @@ class Mars(torch.optim.Optimizer):
         replaced = [
             name
             for name, param in (() if model is None else model.named_parameters())
-            if name in self._unsharded and dtensors.is_dtensor(param) and id(param) not in known
+            if name in self._unsharded and is_dtensor(param) and id(param) not in known
         ]
         if replaced:
             raise RuntimeError(
@@ -412,81 +499,6 @@ class Mars(torch.optim.Optimizer):
                 stacklevel=6,  # of the call of step()
             )
 
-    def _order_for(self, entries: Sequence[Entry]) -> Sequence[Recipe] | None:
-        """Return how the step before sorted its tensors, if these look the same; None if they do not."""
-        if self._order is None or not self._order.fits(self.param_groups, entries, self.take_grad):
-            return None
-        recipes = self._order.recipes
-        averaging = [recipe.group for recipe in recipes if "last_grad" not in recipe.keys]
-        check_averages(self.param_groups, self.state, averaging)
-        return recipes
-
-    def _plan(self, entries: Sequence[Entry], placements: Mapping[Tensor, Placement]) -> Sequence[Recipe]:
-        """Check settings, gradients and states, and decide what is updated together.
-
-        The plan is kept for the next step where that can be.
-        """
-        for group in self.param_groups:
-            check({name: group[name] for name in STRUCTURAL_KEYS})
-        for entry in entries:
-            check_gradient(entry.param)
-            check_state(entry.param, entry.state, self.param_groups[entry.group])
-        if self.is_exact:
-            exact.require_stale_gradients(self.param_groups, self.state, given=self._stale_gradients_given)
-        averaging = {
-            entry.group for entry in entries if states.is_recursive(self.param_groups[entry.group], entry.state)
-        }
-        check_averages(self.param_groups, self.state, averaging)
-        warn_of_one_rate(self.param_groups, self.defaults)
-        _, matrices = self._helpers()
-        chunks = matrices.assign(self.param_groups, placements)
-        recipes = plan_buckets(self.param_groups, entries, placements, chunks, take_grad=self.take_grad)
-        for entry in entries:
-            self.state[entry.param] = entry.state
-        for index in averaging:
-            self.param_groups[index]["gamma_of_average"] = float(self.param_groups[index]["gamma"])
-        alone = not placements and not any(isinstance(recipe.chunk, Team) for recipe in recipes)
-        self._order = None
-        if alone and Order.covers(entries):
-            self._order = Order(recipes, self.param_groups, entries, self.take_grad)
-        return recipes
-
-    def _update_buckets(
-        self, buckets: list[Bucket], entries: Sequence[Entry], placements: Mapping[Tensor, Placement]
-    ) -> None:
-        """Take norms, orthogonalize, update, keep what the next step needs."""
-        locator, matrices = self._helpers()
-        corrections, norm = take_norms(
-            *(buckets, self.param_groups, placements, locator),
-            max_grad_norm=self.max_grad_norm,
-            metrics=self._metrics,
-        )
-        if norm is not None:
-            self.grad_norm.copy_(norm)
-        if self.is_exact and entries:
-            exact.keep_params(self.param_groups, self.state)
-        counted = False
-        # The first one may refuse what ranks bring, before anything changes.
-        for update in matrices.in_order(buckets, corrections):
-            if not counted:
-                _count_step(entries)
-                counted = True
-            update_bucket(update, self._metrics)
-            keep_gradients(update.bucket, update.correction)
-            del update  # with its directions, before the next ones are made
-        if not counted:  # every tensor with a gradient is empty on this rank
-            _count_step(entries)
-        exact.drop_stale_gradients(self.param_groups, self.state)
-        self._stale_gradients_given = False
-
-    def _stand_aside(self) -> None:
-        """Answer other ranks, which may want to share the work on matrices in this step, with nothing."""
-        if any(map(orthogonalizes, self.param_groups)):
-            _, matrices = self._helpers()
-            matrices.assign(self.param_groups, {})
-            for _ in matrices.in_order([], []):
-                raise AssertionError("nothing was given to be updated")
-
     @property
     def max_grad_norm(self) -> float | None:
         """Largest global norm of the gradients, one for all groups; may be set between steps.
@@ -506,6 +518,18 @@ class Mars(torch.optim.Optimizer):
             group["max_grad_norm"] = value
 
     @property
+    def process_group(self) -> Group:
+        """Ranks that hold the same whole parameters and share the work on matrices; may be set between steps.
+
+        LastGradientCallback sets it under DistributedDataParallel.
+        """
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, value: Group) -> None:
+        self._process_group = value
+
+    @property
     def grad_norm(self) -> Tensor:
         """Global norm of the last gradients clipped by `max_grad_norm`, before scaling; 0-d, NaN before any.
 
@@ -513,7 +537,7 @@ class Mars(torch.optim.Optimizer):
         """
         if self._grad_norm is None:
             params = [param for group in self.param_groups for param in group["params"]]
-            device = dtensors.local(params[0]).device if params else torch.device("cpu")
+            device = local(params[0]).device if params else torch.device("cpu")
             self._grad_norm = torch.full((), float("nan"), device=device)
         return self._grad_norm
 
@@ -587,19 +611,14 @@ def _extend_engines() -> None:
         importlib.import_module("mars_hf.universal").extend_deepspeed()
 
 
-def _count_step(entries: Sequence[Entry]) -> None:
-    if entries:
-        torch._foreach_add_([entry.state["step"] for entry in entries], 1)
-
-
 @contextlib.contextmanager
-def _full_precision(entries: Sequence[Entry]) -> Iterator[None]:
+def _full_precision(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Turn autocast off: the arithmetic of a step is not the model's."""
-    kinds = {"cpu", *(entry.param.device.type for entry in entries)} - {"meta"}
+    devices = {"cpu", *(param.device.type for group in param_groups for param in group["params"])} - {"meta"}
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for device in devices:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
@@ -680,8 +699,6 @@ def create(
     mars = Mars(groups, process_group=process_group, **hyperparameters_)
     mars._model = weakref.ref(model_or_params)
     mars._unsharded = frozenset(
-        name
-        for name, param in model_or_params.named_parameters()
-        if param.requires_grad and not dtensors.is_dtensor(param)
+        name for name, param in model_or_params.named_parameters() if param.requires_grad and not is_dtensor(param)
     )
     return mars

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
-from mars_hf.distributed.placement import reject_parts, shape_of
+from mars_hf.distributed.shards import reject_parts, shape_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.param_rules import Rule, assign
 from mars_hf.settings import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_hf.distributed.placement import shape_of
+from mars_hf.distributed.shards import shape_of
 from mars_hf.param_groups import rule_of
 from mars_hf.settings import GROUP_KEYS
 

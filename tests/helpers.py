@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.kernels import cpu_compiler as compiler
-from mars_hf.step.buckets import entries_of, plan_buckets
+from mars_hf.step import build_lists
 
 VOCAB = 64
 
@@ -84,7 +84,8 @@ def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settin
     return mars_hf.MarsTrainer(model, args, *positional, **settings)
 
 
-def backend_names(optimizer: mars_hf.Mars, chunks: Any = None) -> list[str]:
-    """The backends that a step with the present gradients takes, bucket by bucket."""
-    entries = entries_of(optimizer.param_groups, optimizer.state)
-    return [recipe.backend.name for recipe in plan_buckets(optimizer.param_groups, entries, {}, chunks)]
+def backend_names(optimizer: mars_hf.Mars) -> list[str]:
+    """The backends that a step with the present gradients takes, list by list."""
+    _, chunk_of, _ = optimizer._locate()
+    lists, _ = build_lists(optimizer.param_groups, dict(optimizer.state), {}, chunk_of)
+    return [own.backend.name for own in lists]

@@ -12,7 +12,7 @@ from reference import Reference
 from safetensors.torch import load_file
 
 import mars_hf
-from mars_hf.step import directions
+from mars_hf import orthogonalize
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = ("small_grads", "clipped_grads")
@@ -141,7 +141,7 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
         assert eps == pytest.approx(1e-8 * (1 - 0.95))
         return [newton_schulz_of_mars(m.mul(1 / (1 - 0.95)), 1e-8) for m in matrices]
 
-    monkeypatch.setattr(directions, "orthogonalize", with_official_roundings)
+    monkeypatch.setattr(orthogonalize, "orthogonalize", with_official_roundings)
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
     groups = groups_of(params) if shampoo else params
     optimizer = mars_hf.Mars(groups, ns_dtype="float32", fused=False, **settings)

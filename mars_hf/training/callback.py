@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, is_initialized
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -76,6 +78,8 @@ class LastGradientCallback(TrainerCallback):
             guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
             self._check_parameters(optimizer)
+            if self._mars.process_group is None:
+                self._mars.process_group = _data_parallel_group()
         loaded = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
@@ -169,6 +173,12 @@ def _log(level: int, message: str) -> None:
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
     logger.log(level, message)
+
+
+def _data_parallel_group() -> Any:
+    """Return the ranks that accelerate's DistributedDataParallel keeps alike; None where there is none."""
+    kind = AcceleratorState().distributed_type.name if is_initialized() else "NO"
+    return dist.group.WORLD if kind.startswith("MULTI_") and dist.is_initialized() else None
 
 
 def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:

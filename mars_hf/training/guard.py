@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mars_hf import _compat, saved_settings
-from mars_hf.distributed.placement import shape_of
+from mars_hf.distributed.shards import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.settings import check
 

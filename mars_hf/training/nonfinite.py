@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from mars_hf.distributed import dtensors
+from mars_hf.distributed.shards import local
 
 logger = logging.get_logger(__name__)
 
@@ -54,11 +54,11 @@ class NonFiniteCallback(TrainerCallback):
 
     def watch_loss(self, loss: Tensor) -> None:
         """Look at the loss of a micro-batch when the step has been taken; MarsTrainer calls this."""
-        self._losses.append(dtensors.local(loss.detach()))
+        self._losses.append(local(loss.detach()))
 
     def watch_norm(self, norm: Tensor | float) -> None:
         """Look at a norm of gradients when the step has been taken; MarsTrainer calls this."""
-        self._norms.append(dtensors.local(torch.as_tensor(norm)))
+        self._norms.append(local(torch.as_tensor(norm)))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count from zero."""
@@ -71,7 +71,7 @@ class NonFiniteCallback(TrainerCallback):
         """Take the largest gradient, unless the Trainer has handed over a norm."""
         if not self._norms:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            grads = [dtensors.local(param.grad) for param in params if param.grad is not None]
+            grads = [local(param.grad) for param in params if param.grad is not None]
             self.watch_norm(nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf))
 
     def on_optimizer_step(
@@ -146,7 +146,7 @@ def _describe(losses: list[Tensor], norms: list[Tensor], model: nn.Module, optim
         for name, param in model.named_parameters()
         # MarsTrainer lets the step move gradients into the state.
         for grad in (param.grad, optimizer.state.get(param, {}).get("last_grad"))
-        if grad is not None and not torch.isfinite(dtensors.local(grad)).all()
+        if grad is not None and not torch.isfinite(local(grad)).all()
     ]
     found = gather_object([(texts, names)])
     texts = list(dict.fromkeys(text for rank_texts, _ in found for text in rank_texts))

@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat
-from mars_hf.distributed import dtensors
+from mars_hf.distributed.shards import is_dtensor, local
 from mars_hf.optimizer import Mars
 from mars_hf.rules import global_scale
 from mars_hf.training.guard import innermost
@@ -109,7 +109,7 @@ class StalePass(TrainerCallback):
             params = [param for param in self._trainer.model_wrapped.parameters() if param.grad is not None]
             with torch.no_grad():
                 for param in params:
-                    grad = dtensors.local(param.grad)
+                    grad = local(param.grad)
                     grad.add_((self.norm * 0).to(grad))  # 0, or NaN
 
     def on_pre_optimizer_step(
@@ -283,7 +283,7 @@ def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:
     for param in params:
         meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param.grad)
     norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in meshes.values()]
-    norms = [norm.full_tensor() if dtensors.is_dtensor(norm) else norm for norm in norms]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
@@ -291,5 +291,5 @@ def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:
 def _scale_gradients(params: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply all gradients in place, whatever meshes and devices they are on."""
     for param in params:
-        grad: Any = dtensors.local(param.grad)
+        grad: Any = local(param.grad)
         grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer import Trainer
 
-from mars_hf.distributed.replicas import note_wrapper
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import innermost
@@ -208,7 +207,6 @@ class TrainerWithMars(_Base):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of a micro-batch."""
-        note_wrapper(model)
         with self._stale_pass.micro_batch():
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.in_stale_pass:

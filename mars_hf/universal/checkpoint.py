@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat, settings
-from mars_hf.distributed.placement import shape_of
+from mars_hf.distributed.shards import shape_of
 from mars_hf.optimizer import Mars
-from mars_hf.step.states import lacks_last_grad
+from mars_hf.states import lacks_last_grad
 
 WEIGHTS = "fp32"
 _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"

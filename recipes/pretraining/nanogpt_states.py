@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import mars_hf
+from mars_hf import states
 from mars_hf.param_groups import takes_mars
-from mars_hf.step import states
 from pretraining import nanogpt_file, nanogpt_optimizer
 from pretraining.mistakes import Mistake, one_line
 from pretraining.nanogpt_file import LINEAR, Code, Sizes
@@ -290,7 +290,7 @@ def _to_ours(
     path: Path, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any], summed: int
 ) -> dict[str, Any]:
     is_mars = "mars_type" in group
-    needed = states.needed(param, group, {}) if is_mars else ("exp_avg", "exp_avg_sq")
+    needed = states.buffers_of(param, group, {}) if is_mars else ("exp_avg", "exp_avg_sq")
     lacking = [key for key in needed if key not in saved]
     if lacking:
         rule = group["mars_type"] if is_mars and takes_mars(group) else "adamw"

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import mars_hf
-from mars_hf.distributed.placement import shape_of
+from mars_hf.distributed.shards import shape_of
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from worker import import_deepspeed, main
 from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
-from mars_hf.distributed import dtensors
+from mars_hf.distributed.shards import local
 
 ATTEMPTS = 9
 POISONED = 6  # this attempt, on the last rank
@@ -94,7 +94,7 @@ class Torch:
         tensors = {f"param.{name}": param for name, param in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
             tensors |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
-        return {name: dtensors.local(tensor.detach()).clone() for name, tensor in tensors.items()}
+        return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 class DeepSpeed:

@@ -166,8 +166,8 @@ def test_norms_take_one_all_reduce_for_each_set_of_ranks(trained, world, engine,
         if case.endswith("/partial"):  # partial sums are reduced first
             assert len(found) > 1
             found = found[-1:]
-        assert len(found) == (1 if engine == "tp" else 2)
-        assert all(rows * notes["normed"] <= numel <= (rows + 1) * notes["normed"] for numel in found)
+        assert len(found) == 1 if engine == "tp" else len(found) in (2, 3, 4)  # copies exchange flags
+        assert set(found) == {(rows + 1) * (notes["params"] + 1)}
 
 
 @pytest.mark.parametrize(("world", "engine", "case"), [p for p in CASES if settings_of(p.values[2]) in MATRIX_CASES])

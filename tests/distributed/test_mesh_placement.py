@@ -22,17 +22,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mars_hf
-from mars_hf.distributed import mesh_groups
-from mars_hf.distributed.locator import Locator
-from mars_hf.distributed.placement import Placement
-from mars_hf.distributed.routes import Routes
-from mars_hf.step.orthogonalized import Team, _order
+from mars_hf.distributed import dtensors
+from mars_hf.distributed.norms import group_order
+from mars_hf.distributed.shards import Shards, ShardSpec
 
 
 class Found(NamedTuple):
     """One rank's part of a parameter."""
 
-    placement: Placement | None
+    placement: ShardSpec | None
     here: Tensor
     shards: list[int]
     replicas: list[int]
@@ -68,7 +66,7 @@ def from_all_ranks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], place: A
     for rank in range(world):
         with one_of(world, rank):
             param = place(count_to(shape), make_mesh(*mesh_shape))
-            placement = Locator([{"params": [param], "role": "matrix"}]).locate(param, 0)
+            placement = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0)
             groups = (None, None) if placement is None else (placement.group, placement.replicas)
             ranks = [[rank] if group is None else dist.get_process_group_ranks(group) for group in groups]
             found.append(Found(placement, param.to_local().detach().clone(), *ranks))
@@ -121,18 +119,20 @@ def test_each_rank_holds_what_torch_gives_it(place, shape, mesh):
     ranks = from_all_ranks(shape, mesh, place)
     for rank, found in enumerate(ranks):
         assert rank in found.shards and rank in found.replicas
-        assert (found.placement.pieces == ()) == (found.here.numel() == 0)
-        for piece in found.placement.pieces:
+        assert (found.placement.shards == ()) == (found.here.numel() == 0)
+        for piece in found.placement.shards:
             part = piece.region.of(whole)
-            assert part.shape == piece.region.shape(whole.shape)
-            assert torch.equal(part.reshape(piece.region.local_shape(whole.shape)), found.here)
+            assert torch.equal(part.reshape(piece.region.shape(whole.shape)), found.here)
             assert (piece.numel, piece.whole) == (found.here.numel(), whole.numel())
         # Together the group's ranks hold each element once.
-        held = [{piece.slot: piece.region for piece in ranks[other].placement.pieces} for other in found.shards]
-        assert Routes({0: whole.shape}, {0: 1.0}, held, rank=0).owners
-        assert len({own[0].place for own in held if own}) == sum(map(bool, held))
+        held = [piece.region for other in found.shards for piece in ranks[other].placement.shards]
+        covered = torch.zeros(shape)
+        for region in held:
+            region.of(covered).add_(1)
+        assert (covered == 1).all()
+        assert len({region.offset for region in held}) == len(held)
         for other in found.replicas:
-            assert ranks[other].placement.pieces == found.placement.pieces
+            assert ranks[other].placement.shards == found.placement.shards
 
 
 def test_each_placement_has_its_group():
@@ -151,13 +151,13 @@ def test_each_placement_has_its_group():
 def test_a_group_over_several_dimensions_is_made_once():
     with one_of(8, 5):
         mesh = make_mesh(2, 2, 2)
-        group = mesh_groups.group_over(mesh, (1, 2))
+        group = dtensors._group_over(mesh, (1, 2))
         assert dist.get_process_group_ranks(group) == [4, 5, 6, 7]
-        assert mesh_groups.group_over(mesh[mesh.mesh_dim_names[1:]], (0, 1)) is group
-        assert mesh_groups.group_over(mesh, (0, 1, 2)) is dist.group.WORLD
-        assert mesh_groups.group_over(mesh, (2,)) is mesh.get_group(2)
+        assert dtensors._group_over(mesh[mesh.mesh_dim_names[1:]], (0, 1)) is group
+        assert dtensors._group_over(mesh, (0, 1, 2)) is dist.group.WORLD
+        assert dtensors._group_over(mesh, (2,)) is mesh.get_group(2)
     with one_of(8, 5):  # the old one is gone with its world
-        again = mesh_groups.group_over(make_mesh(2, 2, 2), (1, 2))
+        again = dtensors._group_over(make_mesh(2, 2, 2), (1, 2))
         assert dist.get_process_group_ranks(again) == [4, 5, 6, 7]
 
 
@@ -167,23 +167,35 @@ def test_a_group_that_other_ranks_would_have_to_help_with_is_refused(monkeypatch
         mesh = make_mesh(2, 2, 2)
         mesh = mesh[mesh.mesh_dim_names[1:]]
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cpu"))))
-        mesh_groups._made.clear()
+        dtensors._made.clear()
         with pytest.raises(RuntimeError, match=r"4 of 8 ranks.*leave device_id out of init_process_group"):
-            mesh_groups.group_over(mesh, (0, 1))
+            dtensors._group_over(mesh, (0, 1))
 
 
-def test_all_ranks_take_the_teams_of_a_mesh_in_one_order():
-    """Otherwise two ranks would answer each other's questions of different teams."""
+def test_all_ranks_take_the_groups_of_a_mesh_in_one_order():
+    """Otherwise two ranks would answer each other's questions in different groups."""
     orders = []
     for rank in range(8):
         with one_of(8, rank):
             mesh = make_mesh(2, 2, 2)
-            joint = mesh_groups.group_over(mesh, (1, 2))
-            one, two, three = (mesh.get_group(name) for name in mesh.mesh_dim_names)
-            pairs = [(two, three), (three, two), (joint, one), (two, one), (two, None), (None, one), (one, two)]
-            teams = [Team(*pair, torch.device("cpu"), torch.float32) for pair in pairs]
-            orders.append(sorted(range(len(teams)), key=lambda index, own=teams: _order(own[index])))
+            groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] + [dtensors._group_over(mesh, (1, 2))]
+            orders.append(sorted(range(4), key=lambda index, own=groups: group_order(own[index])))
     assert all(order == orders[0] for order in orders)
+
+
+def test_peers_hold_what_they_say():
+    """Every rank of a group knows the regions of the others without asking."""
+    for place, shape, mesh_shape in PLACED:
+        if len(mesh_shape) < 3:
+            continue
+        ranks = from_all_ranks(shape, mesh_shape, place)
+        with one_of(8, 3):
+            param = place(count_to(shape), make_mesh(*mesh_shape))
+            region_of = dtensors.regions_of(param)
+            for number, rank in enumerate(ranks[3].shards):
+                expected = [piece.region for piece in ranks[rank].placement.shards]
+                assert expected in ([region_of(number)], [])
+                assert expected or not region_of(number).shape(param.shape).numel()
 
 
 def test_fused_projections_are_blocks_of_which_each_rank_has_a_part():
@@ -196,11 +208,13 @@ def test_fused_projections_are_blocks_of_which_each_rank_has_a_part():
             here = torch.cat([block.chunk(3)[rank] for block in whole.chunk(2)])
             param = nn.Parameter(DTensor.from_local(here, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
             assert param.shape == whole.shape
-            (piece,) = Locator([{"params": [param], "role": "matrix"}]).locate(param, 0).pieces
-            assert piece.region.shape(whole.shape) == (2, 2, 5)
+            (piece,) = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0).shards
             assert torch.equal(piece.region.of(whole).reshape(here.shape), here)
-            held.append({0: piece.region})
-    assert Routes({0: whole.shape}, {0: 1.0}, held, rank=0).owners == {0: 0}
+            held.append(piece.region)
+    covered = torch.zeros(12, 5)
+    for region in held:
+        region.of(covered).add_(1)
+    assert (covered == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import mars_hf
-from mars_hf.distributed import dtensors, whole_sums
-from mars_hf.distributed.locator import Locator
-from mars_hf.distributed.placement import Placement
-from mars_hf.distributed.routes import Region
-from mars_hf.distributed.whole_sums import WholeSums, wide_dtype, wire_device
+from mars_hf.distributed import dtensors, norms
+from mars_hf.distributed.norms import WholeSums, wire_device
+from mars_hf.distributed.shards import Region, Shards
 
 
 def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
@@ -90,7 +88,7 @@ def test_pieces_that_do_not_make_up_their_parameters_are_refused(alone):
     param._hp_mapping.hp_fragment = flat.detach()
     optimizer.param_groups[0]["params"] = [flat]
     flat.grad = torch.ones_like(flat)
-    with pytest.raises(RuntimeError, match=r"are 0\.5833 of it, not 1"):
+    with pytest.raises(RuntimeError, match=r"gradients for 0\.5833 of parameter 0"):
         optimizer.step()
 
 
@@ -99,12 +97,13 @@ def test_parts_of_tensor_parallelism_without_dtensors_are_refused(mark):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
     optimizer = mars_hf.Mars(params)
     setattr(params[1], mark, True)
+    params[1].data = params[1].data[:1]
     params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(RuntimeError, match=r"\(2, 5\).*AutoTP or Megatron.*parallelize_module"):
+    with pytest.raises(RuntimeError, match=r"\(1, 5\).*AutoTP or Megatron.*parallelize_module"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
         mars_hf.Mars(params)
-    part = nn.Parameter(params[1].detach()[:1].clone())  # in its place, as DeepSpeed's fp32 copies are, without a mark
+    part = nn.Parameter(params[1].detach().clone())  # in its place, as DeepSpeed's fp32 copies are, without a mark
     optimizer.param_groups[0]["params"][1] = part
     part.grad = torch.ones_like(part)
     with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
@@ -230,12 +229,12 @@ def test_fsdp1_is_refused(alone):
 
 def test_pieces_know_their_place_in_the_parameter(alone):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    layout = Locator([{"params": params, "role": "matrix"}])
-    placement = layout.locate(zero12(params), 0)
-    assert [piece.region for piece in placement.pieces] == [Region(None, 0, 12), Region(None, 0, 10)]
+    layout = Shards([{"params": params, "role": "matrix"}])
+    placement = layout.spec_of(zero12(params), 0)
+    assert [piece.region for piece in placement.shards] == [Region(None, 0, 12), Region(None, 0, 10)]
     assert placement.group is dist.group.WORLD and placement.replicas is None
     param = dtensor((6, 4), (1,), ("shard",), [Shard(-1)])
-    (piece,) = layout.locate(param, 0).pieces
+    (piece,) = layout.spec_of(param, 0).shards
     assert piece.region == Region(1, 0, 4)
 
 
@@ -243,7 +242,7 @@ def test_shapes_are_those_of_whole_parameters(alone):
     emptied = nn.Parameter(torch.empty(0))  # as DeepSpeed's zero.Init leaves it
     emptied.ds_shape = torch.Size([5, 2])
     params = [nn.Parameter(torch.randn(4, 3)), emptied, dtensor((6, 4), (1,), ("shard",), [Shard(0)])]
-    layout = Locator([{"params": params[:1], "role": "matrix"}])
+    layout = Shards([{"params": params[:1], "role": "matrix"}])
     layout.extend({"params": params[1:], "role": "matrix"})
     assert layout.shapes == [torch.Size([4, 3]), torch.Size([5, 2]), torch.Size([6, 4])]
 
@@ -262,10 +261,9 @@ def test_tensors_on_cpu_travel_by_cuda_where_the_ranks_are_on_gpus(monkeypatch):
 
 def test_a_layout_neither_holds_parameters_nor_refers_to_them(alone):
     params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)), dtensor((6, 4), (1,), ("a",), [Shard(0)])]
-    layout = Locator([{"params": params, "role": "matrix"}])
+    layout = Shards([{"params": params, "role": "matrix"}])
     for slot, param in enumerate(params):
-        layout.locate(param, slot)
-    layout.all_seen(params[2:])
+        layout.spec_of(param, slot)
     assert all(not weakref.getweakrefs(param) for param in params)
     freed = list(map(weakref.ref, params))
     del param, params
@@ -342,23 +340,23 @@ def test_a_flat_tensor_of_unknown_origin_is_refused():
 
 def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(alone):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    layout = Locator([{"params": params, "role": "matrix"}])
+    layout = Shards([{"params": params, "role": "matrix"}])
     flat = zero12(params)
-    before = layout.locate(flat, 0)
-    assert layout.locate(flat, 0) is before
+    before = layout.spec_of(flat, 0)
+    assert layout.spec_of(flat, 0) is before
     buffer = params[0].untyped_storage()
     for param, start in zip(params, (10, 0), strict=True):
         param.data = torch.empty(0).set_(buffer, start, param.shape)
-    assert [(piece.slot, piece.start) for piece in layout.locate(flat, 0).pieces] == [(0, 10), (1, 0)]
+    assert [(piece.param_index, piece.start) for piece in layout.spec_of(flat, 0).shards] == [(0, 10), (1, 0)]
 
 
 def test_parameters_are_found_among_frozen_objects(alone):
     params = [nn.Parameter(torch.randn(4, 3))]
-    layout = Locator([{"params": params, "role": "matrix"}])
+    layout = Shards([{"params": params, "role": "matrix"}])
     flat = zero12(params)
     gc.freeze()
     try:
-        assert [piece.slot for piece in layout.locate(flat, 0).pieces] == [0]
+        assert [piece.param_index for piece in layout.spec_of(flat, 0).shards] == [0]
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
@@ -383,18 +381,38 @@ def test_a_part_of_a_dtensor_that_torch_would_not_cut_is_refused(alone):
     mesh = init_device_mesh("cpu", (1,))
     odd = DTensor.from_local(torch.randn(5, 4), mesh, [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
     with pytest.raises(RuntimeError, match=r"part of shape \(5, 4\) on this rank"):
-        Locator([{"params": [odd], "role": "matrix"}]).locate(odd, 0)
+        Shards([{"params": [odd], "role": "matrix"}]).spec_of(odd, 0)
 
 
-def test_sums_travel_in_one_dtype_whatever_is_here(alone, monkeypatch):
+def test_sums_travel_in_float64_whatever_is_here(alone, monkeypatch):
     sent = []
-    monkeypatch.setattr(whole_sums, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
-    for dtype in (torch.float32, torch.float64, None):
-        sums = WholeSums([0, 2], 1, torch.device("cpu"), dtype)
-        sums.join(Placement((), None))
-        sums.add(None, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
-        sums.reduce(verify=False)
-        assert sums.of(None, [2]).dtype == (dtype or torch.float64)
-    assert set(sent) == {torch.float64}
-    assert sums.of(None, [2]).item() == sums.total(0).item() == 1e300
-    assert wide_dtype(torch.device("mps")) == torch.float32
+    monkeypatch.setattr(norms, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
+    group = dist.group.WORLD
+    sums = WholeSums(3, 1, torch.device("cpu"))
+    sums.join(group)
+    sums.add(group, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
+    sums.add(group, [1], torch.ones(1, 1, dtype=torch.float32))
+    sums.reduce()
+    assert sent == [torch.float64]
+    assert sums.of(group, [2]).item() == sums.total(0).item() == 1e300
+    assert sums.of(group, [1]).item() == 1
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_gradients_of_a_part_stop_the_step(alone, fraction):
+    sums = WholeSums(3, 1, torch.device("cpu"))
+    sums.join(dist.group.WORLD)
+    sums.add_present(dist.group.WORLD, 1, fraction)
+    if fraction == 0.5:
+        with pytest.raises(RuntimeError, match=r"gradients for 0\.5000 of parameter 1"):
+            sums.reduce()
+    else:
+        sums.reduce()
+        assert sums.present(dist.group.WORLD) == ({1} if fraction else set())
+
+
+def test_an_error_says_whose_it_is(alone):
+    sums = WholeSums(3, 1, torch.device("cpu"))
+    sums.join(dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"^rank 0: a wrong state$"):
+        sums.reduce(ValueError("a wrong state"))

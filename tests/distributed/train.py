@@ -44,9 +44,8 @@ from workload import (
 )
 
 import mars_hf
+from mars_hf import orthogonalize
 from mars_hf.param_groups import takes_mars
-from mars_hf.step import orthogonalized as matrices
-from mars_hf.step.directions import directions
 
 STATES = ("exp_avg", "last_grad")
 Results = dict[str, Tensor]
@@ -78,8 +77,7 @@ class Watched:
         self.metrics: list[dict[str, float]] = []
         self._mars = mars
         mars.collect_metrics("metrics" in flags)
-        groups = [group for group in mars.param_groups if takes_mars(group) or mars.max_grad_norm is not None]
-        self.normed = sum(len(group["params"]) for group in groups)
+        self.params = sum(len(group["params"]) for group in mars.param_groups)
         step, all_reduce = mars.step, dist.all_reduce
 
         def forgetful(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -95,13 +93,13 @@ class Watched:
             damage = mock.patch.object(dist, "all_reduce", forgetful)
             orthogonalized: list[int] = []
 
-            def noted(momenta: dict[int, Tensor], *args: Any, **kwargs: Any) -> dict[int, Tensor]:
-                orthogonalized.extend(momentum.numel() for momentum in momenta.values())
-                return directions(momenta, *args, **kwargs)
+            def noted(momenta: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+                orthogonalized.extend(momentum.numel() for momentum in momenta)
+                return orthogonalize.compute_directions(momenta, *args, **kwargs)
 
             with (
                 CountCollectives() as count,
-                mock.patch.object(matrices, "directions", noted),
+                mock.patch("mars_hf.step.compute_directions", noted),
                 damage if "local_norms" in flags else contextlib.nullcontext(),
             ):
                 result = step(*args, **kwargs)
@@ -117,7 +115,7 @@ class Watched:
         self.metrics.append(self._mars.pop_metrics())
 
     def notes(self) -> dict[str, Any]:
-        return {"calls": self.calls, "normed": self.normed, "metrics": self.metrics}
+        return {"calls": self.calls, "params": self.params, "metrics": self.metrics}
 
 
 def set_lr(mars: mars_hf.Mars, step: int) -> None:
@@ -164,6 +162,8 @@ def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str])
     elif engine in ("fsdp2", "hsdp"):
         shard(model, (world,) if engine == "fsdp2" else (2, world // 2))
     mars = case.create(model)
+    if engine.startswith("ddp"):
+        mars.process_group = wrapped.process_group
     watched = Watched(mars, flags)
     names = {param: name for name, param in model.named_parameters()}
     norms, total_norms = [], []
@@ -291,16 +291,20 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
 
     DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
     """
-    names = {param: name for name, param in model.named_parameters()}
-    layout = mars._locator
-    assert layout is not None
+    order = {id(param): name for name, param in model.named_parameters()}
+    shards = mars._shards
+    assert shards is not None
+    names = {index: order[key] for key, index in shards._indices.items() if key in order}
     here = []
     for flat, state in mars.state.items():
-        for piece in layout.locate(flat, 0).pieces:
-            param = layout.origin(piece.slot)
-            shape = layout.shapes[piece.slot]
-            stretch = slice(piece.start, piece.start + piece.numel)
-            here += [(f"{key}.{names[param]}", shape, state[key][stretch]) for key in STATES if key in state]
+        spec = shards.spec_of(flat, 0, mars._model)
+        assert spec is not None
+        for shard in spec.shards:
+            stretch = slice(shard.start, shard.start + shard.numel)
+            shape = shards.shapes[shard.param_index]
+            here += [
+                (f"{key}.{names[shard.param_index]}", shape, state[key][stretch]) for key in STATES if key in state
+            ]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     pieces: dict[str, tuple[torch.Size, list[Tensor]]] = {}

@@ -11,9 +11,7 @@ from torch import nn
 
 from mars_hf import Mars
 from mars_hf import kernels as backends
-from mars_hf.distributed.locator import Locator
 from mars_hf.kernels import cpu as compiled
-from mars_hf.step.orthogonalized import Matrices
 
 CPU = torch.device("cpu")
 ORTHOGONAL = ("mars-shampoo", "mars-m")
@@ -24,8 +22,7 @@ def names(optimizer: Mars) -> list[str]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-    chunks = Matrices(Locator()).assign(optimizer.param_groups, {})
-    return backend_names(optimizer, chunks)
+    return backend_names(optimizer)
 
 
 def two(numel: int = 64) -> list[nn.Parameter]:

@@ -18,10 +18,10 @@ from transformers.pytorch_utils import Conv1D
 import mars_hf
 from mars_hf import Mars
 from mars_hf import kernels as backends
+from mars_hf import orthogonalize as orthogonalize_module
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.step import directions
-from mars_hf.step.directions import Settings
+from mars_hf.orthogonalize import NewtonSchulz, Orthogonalizer, compute_directions, flops
 
 TYPES = ("mars-shampoo", "mars-m")
 every_type = pytest.mark.parametrize("mars_type", TYPES)
@@ -63,9 +63,14 @@ def close(found, expected, atol: float = 1e-6) -> None:
 # --- directions ------------------------------------------------------------------------------------------------------
 
 
-def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> Settings:
+def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> NewtonSchulz:
     plain = {"coefficients": (QUINTIC,) * 5, "eps": 1e-7, "dtype": torch.bfloat16}
-    return Settings(rule=rule, layout=layout or MatrixLayout(), **{**plain, **changed})
+    return NewtonSchulz(rule=rule, layout=layout or MatrixLayout(), **{**plain, **changed})
+
+
+def directions(momenta, settings, out_dtype: torch.dtype = torch.float32) -> dict[int, torch.Tensor]:
+    found = compute_directions(list(momenta.values()), [settings[key] for key in momenta], out_dtype)
+    return dict(zip(momenta, found, strict=True))
 
 
 def test_all_at_once_is_one_by_one():
@@ -86,10 +91,10 @@ def test_all_at_once_is_one_by_one():
         5: settings_of("mars-m", eps=1.0, dtype=torch.float32),
     }
     copies = {key: m.clone() for key, m in momenta.items()}
-    together = directions.directions(momenta, settings)
+    together = directions(momenta, settings)
     assert list(together) == list(momenta)
     for key, m in momenta.items():
-        (alone,) = directions.directions({0: m}, {0: settings[key]}).values()
+        (alone,) = directions({0: m}, {0: settings[key]}).values()
         close(together[key], alone)
         assert together[key].stride() == m.stride()
         assert torch.equal(m, copies[key])
@@ -112,7 +117,7 @@ def test_matrices_of_one_shape_share_their_products():
     bmm = torch.bmm
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "bmm", lambda a, b: products.append(len(a)) or bmm(a, b))
-        directions.directions(momenta, settings)
+        directions(momenta, settings)
     assert products == [4 * 1 + 4 * 3] * 5
 
 
@@ -120,7 +125,7 @@ def test_matrices_of_one_shape_share_their_products():
 @pytest.mark.parametrize(("rule", "scale"), [("mars-shampoo", shampoo_scale), ("mars-m", muon_scale)])
 def test_the_scale_rounds_once(rule, scale, out_dtype):
     m = random((12, 5), 0).bfloat16()
-    (found,) = directions.directions({0: m}, {0: settings_of(rule)}, out_dtype=out_dtype).values()
+    (found,) = directions({0: m}, {0: settings_of(rule)}, out_dtype=out_dtype).values()
     (plain,) = orthogonalize([m], out_dtype=torch.bfloat16)
     assert found.dtype == out_dtype
     torch.testing.assert_close(found, (plain.double() * scale(12, 5)).to(out_dtype), rtol=2e-7, atol=0)
@@ -139,36 +144,40 @@ def test_the_scale_rounds_once(rule, scale, out_dtype):
 def test_flops(shape, layout):
     settings = settings_of("mars-m", layout, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
-        directions.directions({0: random(shape, 0)}, {0: settings})
-    assert directions.flops(shape, layout, steps=5) == counter.get_total_flops()
+        directions({0: random(shape, 0)}, {0: settings})
+    assert flops(shape, layout, steps=5) == counter.get_total_flops()
 
 
-def test_chunks_are_of_one_shape_and_bounded():
-    group = Mars(make((4, 4)), mars_type="mars-m").param_groups[0]
-    fused = {**group, "layout": {"transposed": True, "parts": (4, 4), "batched": False}}
-    chunks = directions.Chunks(limit=64)
-    a, b, c, d, e = (chunks.of(group, param) for param in make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4)))
+def test_chunks_are_of_one_shape_and_bounded(monkeypatch):
+    monkeypatch.setattr(orthogonalize_module, "MAX_ELEMENTS_CPU", 64)
+    params = make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4), (40, 40), (40, 40), (4, 8))
+    double = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    layout = {"transposed": True, "parts": (4, 4), "batched": False}
+    mars = Mars([*params[:-1], double], mars_type="mars-m")
+    mars.add_param_group({"params": params[-1:], "role": "matrix", "layout": layout})
+    for param in (*params, double):
+        param.grad = torch.zeros_like(param)
+    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._shards.shapes, None)
+    a, b, c, d, e, big, other, apart, fused = (chunk_of[index] for index in range(9))
     assert a == c != d  # with the third there would be more than 64 elements
-    assert b == e == chunks.of(fused, torch.zeros(4, 8)) != a
-    big = chunks.of(group, torch.zeros(40, 40))
-    assert big != chunks.of(group, torch.zeros(40, 40))
-    assert chunks.of(group, torch.zeros(4, 4, dtype=torch.float64)) != b
+    assert b == e == fused != a
+    assert big != other
+    assert apart != b
 
 
 def test_temporary_memory_does_not_grow_with_the_model(monkeypatch):
-    monkeypatch.setattr(directions.Chunks.__init__, "__defaults__", (128,))
+    monkeypatch.setattr(orthogonalize_module, "MAX_ELEMENTS_CPU", 128)
     params = make(*[(8, 8)] * 6)
     held, alive = [], []
-    whole = directions.directions
 
     def watched(momenta, *args, **how):
         assert not any(reference() is not None for reference in alive)
         held.append(len(momenta))
-        found = whole(momenta, *args, **how)
-        alive[:] = map(weakref.ref, [*momenta.values(), *found.values()])
+        found = compute_directions(momenta, *args, **how)
+        alive[:] = map(weakref.ref, [*momenta, *found])
         return found
 
-    monkeypatch.setattr("mars_hf.step.orthogonalized.directions", watched)
+    monkeypatch.setattr("mars_hf.step.compute_directions", watched)
     found = run(params, Mars(params, mars_type="mars-m"), range(2))
     assert held == [2] * 6
     for index, param in enumerate(make(*[(8, 8)] * 6)):
@@ -223,9 +232,7 @@ STRIDED = {
 def test_any_strides(shape, layout, strides, rule):
     m = STRIDED[strides](shape).double()
     scale = {"mars-m": muon, "mars-shampoo": shampoo}[rule]
-    (found,) = directions.directions(
-        {0: m}, {0: settings_of(rule, layout, dtype=torch.float64)}, out_dtype=torch.float64
-    ).values()
+    (found,) = directions({0: m}, {0: settings_of(rule, layout, dtype=torch.float64)}, out_dtype=torch.float64).values()
     assert found.shape == m.shape
     assert all(stride > 0 for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1)
     # A constant matrix has rank 1: rounding noise in the other singular values grows by up to 485.
@@ -253,9 +260,9 @@ def shampoo(rows: int, cols: int) -> float:
 )
 def test_matrices_without_elements_go_along(shape, layout, rule):
     m = {0: torch.empty(shape), 1: random((5, 4), 0)}
-    with_empty = directions.directions(m, {0: settings_of(rule, layout), 1: settings_of(rule)})
+    with_empty = directions(m, {0: settings_of(rule, layout), 1: settings_of(rule)})
     assert with_empty[0].shape == shape
-    assert torch.equal(with_empty[1], directions.directions({1: m[1]}, {1: settings_of(rule)})[1])
+    assert torch.equal(with_empty[1], directions({1: m[1]}, {1: settings_of(rule)})[1])
     params = [torch.empty(shape, requires_grad=True), random((5, 4), 0).requires_grad_()]
     mars = Mars([{"params": params[:1], "layout": layout}, {"params": params[1:]}], mars_type=rule)
     for _ in range(2):
@@ -266,12 +273,13 @@ def test_matrices_without_elements_go_along(shape, layout, rule):
 
 
 def test_autocast_changes_nothing():
-    m, settings = {0: random((20, 12), 0)}, {0: settings_of("mars-m", dtype=torch.float32)}
-    expected = directions.directions(m, settings)[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        found = directions.directions(m, settings)[0]
-        assert torch.is_autocast_enabled("cpu")
-    assert torch.equal(found, expected)
+    results = []
+    for enabled in (False, True):
+        params = make((12, 20), (20, 12))
+        optimizer = Mars(params, mars_type="mars-m", ns_dtype="float32")
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(run(params, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -494,7 +502,7 @@ def test_a_backend_for_flat_tensors_does_the_same(monkeypatch, mars_type):
 
     found = []
     for backend in (backends.Backend("for-loop"), Flat("flat")):
-        monkeypatch.setattr("mars_hf.step.buckets.choose_backend", lambda *args, backend=backend, **how: backend)
+        monkeypatch.setattr("mars_hf.step.choose_backend", lambda *args, backend=backend, **how: backend)
         params = make(*SHAPES)
         params[1].data = params[1].data.T.contiguous().T
         params[4].data = params[4].data.to(memory_format=torch.channels_last)
@@ -700,13 +708,15 @@ def test_split_fused_is_refused_where_it_has_no_effect():
     ],
 )
 def test_the_processor_chooses_the_dtype_of_the_iteration(monkeypatch, multiplies, device, dtype, expected):
-    monkeypatch.setattr(directions, "cpu_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
     param = torch.nn.Parameter(torch.ones(4, 3, dtype=dtype, device=device))
     (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
-    assert directions.iteration_dtype(group, param) == expected
-    assert directions.iteration_dtype({**group, "ns_dtype": "bfloat16"}, param) == torch.bfloat16
+    assert orthogonalize_module.iteration_dtype(group, param, param.device) == expected
+    assert (
+        orthogonalize_module.iteration_dtype({**group, "ns_dtype": "bfloat16"}, param, param.device) == torch.bfloat16
+    )
     if expected == torch.float32:  # CPU offload: a GPU does the work
-        assert directions.iteration_dtype(group, param, torch.device("meta")) == torch.bfloat16
+        assert orthogonalize_module.iteration_dtype(group, param, torch.device("meta")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("mars_type", TYPES)
@@ -714,7 +724,7 @@ def test_the_processor_chooses_the_dtype_of_the_iteration(monkeypatch, multiplie
 def test_a_step_takes_the_dtype_of_the_processor(monkeypatch, mars_type, multiplies):
     weights = []
     for ns_dtype in (None, "bfloat16" if multiplies else "float32", "float32" if multiplies else "bfloat16"):
-        monkeypatch.setattr(directions, "cpu_multiplies_bfloat16", lambda: multiplies)
+        monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
         param = torch.nn.Parameter(torch.zeros(12, 8))
         param.grad = random((12, 8), 0)
         mars_hf.Mars([param], mars_type=mars_type, ns_dtype=ns_dtype).step()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.distributed.placement import Group
-from mars_hf.distributed.whole_sums import all_reduce
+from mars_hf.distributed.norms import all_reduce
+from mars_hf.distributed.shards import Group
 from mars_hf.rules import sum_dtype
 
 HERE = object()  # stands for this rank alone; None is the default process group

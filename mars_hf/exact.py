@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.distributed import dtensors
+from mars_hf import states
+from mars_hf.distributed.shards import local
 from mars_hf.param_groups import takes_mars
-from mars_hf.step import states
-from mars_hf.step.checks import check_gradient
+from mars_hf.step import check_gradient, place_gradients
 
 # The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]
@@ -60,7 +60,7 @@ def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: State
     for group in param_groups:
         for param in group["params"]:
             if "previous_param" in all_states.get(param, ()):
-                here, kept = dtensors.local(param), dtensors.local(all_states[param]["previous_param"])
+                here, kept = local(param), local(all_states[param]["previous_param"])
                 current = here.clone()
                 here.copy_(kept)
                 kept.copy_(current)
@@ -70,18 +70,19 @@ def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: State
 def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> bool:
     """Copy the gradients as this batch's stale gradients; return whether any parameter uses one."""
     given = False
+    place_gradients(param_groups)
     for group in param_groups:
         for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
             given = True
             all_states.get(param, {}).pop("previous_grad", None)
             if param.grad is not None:
-                check_gradient(param)
-                dtype = states.last_grad_dtype(param, group, all_states[param])
-                gradient = dtensors.local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
+                check_gradient(param, param.grad)
+                dtype = states.dtype_of(param, group, all_states[param])
+                gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
                 kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                dtensors.local(kept).copy_(gradient)
+                local(kept).copy_(gradient)
                 if group["maximize"]:
-                    dtensors.local(kept).neg_()
+                    local(kept).neg_()
                 all_states[param]["previous_grad"] = kept
     return given
 

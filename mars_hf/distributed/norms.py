@@ -1,0 +1,119 @@
+"""Add up sums over shards to sums over whole parameters, and let all ranks of a step raise the same error.
+
+One all-reduce per process group carries the sums, the fraction of each parameter whose gradient is present, and a flag
+for an error that a rank has found before. All ranks read the last two before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_hf.distributed.shards import Group, ranks_of
+
+
+class WholeSums:
+    """The sums of one step: one column per parameter of the optimizer, one set of rows per process group."""
+
+    def __init__(self, count: int, rows: int, device: torch.device) -> None:
+        """Start with nothing.
+
+        Args:
+            count: number of parameters of the optimizer; the same on every rank.
+            rows: number of sums per parameter.
+            device: device of the parameters.
+        """
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # The last row holds what is present, and in one more column the flag.
+        self._empty = torch.zeros(rows + 1, count + 1, device=device, dtype=dtype)
+        self._sums: dict[Group, Tensor] = {}
+        self._present: dict[Group, list[float]] = {}
+
+    def join(self, group: Group) -> None:
+        """Take part in the sums of a process group, even if this rank holds nothing."""
+        if group not in self._sums:
+            self._sums[group] = self._empty.clone()
+            self._present[group] = [0.0] * self._empty.shape[1]
+
+    def add_present(self, group: Group, index: int, fraction: float) -> None:
+        """Say that this rank has the gradient of a fraction of a parameter."""
+        self._present[group][index] += fraction
+
+    def add(self, group: Group, indices: Sequence[int], sums: Tensor) -> None:
+        """Add sums over shards: one column per index."""
+        total = self._sums[group]
+        total[: len(sums)].index_add_(1, _on(total.device, indices), sums.to(total))
+
+    def reduce(self, error: Exception | None = None) -> None:
+        """Add up the sums of all ranks. Collective.
+
+        Args:
+            error: what stops this rank; the others raise it too.
+
+        Raises:
+            RuntimeError: `error`, that of another rank, or the gradients present on all ranks do not make up whole
+                parameters; with the same message on all ranks, which also says whose it is.
+        """
+        message = None if error is None else f"rank {dist.get_rank()}: {error}"
+        for group in sorted(self._sums, key=group_order):
+            total, present = self._sums[group], self._present[group]
+            present[-1] = float(message is not None)
+            total[-1] = torch.tensor(present, dtype=total.dtype).to(total.device)
+            total.copy_(all_reduce(total, group))
+            *fractions, flag = self._present[group] = total[-1].tolist()
+            if flag:
+                messages: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(messages, message, group=group)
+                message = next(found for found in messages if found is not None)
+            partly = [(i, part) for i, part in enumerate(fractions) if min(abs(part), abs(part - 1)) > 1e-3]
+            if partly and message is None:
+                message = (
+                    f"{len(ranks_of(group))} ranks bring gradients for {partly[0][1]:.4f} of parameter {partly[0][0]} "
+                    f"(and part of {len(partly) - 1} others): give every rank gradients for the same parameters in "
+                    "every step. Where they have them, this engine lays parameters out in a way that mars_hf does not "
+                    "know"
+                )
+        if message is not None:
+            raise RuntimeError(message) from error
+
+    def present(self, group: Group) -> set[int]:
+        """Return the indices of the parameters whose gradients are present, on any of the ranks."""
+        return {index for index, fraction in enumerate(self._present[group][:-1]) if fraction}
+
+    def of(self, group: Group, indices: Sequence[int]) -> Tensor:
+        """Return the sums over whole parameters, one column per index."""
+        return self._sums[group][:-1, _on(self._empty.device, indices)]
+
+    def total(self, row: int) -> Tensor:
+        """Return the sum of a row over all parameters, 0-d."""
+        return torch.stack([sums[row, :-1].sum() for sums in self._sums.values()]).sum()
+
+
+def group_order(group: Group) -> tuple[Any, ...]:
+    """Return the sort key of process groups: one order on all ranks, so that ranks in several do not deadlock."""
+    ranks = tuple(ranks_of(group))
+    # First what all ranks of a mesh have in common: the rows of one may be the columns of another.
+    return tuple(rank - ranks[0] for rank in ranks), ranks, group.group_name
+
+
+def all_reduce(values: Tensor, group: Group) -> Tensor:
+    """Return the sum of `values` over a process group, on the device of `values`."""
+    device = values.device
+    values = values.to(wire_device(device, group), copy=True)
+    dist.all_reduce(values, group=group)
+    return values.to(device)
+
+
+def wire_device(device: torch.device, group: Group) -> torch.device:
+    """Return the device on which a process group accepts tensors that live on `device`."""
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
+        return torch.device("cuda")
+    return device
+
+
+def _on(device: torch.device, indices: Sequence[int]) -> Tensor:
+    return torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,0 +1,211 @@
+"""What the optimizer keeps per parameter: the buffers that its rule needs, their dtypes, and which ones it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_hf import matrix_layouts, settings
+from mars_hf.param_groups import rule_of, takes_mars
+from mars_hf.settings import dtype_of as dtype_of_name
+
+# Tensors of a state that have the parameter's shape.
+BUFFERS = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation"),
+    *("previous_grad", "previous_param"),
+)
+
+
+class UnfitStateError(ValueError, RuntimeError):
+    """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
+
+
+def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
+    """Check a state, fill what it lacks with zeros, and return the keys of the buffers that a step of its rule uses.
+
+    Raises:
+        RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
+    """
+    check(param, state)
+    if lacks_last_grad(group, state):
+        raise _last_grad_error(param, group)
+    state["step"] = step_of(state.get("step", 0))
+    keys = buffers_of(param, group, state)
+    for key in keys:
+        if key not in state:
+            dtype = param.dtype if key == "compensation" else dtype_of(param, group, state)
+            state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    return keys
+
+
+def usual_buffers(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of the buffers of a group's float32 parameters after their first steps."""
+    buffers = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
+    keys = buffers.get(rule_of(group), ("exp_avg", "last_grad"))
+    return (*keys[:2], "max_exp_avg_sq", *keys[2:]) if group["amsgrad"] and "exp_avg_sq" in keys else keys
+
+
+def buffers_of(param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
+    """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
+    keys, rule = ["exp_avg"], rule_of(group)
+    if rule in ("adamw", "mars-adamw"):
+        keys += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
+    if rule != "adamw" and not is_recursive(group, state):
+        keys.append("last_grad")
+    if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
+        keys.append("compensation")
+    return tuple(keys)
+
+
+def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32."""
+    if "exp_avg" in state:
+        return state["exp_avg"].dtype
+    if group["state_dtype"] is not None:
+        return dtype_of_name(group["state_dtype"])
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+def is_recursive(group: Mapping[str, Any], state: Container[str]) -> bool:
+    """Return whether the first moment follows from averages of the gradients alone, without a last gradient.
+
+    A state that already has a last gradient keeps using it. Only the state's keys are needed.
+    """
+    unclipped = group["is_approx"] and group["clip_threshold"] is None
+    without_squares = rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient"
+    return takes_mars(group) and unclipped and without_squares and "last_grad" not in state
+
+
+def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
+    """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
+    expected = takes_mars(group) and group["is_approx"] and not is_recursive(group, state)
+    return expected and "exp_avg" in state and "last_grad" not in state
+
+
+def step_of(value: Any) -> Tensor:
+    """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0 and value.device.type == "cpu":
+        return value
+    return torch.full((), float(value), dtype=torch.float32, device="cpu")
+
+
+def check(
+    param: Tensor, state: Mapping[str, Any], what: str = "the state of a parameter", *, anywhere: bool = False
+) -> None:
+    """Raise UnfitStateError unless every tensor of a state fits its parameter.
+
+    Args:
+        param: the parameter.
+        state: its state.
+        what: name of the state in the message.
+        anywhere: whether tensors may be on another device than the parameter, as while loading.
+    """
+    for key, value in state.items():
+        if key in ("step", "last_grad_scale"):
+            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+                raise UnfitStateError(
+                    f"{what} of shape {tuple(param.shape)} has {key}={_look(value)}; a number is needed"
+                )
+        elif key in BUFFERS:
+            fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+            if not (fits and (anywhere or value.device == param.device)):
+                raise UnfitStateError(
+                    f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_look(value)}; a floating "
+                    "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
+                    "size cannot be resumed: start with a fresh optimizer"
+                )
+            if value.is_neg():
+                raise UnfitStateError(
+                    f"{key} of a parameter of shape {tuple(param.shape)} is a negated view; replace it with its "
+                    ".resolve_neg()"
+                )
+            if 0 in value.stride() and is_expanded(value):
+                raise UnfitStateError(
+                    f"{key} of a parameter of shape {tuple(param.shape)} is expanded (strides {value.stride()}): its "
+                    "elements share memory and cannot be updated; replace it with its .clone()"
+                )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
+        if "role" not in saved:
+            raise ValueError(
+                f"param group {index} of this state has no 'role', so another optimizer than Mars saved it (its keys: "
+                f"{', '.join(saved)}). To train on from its weights with a fresh Mars, load the checkpoint as the "
+                "model, with from_pretrained, or, without DeepSpeed, resume from a copy of it without optimizer.pt and "
+                "scheduler.pt, which also starts the schedule anew"
+            )
+        patterns = [one.get("pattern") for one in (saved, group)]
+        if None not in patterns and patterns[0] != patterns[1]:
+            raise ValueError(
+                f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
+                f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
+            )
+        for key in ("role", "mars_type", "is_approx"):
+            if saved[key] != group[key]:
+                raise ValueError(
+                    f"param group {index} was saved with {key}={saved[key]!r} and is {group[key]!r} here; build the "
+                    "optimizer from the same parameters, in the same order and with the same settings, as when it "
+                    "was saved"
+                )
+        if matrix_layouts.from_plain(saved.get("layout")) != matrix_layouts.from_plain(group["layout"]):
+            raise ValueError(
+                f"param group {index} was saved with layout={saved.get('layout')!r} and is {group['layout']!r} here; "
+                "build the optimizer with the split_fused it was saved with"
+            )
+        try:
+            settings.check(saved)
+        except ValueError as error:
+            raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
+    for id_, param in _pairs(state_dict, groups):
+        check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+
+
+def copy_loaded(
+    state: MutableMapping[Tensor, Any], state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Copy saved tensors, in the dtypes they have, over the state that torch made of them."""
+    for id_, param in _pairs(state_dict, groups):
+        for key, value in state_dict["state"].get(id_, {}).items():
+            if key == "step":
+                state[param][key] = step_of(value).clone()
+            elif isinstance(value, Tensor):
+                state[param][key] = value.detach().to(param.device, copy=True)
+
+
+def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Tensor]]:
+    """Return saved ids and the parameters they belong to."""
+    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    return list(zip(ids, params, strict=False))  # torch complains of other lengths
+
+
+def _last_grad_error(param: Tensor, group: Mapping[str, Any]) -> RuntimeError:
+    shape = tuple(param.shape)
+    if "gamma_of_average" in group:
+        return RuntimeError(
+            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
+            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
+            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
+            "gradient"
+        )
+    return RuntimeError(
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
+        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
+        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+    )
+
+
+def _look(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)

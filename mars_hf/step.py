@@ -1,0 +1,577 @@
+"""One step: build lists, take norms, clip, orthogonalize, update.
+
+`build_lists` looks at every tensor that the step will touch and raises before anything changes. All lists are made anew
+in each step: nothing of a former one is trusted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mars_hf import _compat, rules, states
+from mars_hf.distributed.norms import WholeSums
+from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local
+from mars_hf.kernels import Backend, choose_backend
+from mars_hf.metrics import HERE, StepMetrics
+from mars_hf.orthogonalize import (
+    Exchange,
+    Matrix,
+    NewtonSchulz,
+    compute_directions,
+    iteration_dtype,
+    newton_schulz_of,
+)
+from mars_hf.param_groups import orthogonalizes, rule_of, takes_mars
+
+_PLAIN = {Tensor, nn.Parameter}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# Rows of the sums.
+GG, GL, LL, CC = range(4)
+_RULES = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
+
+
+@dataclass
+class TensorList:
+    """Tensors of one group, device and dtypes that one call of a backend takes: whole parameters or shards.
+
+    Each list has one entry per parameter or shard, or is empty if the rule does not need it. With the factors the
+    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last = last_scale * last_grad.
+    """
+
+    group: dict[str, Any]
+    backend: Backend
+    takes_grad: bool = False  # the gradients become the last gradients
+    chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
+    process_group: Group = None  # ranks that hold the other shards; None for whole parameters
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avg: list[Tensor] = field(default_factory=list)
+    exp_avg_sq: list[Tensor] = field(default_factory=list)
+    max_exp_avg_sq: list[Tensor] = field(default_factory=list)
+    last_grad: list[Tensor] = field(default_factory=list)
+    compensation: list[Tensor] = field(default_factory=list)
+    owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that each entry belongs to
+    states: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the parameters
+    offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
+    fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
+    # Set between norms and update: 0-d, one per entry, one per entry; None means 1.
+    scale: Tensor | None = None
+    last_scales: Tensor | None = None
+    factors: Tensor | None = None
+    clips: bool = False  # the update computes the factors itself
+
+    def singles(self) -> Iterator[TensorList]:
+        """Yield lists of one entry each."""
+        names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
+        names += [name for name in ("last_scales", "factors") if getattr(self, name) is not None]
+        for index in range(len(self.params)):
+            yield replace(self, **{name: getattr(self, name)[index : index + 1] for name in names})
+
+
+def build_lists(
+    param_groups: Sequence[dict[str, Any]],
+    all_states: MutableMapping[Tensor, Any],
+    specs: Mapping[Tensor, ShardSpec],
+    chunk_of: Mapping[int, Any],
+    take_grad: bool = False,
+) -> tuple[list[TensorList], list[dict[str, Any]]]:
+    """Check every tensor of the step, add missing buffers to states, and sort all by what one call can take.
+
+    Args:
+        param_groups: the optimizer's groups.
+        all_states: the optimizer's states; those of new parameters are stored if no check fails.
+        specs: specs of the sharded tensors.
+        chunk_of: the chunk of each matrix to orthogonalize, by its index.
+        take_grad: whether gradients may become last gradients.
+
+    Returns:
+        The lists, and the states of all parameters that have a gradient.
+
+    Raises:
+        RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
+    """
+    entries = _collect(param_groups, all_states)
+    looks: list[tuple[bool, bool]] = [(True, True)] * len(entries)
+    overlapping: set[int] = set()
+    if not _are_ordinary(entries):
+        entries = _collect_checked(param_groups, all_states)
+        spans: list[tuple[int, int, int]] = []
+        looks = [_look(entry.tensors, entry.param_index, spans) for entry in entries]
+        overlapping = _overlapping(spans)
+    averaging = {e.place for e in entries if "last_grad" not in e.keys and takes_mars(param_groups[e.place])}
+    for place in averaging:
+        _check_gamma(param_groups[place])
+    orthogonal = {place for place, group in enumerate(param_groups) if orthogonalizes(group)}
+    alike: dict[Any, list[tuple[_Entry, Shard | None, bool]]] = {}
+    for entry, (dense, grad_fits) in zip(entries, looks, strict=True):
+        place, index, param, state, keys, tensors = entry
+        spec = specs.get(param) if specs else None
+        takes = take_grad and param_groups[place]["is_approx"] and spec is None and _may_take(param.grad, state)
+        if index in overlapping:  # updated one by one
+            dense = takes = False
+        process_group = None if spec is None else spec.group
+        kind = (place, tensors[0].device, *[tensor.dtype for tensor in tensors], keys, dense, takes, process_group)
+        for shard in (None,) if spec is None else spec.shards:
+            # Tensors of ZeRO that nobody located are not at their parameters' indices.
+            chunk = chunk_of.get(index if shard is None else shard.param_index) if place in orthogonal else None
+            alike.setdefault((*kind, chunk), []).append((entry, shard, grad_fits))
+    total = sum(entry.tensors[0].numel() for entry in entries)
+    lists = []
+    for (place, device, *_, dense, takes, process_group, chunk), parts in alike.items():
+        dtypes = [tensor.dtype for tensor in parts[0][0].tensors]
+        backend = choose_backend(param_groups[place], device, dtypes, total, dense=dense)
+        lists.append(TensorList(param_groups[place], backend, takes, chunk, process_group))
+        _fill(lists[-1], parts)
+    for entry in entries:
+        all_states[entry.param] = entry.state
+    for place in averaging:
+        param_groups[place]["gamma_of_average"] = float(param_groups[place]["gamma"])
+    return lists, [entry.state for entry in entries]
+
+
+class _Entry(NamedTuple):
+    """A parameter with a gradient."""
+
+    place: int  # index of its group
+    param_index: int
+    param: Tensor
+    state: dict[str, Any]
+    keys: tuple[str, ...]  # of the buffers that its rule uses
+    tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
+
+
+def _collect(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
+    """Return the entries of a step like most: whole parameters that have states; empty for any other step."""
+    entries: list[_Entry] = []
+    index = -1
+    for place, group in enumerate(param_groups):
+        keys = states.usual_buffers(group)
+        for param in group["params"]:
+            index += 1
+            if param.grad is None:
+                continue
+            state = all_states.get(param)
+            if (
+                state is None
+                or group["rounding"] == "kahan"
+                or not state.keys() >= {*keys, "step"}
+                or ("last_grad" in state) != ("last_grad" in keys)
+            ):
+                return []
+            entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
+    return entries
+
+
+def _are_ordinary(entries: Sequence[_Entry]) -> bool:
+    """Return whether no tensor needs a closer look: a fast test of all that `_collect_checked` and `_look` find.
+
+    All are plain, floating point, on one device and contiguous, have the parameters' shapes, and lie apart.
+    """
+    tensors = [tensor for entry in entries for tensor in entry.tensors]
+    steps = [entry.state["step"] for entry in entries]
+    if not (entries and set(map(type, tensors)) <= _PLAIN and set(map(type, steps)) == {Tensor}):
+        return False
+    if not {tensor.dtype for tensor in tensors} <= _FLOATS or len({tensor.device for tensor in tensors}) > 1:
+        return False
+    if {tensor.layout for tensor in tensors} != {torch.strided} or any(map(Tensor.is_neg, tensors)):
+        return False
+    for entry in entries:
+        shape = entry.param.shape
+        if any(tensor.shape != shape for tensor in entry.tensors):
+            return False
+    if not all(map(Tensor.is_contiguous, tensors)) or {step.shape for step in steps} != {torch.Size()}:
+        return False
+    starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.element_size, tensors))
+    bytes_ = map(operator.mul, map(Tensor.numel, tensors), sizes)
+    # Apart are spans whose n-th end is not behind the next start, in order.
+    ends = sorted(map(operator.add, starts, bytes_))
+    apart = not any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
+    return apart and all(starts) and not any(map(operator.mod, starts, sizes))
+
+
+def _collect_checked(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
+    """Return the entries of any step, after checks of each gradient and state."""
+    entries: list[_Entry] = []
+    index = -1
+    for place, group in enumerate(param_groups):
+        for param in group["params"]:
+            index += 1
+            if param.grad is None:
+                continue
+            state = all_states[param] if param in all_states else {}
+            check_gradient(param, param.grad)
+            keys = states.prepare(param, group, state)
+            tensors = [param, param.grad, *[state[key] for key in keys]]
+            if type(param) not in _PLAIN:
+                tensors = [local(tensor.detach()) for tensor in tensors]
+            entries.append(_Entry(place, index, param, state, keys, tensors))
+    return entries
+
+
+def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]) -> None:
+    """Fill a list with whole tensors or shards; gradients that do not suit its backend are copied."""
+    rows = []
+    for entry, shard, grad_fits in parts:
+        param, grad = entry.tensors[:2]
+        if not (grad_fits if target.backend.is_flat else not grad.is_neg()):
+            # With the parameter's strides; PyTorch loses the neg bit between float16 and float32.
+            entry.tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        row = entry.tensors
+        if shard is not None and shard.numel != param.numel():
+            row = [tensor[shard.start : shard.start + shard.numel] for tensor in row]
+        rows.append(row)
+    columns = list(map(list, zip(*rows, strict=True)))
+    for name, column in zip(("params", "grads", *parts[0][0].keys), columns, strict=True):
+        setattr(target, name, column)
+    target.owners = [entry.param for entry, _, _ in parts]
+    target.states = [entry.state for entry, _, _ in parts]
+    target.steps = [entry.state["step"] for entry, _, _ in parts]
+    target.indices = [entry.param_index if shard is None else shard.param_index for entry, shard, _ in parts]
+    target.offsets = [0 if shard is None else shard.region.offset for _, shard, _ in parts]
+    target.fractions = [1.0 if shard is None else shard.numel / shard.whole for _, shard, _ in parts]
+
+
+def take_sums(
+    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None
+) -> dict[int, Tensor]:
+    """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
+
+    Sets the sign of the gradients, the scales that the last step left, and `clips` where clipping is all and the update
+    takes the norms itself.
+    """
+    folded = max_grad_norm is not None
+    sums = {}
+    for place, own in enumerate(lists):
+        threshold, mars = own.group["clip_threshold"], takes_mars(own.group)
+        own.scale = torch.full((), -1.0, device=own.params[0].device) if own.group["maximize"] else None
+        own.last_scales = _last_scales(own.states) if own.last_grad else None
+        if not folded and not (mars and (threshold is not None or metrics is not None)):
+            continue
+        if not folded and metrics is None and own.backend.clips and own.process_group is None:
+            own.clips = True
+            continue
+        needs_last = not folded or threshold is not None or metrics is not None
+        sums[place] = own.backend.run_sums(
+            own.grads,
+            own.last_grad if needs_last else [],
+            products=folded or metrics is not None,
+            corrected=not folded,
+            scale=own.scale,
+            last_scales=own.last_scales,
+            k=_correction(own),
+        )
+    return sums
+
+
+def set_factors(
+    lists: Sequence[TensorList],
+    sums: Mapping[int, Tensor],
+    whole: WholeSums | None,
+    max_grad_norm: float | None,
+    metrics: StepMetrics | None,
+) -> Tensor | None:
+    """Set the scale and the clipping factors of all lists, and return the global norm of the gradients.
+
+    Args:
+        lists: the lists of the step.
+        sums: from `take_sums`.
+        whole: the sums over all ranks, for lists of shards.
+        max_grad_norm: largest global norm; None for no scaling, and no norm.
+        metrics: receives the sums; None measures nothing.
+    """
+    norm = scale = None
+    if max_grad_norm is not None:
+        squares = [own[GG].sum() for place, own in sums.items() if lists[place].process_group is None]
+        squares += [] if whole is None else [whole.total(GG)]
+        squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
+        norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+        scale = rules.global_scale(norm, max_grad_norm)
+    for place, part in sums.items():
+        own = lists[place]
+        own_scale = None if scale is None else scale.to(part.device, part.dtype, non_blocking=True)
+        if takes_mars(own.group):
+            rows = part[CC:] if scale is None else part[: LL + 1]
+            if own.process_group is not None and whole is not None:
+                rows = whole.of(own.process_group, own.indices).to(part)
+            square = rows[0] if own_scale is None else rules.corrected_square(rows, _correction(own), own_scale)
+            threshold = own.group["clip_threshold"]
+            if metrics is not None:
+                if own_scale is not None:
+                    corrected = rules.corrected_square(part, _correction(own), own_scale)
+                    part = torch.stack([part[GG] * own_scale**2, part[GL] * own_scale, part[LL], corrected])
+                group = HERE if own.process_group is None else own.process_group
+                metrics.add(part, square, own.fractions, threshold, has_last=bool(own.last_grad), group=group)
+            if threshold is not None:
+                own.factors = rules.clip_factors(square, threshold)
+        if own_scale is not None:
+            own.scale = own_scale if own.scale is None else own.scale * own_scale
+    return norm
+
+
+def update_momenta(own: TensorList, dtype: torch.dtype) -> list[Tensor]:
+    """Advance the first moments of a list, and return m for each entry, with its shape and strides, in this dtype."""
+    momenta = [torch.empty_like(param, dtype=dtype) for param in own.params]
+    _run_rule(own, momenta, "momentum")
+    return momenta
+
+
+def update_matrices(
+    lists: Sequence[TensorList],
+    param_groups: Sequence[Mapping[str, Any]],
+    shared: tuple[Exchange, Any] | None,
+    metrics: StepMetrics | None,
+) -> None:
+    """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
+
+    Args:
+        lists: the lists of the chunk; on this rank there may be none.
+        param_groups: the optimizer's groups.
+        shared: the exchange and the matrices of a round that ranks share; None for matrices of this rank alone.
+        metrics: see `update`.
+    """
+    momenta: list[Tensor] = []
+    settings: list[NewtonSchulz] = []
+    for own in lists:
+        device = own.params[0].device if shared is None else shared[0].groups.device
+        dtype = iteration_dtype(own.group, own.params[0], device)
+        momenta += update_momenta(own, dtype)
+        if shared is None:
+            settings += [newton_schulz_of(own.group, param.shape, dtype) for param in own.params]
+    if shared is None:
+        wide = torch.float64 if lists[0].params[0].dtype == torch.float64 else torch.float32
+        directions = compute_directions(momenta, settings, wide)
+    else:
+        exchange, matrices = shared
+
+        def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+            dtype = exchange.groups.dtype
+            settings = [newton_schulz_of(param_groups[matrix.group], matrix.shape, dtype) for matrix in owned]
+            return compute_directions(wholes, settings, dtype)
+
+        indices = [index for own in lists for index in own.indices]
+        results = exchange.run(matrices, dict(zip(indices, momenta, strict=True)), work)
+        directions = [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
+    del momenta
+    for own in lists:
+        update(own, directions[: len(own.params)], metrics)
+        del directions[: len(own.params)]
+
+
+def update(own: TensorList, directions: Sequence[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
+    """Move the parameters of a list by one step, and keep its gradients as last gradients.
+
+    Args:
+        own: the list; its steps have been counted.
+        directions: one per entry if the rule orthogonalizes; None if not.
+        metrics: receives the change, entry by entry, which copies one at a time; None skips it.
+    """
+    rounding = own.group["rounding"] if own.params[0].dtype == torch.bfloat16 else "nearest"
+    kernel_rounds = rounding == "stochastic" and own.backend.rounds and directions is None
+    rounds_itself = rounding == "nearest" or kernel_rounds
+    if rounds_itself and (metrics is None or not takes_mars(own.group)):
+        _write(own, own.params, directions, rounding)
+    else:
+        for place, single in enumerate(own.singles()):
+            (param,) = single.params
+            direction = None if directions is None else directions[place : place + 1]
+            before = None if metrics is None else param.clone()
+            if rounds_itself:
+                _write(single, [param], direction, rounding)
+            else:
+                _write_rounded(single, direction, rounding)
+            if metrics is not None and before is not None and takes_mars(own.group):
+                dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
+                group = HERE if own.process_group is None else own.process_group
+                metrics.add_update(param.to(dtype) - before.to(dtype), group)
+    scale = None if own.scale is None else own.scale.float()
+    stale = own.takes_grad or own.last_scales is not None
+    for param, state in zip(own.owners, own.states, strict=True) if stale else ():
+        state.pop("last_grad_scale", None)
+        if own.takes_grad:
+            state["last_grad"], param.grad = param.grad, None
+            if scale is not None:
+                state["last_grad_scale"] = scale
+
+
+def _write_rounded(single: TensorList, direction: Sequence[Tensor] | None, rounding: str) -> None:
+    """Update a float32 copy of one entry, then round it into the bfloat16 parameter."""
+    (param,) = single.params
+    values = param.float()
+    if rounding == "kahan":
+        values += single.compensation[0]
+    _write(single, [values], direction)
+    if rounding == "kahan":
+        param.copy_(rules.round_compensated(values, single.compensation[0]))
+    else:
+        generator = torch.Generator(param.device).manual_seed(_seeds(single)[0])
+        param.copy_(rules.round_stochastically(values, generator))
+
+
+def _write(
+    own: TensorList, params: list[Tensor], directions: Sequence[Tensor] | None, rounding: str = "nearest"
+) -> None:
+    group = own.group
+    if directions is not None:
+        settings = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+        rules.apply(params, directions, **settings, foreach=own.backend.foreach)
+        return
+    options = {"seeds": _seeds(own)} if rounding == "stochastic" else {}
+    _run_rule(own, params, _RULES[rule_of(group)], **options)
+
+
+def _run_rule(own: TensorList, params: list[Tensor], rule: str, **options: Any) -> None:
+    group = own.group
+    if own.clips:
+        options["clip_threshold"] = float(group["clip_threshold"])
+    own.backend.run_update(
+        *(params, own.grads, own.exp_avg, own.exp_avg_sq, own.max_exp_avg_sq, own.last_grad),
+        rule=rule,
+        steps=own.steps,
+        lr=group["lr"],
+        scale=own.scale,
+        last_scales=own.last_scales,
+        factors=own.factors,
+        k=_correction(own),
+        nesterov=0.0 if own.last_grad or not takes_mars(group) else float(group["gamma"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        second_moment=group["second_moment"],
+        keep_last=group["is_approx"] and not own.takes_grad,
+        **options,
+    )
+
+
+def _correction(own: TensorList) -> float:
+    """Return the weight of the correction, gamma beta1 / (1 - beta1); 0 without last gradients."""
+    beta1 = float(own.group["betas"][0])
+    return float(own.group["gamma"]) * beta1 / (1 - beta1) if own.last_grad else 0.0
+
+
+def _last_scales(all_states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """Return the scales that these states' last gradients still need, as one tensor; None means 1."""
+    scales = [state.get("last_grad_scale") for state in all_states]
+    known = [scale for scale in scales if scale is not None]
+    if not known:
+        return None
+    return torch.stack([torch.ones_like(known[0]) if scale is None else scale for scale in scales])
+
+
+def _seeds(own: TensorList) -> list[int]:
+    """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
+    steps = [int(step.item()) for step in own.steps]
+    return [rules.noise_seed(*entry) for entry in zip(own.indices, steps, own.offsets, strict=True)]
+
+
+def place_gradients(param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give DTensors their gradients in their own placements; collective where they differ."""
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None and is_dtensor(param):
+                from mars_hf.distributed.dtensors import place_gradient
+
+                place_gradient(param, param.grad)
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> None:
+    """Raise RuntimeError for a parameter or gradient that MARS cannot use."""
+    shape = param.shape
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"gradient of layout {grad.layout} for a parameter of shape {tuple(shape)}: MARS takes dense "
+            "(torch.strided) gradients only; build the embedding with sparse=False"
+        )
+    if not grad.is_floating_point():
+        raise RuntimeError(
+            f"gradient of dtype {grad.dtype} for a parameter of shape {tuple(shape)}: MARS takes real floating point "
+            "gradients only (float16, bfloat16, float32, float64)"
+        )
+    if grad.shape != shape or grad.device != param.device:
+        raise RuntimeError(
+            f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {tuple(shape)} on "
+            f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
+        )
+    if param.is_neg():
+        raise RuntimeError(f"a parameter of shape {tuple(shape)} is a negated view; use its .resolve_neg()")
+    if 0 in param.stride() and states.is_expanded(param):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(shape)} is expanded (strides {param.stride()}): its elements share memory "
+            "and cannot be updated; use its .clone()"
+        )
+
+
+def _check_gamma(group: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if gamma has changed in a group that keeps no last gradient."""
+    gamma, before = group["gamma"], group.get("gamma_of_average", group["gamma"])
+    if gamma != before:
+        raise RuntimeError(
+            f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
+            "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
+            "clips nothing and keeps the last gradient"
+        )
+
+
+def _look(tensors: Sequence[Tensor], index: int, spans: list[tuple[int, int, int]]) -> tuple[bool, bool]:
+    """Look at the memory of a parameter, its gradient and its states, and add their spans.
+
+    Returns:
+        Whether parameter and states suit kernels: values lie in memory, aligned, without gaps, all in the order of the
+        parameter; and whether the gradient does too.
+    """
+    fits = []
+    order: list[int] | None = None
+    for tensor in tensors:
+        has_values = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+        if not has_values or _compat.is_zerotensor(tensor):
+            fits.append(False)
+            continue
+        address, numel, itemsize = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+        is_meta = tensor.device.type == "meta"
+        if address == 0 and numel and not is_meta:
+            what = "gradient" if tensor is tensors[1] else "parameter" if tensor is tensors[0] else "state"
+            raise RuntimeError(
+                f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
+            )
+        if order is None and tensor.is_contiguous():
+            dense, extent = True, numel
+        else:
+            if order is None:  # the dimensions from the largest stride to the smallest
+                first = tensors[0]
+                order = sorted(range(first.ndim), key=lambda dim: -first.stride()[dim])
+            dense = tensor.permute(order).is_contiguous()
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in sizes) if numel else 0
+        fits.append(dense and not tensor.is_neg() and address % itemsize == 0)
+        if extent and not is_meta:
+            spans.append((address, address + extent * itemsize, index))
+    return all(fits[:1] + fits[2:]), fits[1]
+
+
+def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
+    """Return the indices of parameters with a tensor that shares memory with another one of the step."""
+    found: set[int] = set()
+    furthest, owner = 0, -1
+    for start, end, index in sorted(spans):
+        if start < furthest:
+            found |= {owner, index}
+        if end > furthest:
+            furthest, owner = end, index
+    return found
+
+
+def _may_take(grad: Tensor | None, state: Mapping[str, Any]) -> bool:
+    """Return whether the gradient tensor itself may become the last gradient: same look, memory of its own."""
+    last = state.get("last_grad")
+    if grad is None or last is None or is_dtensor(grad) or grad.requires_grad or _compat.is_view(grad) or grad.is_neg():
+        return False
+    has_all = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
+    return has_all and grad.dtype == last.dtype and grad.stride() == last.stride()

@@ -1,1 +1,0 @@
-"""One step: state, buckets, norms, directions and metrics."""
