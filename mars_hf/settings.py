@@ -134,13 +134,7 @@ _TABLE = (
     Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),
     Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
-    Setting(
-        "param_rules",
-        [],
-        Kind("rules", lambda value: True),
-        "Settings by name: .yaml, .json, or JSON.",
-        "model",
-    ),
+    Setting("param_rules", [], Kind("rules", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
 )
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
@@ -258,9 +252,8 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
             problem = "is given twice" if name in texts else "is not name=value"
             raise ValueError(f"optim_args={shown(text)}: {shown(pair)} {problem}; write gamma=0.025,beta1=0.9")
         texts[name] = value
-    reject_unknown(
-        texts, [*(name for name in SETTINGS if not name.startswith("betas")), *PAIR_KEYS, "like"], "optim_args"
-    )
+    accepted = [name for name in (*SETTINGS, *PAIR_KEYS, "like") if name not in ("betas", "betas_1d")]
+    reject_unknown(texts, accepted, "optim_args")
     return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
 
 

@@ -223,11 +223,7 @@ def _optim(args: TrainingArguments) -> str:
 
 
 def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings in `optim_args` and `mars_kwargs`, with the rule that `optim` names, if it names one.
-
-    Raises:
-        ValueError: a setting is given twice, or contradicts `optim`.
-    """
+    """Return the settings in `optim_args` and `mars_kwargs`, with the rule that `optim` names, if it names one."""
     if not isinstance(mars_kwargs, Mapping | None):
         raise TypeError(f"mars_kwargs={mars_kwargs!r}: give a dict of settings, such as {{'gamma': 0.05}}")
     settings = parse_optim_args(args.optim_args)
@@ -249,16 +245,7 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any] | N
 
 
 def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], trainer: str) -> dict[str, Any]:
-    """Return the settings with which a trainer of MARS makes its own optimizer.
-
-    Args:
-        args: `optim` names the rule, or is the default of the arguments' class; `optim_args` are read too.
-        mars_kwargs: as `factory`.
-        trainer: the name of the trainer's class, for messages.
-
-    Raises:
-        ValueError: `optim` names another optimizer, a setting is given twice, or as `factory`.
-    """
+    """Return the settings of a trainer, a class of this name, that makes its own Mars; `optim` must not be another."""
     default = _class_default(args, "optim")
     if _optim(args) not in OPTIM_NAMES and _optim(args) != getattr(default, "value", default):
         raise ValueError(
