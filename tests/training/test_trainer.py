@@ -182,9 +182,9 @@ def test_another_optimizer_by_name_is_refused(tmp_path, kind, optim):
     [
         ({}, {"gama": 0.1}, "gama"),
         ({}, {"gamma": -1}, "gamma=-1"),
-        ({"learning_rate": 1e-3}, {"lr": 1e-2}, "contradict each other: learning_rate is what trains"),
+        ({"learning_rate": 1e-3}, {"lr": 1e-2}, "contradict each other; give learning_rate alone"),
         ({"optim_args": "gamma=0.1"}, {"gamma": 0.1}, "gamma: given in optim_args='gamma=0.1' and in mars_kwargs"),
-        ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type='mars-lion' contradict"),
+        ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type 'mars-lion' contradict"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_at_once(tmp_path, named, given, message):
