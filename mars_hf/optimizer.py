@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from mars_hf.param_groups import (
     param_groups,
     split_by_role,
     takes_mars,
-    warn_of_fast_vectors,
     warn_of_one_rate,
 )
 from mars_hf.settings import (
@@ -232,7 +230,6 @@ class Mars(torch.optim.Optimizer):
                 "norms would train and decay as matrices do; shard with FSDP2 (fully_shard) or DeepSpeed ZeRO"
             )
         defaults = check(given)
-        warn_of_fast_vectors(lr, lr_1d)
         if isinstance(params, (set, frozenset)):
             raise TypeError("params is a set, whose order changes from run to run; use a list")
         if not isinstance(params, Tensor):  # torch's own error for that is good
@@ -262,7 +259,10 @@ class Mars(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         before = len(self.param_groups)
         try:
-            for part in split_by_role({**self._of_the_loop(), **param_group}, self.defaults):
+            norms = {group["max_grad_norm"] for group in self.param_groups} if self._is_made else set()
+            if len(norms) == 1:  # the owner of the loop may have changed it
+                param_group = {"max_grad_norm": norms.pop(), **param_group}
+            for part in split_by_role(param_group, self.defaults):
                 if self._is_made and before:
                     self._match_names(part)
                 super().add_param_group(part)
@@ -276,11 +276,6 @@ class Mars(torch.optim.Optimizer):
             self._shards = Shards()
         for group in self.param_groups[before:]:
             self._shards.extend(group)
-
-    def _of_the_loop(self) -> dict[str, Any]:
-        """Return the setting that the owner of the loop may have changed in all groups."""
-        values = [group["max_grad_norm"] for group in self.param_groups] if self._is_made else []
-        return {"max_grad_norm": values[0]} if values and values.count(values[0]) == len(values) else {}
 
     def _match_names(self, part: dict[str, Any]) -> None:
         """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
@@ -622,35 +617,12 @@ def _full_precision(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[None]
         yield
 
 
-_F = TypeVar("_F", bound=Callable[..., Mars])
-
-
-def _takes_up_settings(make: _F) -> _F:
-    """Check the arguments of `create`, add saved ones as defaults, and let its optimizer keep what it was made with."""
-
-    @functools.wraps(make)
-    def create(model_or_params: Any, *, like: Any = None, **given: Any) -> Mars:
-        process_group = given.pop("process_group", None)
-        reject_unknown(given, SETTINGS, "mars_hf.create")
-        saved = {} if like is None else saved_settings.read(like)
-        arguments = check(saved | given)
-        mars = make(model_or_params, process_group=process_group, **arguments)
-        mars.created_with = arguments
-        return mars
-
-    return create  # type: ignore[return-value]
-
-
-@_takes_up_settings
 def create(
     model_or_params: nn.Module | Iterable[Any],
     *,
     like: str | os.PathLike[str] | None = None,
-    split_fused: Literal["auto", "none"] | Mapping[str, Sequence[int]] = "auto",
-    lr_embeddings: float | None = None,
-    param_rules: Iterable[tuple[str, Mapping[str, Any]] | Mapping[str, Any]] = (),
     process_group: Any = None,
-    **hyperparameters_: Any,
+    **settings: Any,
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
@@ -665,18 +637,18 @@ def create(
             of such a repository on the Hub. Arguments given here win, also over rates that mars.json has for vectors
             and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `fused`,
             `process_group`). None takes the defaults.
-        split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
-            projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`. Needs a
-            model.
-        lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d` where
-            they take AdamW. Needs a model.
-        param_rules: settings for parameters by name: pairs of a shell pattern and settings
-            (`[("*.wte.weight", {"weight_decay": 0.0}), ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`.
-            The first pattern that matches a parameter's name in `model.named_parameters()` decides. A rule states any
-            setting of a parameter group except `max_grad_norm`, and wins over the other arguments; `role` is
-            `"matrix"`, `"vector"` or `"adamw"`. Needs a model.
         process_group: as `Mars`.
-        **hyperparameters_: any of `Mars`; its defaults hold for the rest.
+        **settings: any of `Mars`, and with a model:
+
+            split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
+                projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`.
+            lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d`
+                where they take AdamW.
+            param_rules: settings for parameters by name: pairs of a shell pattern and settings
+                (`[("*.wte.weight", {"weight_decay": 0.0}), ("*.gate.*", {"role": "adamw"})]`), or mappings with
+                `pattern`. The first pattern that matches a parameter's name in `model.named_parameters()` decides. A
+                rule states any setting of a parameter group except `max_grad_norm`, and wins over the other arguments;
+                `role` is `"matrix"`, `"vector"` or `"adamw"`.
 
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
@@ -684,21 +656,20 @@ def create(
             needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
             that can be read.
     """
-    options: dict[str, Any] = {
-        "split_fused": split_fused,
-        "lr_embeddings": lr_embeddings,
-        "param_rules": list(param_rules),
-    }
-    if not isinstance(model_or_params, nn.Module):
-        given = [f"{name}={shown(value)}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]
-        if given:
-            raise ValueError(f"{', '.join(given)}: plain parameters have neither names nor modules; pass the model")
-        return Mars(model_or_params, process_group=process_group, **hyperparameters_)
-    mars_type = hyperparameters_.get("mars_type", DEFAULTS["mars_type"])
-    groups = param_groups(model_or_params, mars_type=mars_type, **options)
-    mars = Mars(groups, process_group=process_group, **hyperparameters_)
-    mars._model = weakref.ref(model_or_params)
-    mars._unsharded = frozenset(
-        name for name, param in model_or_params.named_parameters() if param.requires_grad and not is_dtensor(param)
-    )
+    reject_unknown(settings, SETTINGS, "mars_hf.create")
+    settings = check({**({} if like is None else saved_settings.read(like)), **settings})
+    options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
+    hyperparameters = {name: value for name, value in settings.items() if name not in options}
+    if isinstance(model_or_params, nn.Module):
+        groups = param_groups(model_or_params, mars_type=settings.get("mars_type", DEFAULTS["mars_type"]), **options)
+        mars = Mars(groups, process_group=process_group, **hyperparameters)
+        mars._model = weakref.ref(model_or_params)
+        mars._unsharded = frozenset(
+            name for name, param in model_or_params.named_parameters() if param.requires_grad and not is_dtensor(param)
+        )
+    elif stated := [f"{name}={shown(value)}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]:
+        raise ValueError(f"{', '.join(stated)}: plain parameters have neither names nor modules; pass the model")
+    else:
+        mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
+    mars.created_with = settings
     return mars

@@ -243,8 +243,15 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     settings = {**defaults, **group}
     if settings["mars_type"] in ORTHOGONAL_TYPES:
         ns_coefficients(settings)
-    if "lr_1d" in group and group.get("role") != "adamw":
-        warn_of_fast_vectors(settings["lr"], group["lr_1d"])
+    lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
+    follows = group.get("role") == "adamw" or ("lr" in group and "lr_1d" not in group)
+    if lr_1d is not None and not follows and float(lr_1d) > (1 + 1e-9) * 10 * lr:  # often `lr` was left at its default
+        warnings.warn(
+            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
+            "matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: vectors then "
+            "follow lr",
+            stacklevel=3,
+        )
     params = group["params"]
     if isinstance(params, set):
         raise TypeError("params is a set, whose order changes from run to run; use a list")
@@ -295,17 +302,6 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
         "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
         "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
     }
-
-
-def warn_of_fast_vectors(lr: float | Tensor, lr_1d: float | None) -> None:
-    """Warn if `lr_1d` is more than ten times `lr`: often `lr` was left at its default."""
-    if lr_1d is not None and float(lr_1d) > (1 + 1e-9) * 10 * float(lr):
-        warnings.warn(
-            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={float(lr):g}, "
-            "that of matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: "
-            "vectors then follow lr",
-            stacklevel=3,
-        )
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
