@@ -268,7 +268,6 @@ MARS_HF = of(
     ("to_universal nowhere out", "nowhere"),
     ("to_universal folder out", "no *_optim_states.pt in it"),
     ("to_universal folder folder", "exists already"),
-    ("to_universal folder nowhere/out", "is not a folder"),
 )
 
 CASES = [

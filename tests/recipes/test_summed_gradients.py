@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
 
+import mars_hf
 from mars_hf.reference import MarsReference
+from mars_hf.training.registry import MarsFactory, resolve
 
 ON_CPU = ["--bf16", "false", "--tf32", "false", "--use_cpu", "true"]
 STEPS, VOCAB, LENGTH = 4, 31, 6
@@ -53,7 +55,10 @@ class Network(nn.Module):
 
 def settings_of(config, optimizer, *argv):
     run = arguments.parse(["--config", config, "--optimizer", optimizer, *ON_CPU, *argv, "--output_dir", "unused"])
-    return run, optimizers.for_trainer(run.optimizer, run.training)
+    make, settings = optimizers.for_trainer(run.optimizer, run.training)
+    if isinstance(make, MarsFactory):
+        return run, (lambda: mars_hf.create, resolve(make.settings, run.training))
+    return run, (make, settings)
 
 
 def train(start, make, settings, max_grad_norm, micro_batches, divide):
