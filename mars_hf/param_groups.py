@@ -21,10 +21,10 @@ from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     LABEL_KEYS,
+    LR_1D_RATIO,
     ORTHOGONAL_TYPES,
     ROLES,
     check,
-    lr_1d_ratio,
     ns_coefficients,
     reject_unknown,
 )
@@ -292,7 +292,7 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]
     elif lr_1d is None:
-        lr = group.get("lr", ratio_base) * lr_1d_ratio(group.get("mars_type", defaults["mars_type"]))
+        lr = group.get("lr", ratio_base) * LR_1D_RATIO[group.get("mars_type", defaults["mars_type"])]
     elif "lr" in group and ratio_base > 0:
         lr = group["lr"] * (lr_1d / ratio_base)
     else:

@@ -17,6 +17,8 @@ from mars_hf.newton_schulz import SCHEDULES, Coefficients
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
 ROLES = ("matrix", "vector", "adamw")
+# lr_1d / lr where lr_1d is None: that of every published configuration.
+LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m": 1.0}
 
 
 class Kind(NamedTuple):
@@ -143,9 +145,9 @@ KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
 GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")  # of groups alone
 # What a rule of `param_rules` may state: not the norm of all gradients.
 RULE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
-# A change of one of these sorts the buckets again.
-_LIVE = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
-STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _LIVE))
+# What each step checks in groups that may have been edited: not the numbers, which schedulers write.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
+STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _NUMBERS))
 ORTHOGONAL_KEYS = ("ns_steps", "ns_coefficients", "ns_dtype", "split_fused")  # of mars-shampoo and mars-m
 # Names for the halves of a pair, where a value can hold no comma.
 PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
@@ -187,7 +189,7 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
             checked[name] = [_checked_rule(rule) for rule in param_rules.rules_of(value)]
         elif name in _KINDS:
             checked[name] = _checked(name, value, _KINDS[name])
-    if "ns_steps" in settings and "ns_coefficients" in settings:
+    if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
         ns_coefficients(settings)
     return checked
 
@@ -273,8 +275,3 @@ def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
 def dtype_of(value: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a setting: a torch.dtype, or its name."""
     return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
-
-
-def lr_1d_ratio(mars_type: str) -> float:
-    """Return the ratio lr_1d / lr that lr_1d=None stands for: that of every published configuration."""
-    return 1.0 if mars_type == "mars-m" else 0.5

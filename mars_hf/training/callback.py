@@ -21,7 +21,7 @@ from transformers.training_args import TrainingArguments
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.param_groups import takes_mars
-from mars_hf.settings import lr_1d_ratio
+from mars_hf.settings import LR_1D_RATIO
 from mars_hf.summary import line
 from mars_hf.training import adapters, guard, hub
 
@@ -208,7 +208,7 @@ def _warnings(mars: Mars, args: TrainingArguments, scheduler: Any) -> Iterator[s
     scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's
     peaks = getattr(scheduler, "max_lrs", None) or [group["max_lr"] for group in mars.param_groups if "max_lr" in group]
     lr, lr_1d = mars.defaults["lr"], mars.defaults["lr_1d"]
-    ratio = lr_1d_ratio(mars.defaults["mars_type"]) if lr_1d is None else lr_1d / lr if lr else 1
+    ratio = LR_1D_RATIO[mars.defaults["mars_type"]] if lr_1d is None else lr_1d / lr if lr else 1
     if len(set(peaks)) == 1 and ratio != 1 and len({takes_mars(group) for group in mars.param_groups}) == 2:
         cycles = any("max_momentum" in group for group in mars.param_groups)
         yield (
