@@ -12,7 +12,7 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -38,12 +38,6 @@ class PrivateName(NamedTuple):
 
 
 PRIVATE_NAMES = (
-    PrivateName(
-        "torch._C._dynamo.guards",
-        "TensorGuards",
-        "torch 2.9 to 2.13",
-        "A step compares its tensors in Python: 0.4 ms more for 130 parameters.",
-    ),
     PrivateName("torch", "_disable_dynamo", "torch 2.9 to 2.13", "`Mars.step` cannot be imported."),
     PrivateName("torch", "_foreach_add_", "torch 2.9 to 2.13", "No rule runs; `rules.py` and others use this family."),
     PrivateName("torch:Tensor", "_is_view", "torch 2.9 to 2.13", "`take_grad` cannot tell views from owners."),
@@ -57,31 +51,6 @@ PRIVATE_NAMES = (
     PrivateName("torch.cpu", "_is_amx_tile_supported", "torch 2.9 to 2.13", "As the name before."),
     PrivateName("torch:ops.mkldnn", "_is_mkldnn_bf16_supported", "torch 2.9 to 2.13", "As the name before, on ARM."),
     PrivateName("torch.nn:Module", "_buffers", "torch 2.9 to 2.13", "The stale pass would leave running statistics."),
-    PrivateName("torch.nn:Module", "_parameters", "torch 2.9 to 2.13", "Direct parameters of a module are not found."),
-    PrivateName(
-        "torch.nn.parallel:DistributedDataParallel",
-        "_module_parameters",
-        "torch 2.9 to 2.13",
-        "mars-shampoo and mars-m cannot share their work under DDP.",
-    ),
-    PrivateName(
-        "torch.nn.parallel:DistributedDataParallel",
-        "_join_config",
-        "torch 2.9 to 2.13",
-        "Ranks would wait in `join()` for ranks without data.",
-    ),
-    PrivateName(
-        "torch.nn.parallel:DistributedDataParallel",
-        "_comm_hooks",
-        "torch 2.9 to 2.13",
-        "Local SGD would be taken for DDP; without it no hook is known.",
-    ),
-    PrivateName(
-        "torch.nn.parallel:DistributedDataParallel.reducer",
-        "get_backward_stats",
-        "torch 2.9 to 2.13",
-        "No gradient counts as averaged: each rank orthogonalizes all matrices.",
-    ),
     PrivateName(
         "torch.distributed.tensor.placement_types",
         "_StridedShard",
@@ -199,23 +168,6 @@ def call_after(owner: Any, name: str, function: Callable[[Any], None]) -> None:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
-def tensor_guards(tensors: Sequence[Tensor]) -> Any:
-    """Return the guards that torch.compile puts on its inputs; one call of C++ compares all of them.
-
-    Returns:
-        What has `check(*tensors)`, or None where this torch has no such guards.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        sizes: Any = [list(tensor.shape) for tensor in tensors]
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        return guards if guards.check(*tensors) else None
-    except (ImportError, TypeError, AttributeError, RuntimeError):
-        return None
-
-
 def without_dynamo(function: _F) -> _F:
     """Keep torch.compile from tracing a function; torch.compiler.disable would import dynamo at once."""
     kept: Any = torch._disable_dynamo(function)
@@ -242,34 +194,9 @@ def is_zerotensor(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module itself, None among them; none of a module that is half made."""
-    return module.__dict__.get("_parameters", {})
-
-
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers of a module itself; the dict that it reads them from."""
     return module._buffers
-
-
-def ddp_parameters(module: Any) -> list[Tensor]:
-    """Return the parameters that DistributedDataParallel took at its construction."""
-    return list(module._module_parameters)
-
-
-def ddp_is_joining(module: Any) -> bool:
-    """Tell whether DistributedDataParallel is inside `join()`."""
-    return bool(module._join_config.enable)
-
-
-def ddp_hooks(module: Any) -> list[str]:
-    """Return the names of the communication hooks of DistributedDataParallel."""
-    return [getattr(hook, "__name__", "") for hook, _ in getattr(module, "_comm_hooks", ())]
-
-
-def ddp_backward_times(module: Any) -> list[int]:
-    """Return when each gradient of the last backward pass was ready; empty where torch does not tell."""
-    return list(getattr(module.reducer, "get_backward_stats", list)())
 
 
 def shard_of(placement: Any) -> tuple[int, int] | None:

@@ -421,7 +421,8 @@ class Mars(torch.optim.Optimizer):
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
         max_grad_norm, lists, moving = self.max_grad_norm, list[TensorList](), list[dict[str, Any]]()
         error: Exception | None = None
-        place_gradients(self.param_groups)
+        if dist.is_available() and dist.is_initialized():
+            place_gradients(self.param_groups)
         try:
             for group in self.param_groups:
                 check({name: group[name] for name in STRUCTURAL_KEYS})
@@ -458,8 +459,9 @@ class Mars(torch.optim.Optimizer):
         for chunk, shared in rounds.items():
             together = [own for own in lists if own.chunk == chunk]
             update_matrices(together, self.param_groups, shared, self._metrics)
-        exact.drop_stale_gradients(self.param_groups, self.state)
-        self._stale_gradients_given = False
+        if self.is_exact:
+            exact.drop_stale_gradients(self.param_groups, self.state)
+            self._stale_gradients_given = False
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""

@@ -63,11 +63,6 @@ def orthogonalizes(group: Mapping[str, Any]) -> bool:
     return group["role"] == "matrix" and group["mars_type"] in ORTHOGONAL_TYPES
 
 
-def label_of(group: Mapping[str, Any]) -> str:
-    """Return the role of an optimizer's group, with the pattern of its rule in `param_rules` if it has one."""
-    return f"{group['role']} {group['pattern']!r}" if "pattern" in group else str(group["role"])
-
-
 def param_groups(
     model: nn.Module,
     *,

@@ -152,19 +152,19 @@ def draw_lag_and_noise() -> Figure:
 
 
 def draw_step() -> Figure:
-    """Draw one step of Mars: its six verbs, what each one reads, and what it makes."""
+    """Draw one step of Mars: its five verbs, what each one reads, and what it makes."""
     verbs = [
         (
             "locate",
-            "which parameter is each\nstretch of memory?",
+            "which part of a parameter\nis each tensor?",
             "parameters, engine's\nflat tensors, DTensors",
-            "placements",
+            "shards",
         ),
         (
-            "bucket",
+            "build lists",
             "which tensors does one\nbackend call take?",
             "groups, state, gradients\n(every tensor looked at)",
-            "buckets",
+            "lists of tensors",
         ),
         ("norms", "norms of whole corrected\ngradients, over all ranks", "g, last g", "clip factors,\nglobal scale"),
         (
@@ -174,15 +174,9 @@ def draw_step() -> Figure:
             "directions",
         ),
         ("update", "one pass: correct, clip,\nmoments, parameter", "p, m, v, g, last g", "p, m, v, last g\nin place"),
-        (
-            "keep",
-            "what the next step needs",
-            "gradients that may be\nmoved, the order",
-            "last gradients,\norder of buckets",
-        ),
     ]
     figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
-    axes.set(xlim=(0, 6), ylim=(0, 3))
+    axes.set(xlim=(0, 5), ylim=(0, 3))
     axes.axis("off")
     for index, (verb, question, reads, makes) in enumerate(verbs):
         center = index + 0.5

@@ -1,0 +1,93 @@
+"""The size of the package, and how many functions a step and `create` pass: printed, and bounded by what they are now.
+
+A change that needs more says in its message what it takes away. Lower the bounds when the package shrinks.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import gpt2
+
+import mars_hf
+from mars_hf.settings import SETTINGS
+
+PACKAGE = Path(mars_hf.__file__).parent
+FILES, LINES, STATEMENTS, MOST_SETTINGS = 44, 9_050, 4_500, 27
+# Functions and files that a step passes, and `create(model)`.
+WALKS = {"mars-adamw": ((46, 8), (22, 6)), "mars-m": ((72, 11), (35, 7))}
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_size_of_the_package(capsys):
+    files = sorted(PACKAGE.rglob("*.py"))
+    lines = sum(len(path.read_text().splitlines()) for path in [*files, *PACKAGE.rglob("*.cpp")])
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    statements = sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes)
+    signatures = [inspect.signature(function).parameters for function in (mars_hf.Mars.__init__, mars_hf.create)]
+    names = {*SETTINGS, *(name for names in signatures for name in names)}
+    settings = len(names - {"self", "params", "model_or_params", "settings"})
+    with capsys.disabled():
+        print(f"\nmars_hf: {len(files)} files, {lines} lines, {statements} statements, {settings} settings")
+    assert len(files) <= FILES and lines <= LINES and statements <= STATEMENTS and settings <= MOST_SETTINGS
+    assert len(mars_hf.__all__) <= 9
+
+
+def passed(function: Callable[[], object]) -> tuple[int, int]:
+    """Return the numbers of functions and files of the package that a call passes, comprehensions not counted."""
+    seen = set()
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        named = not code.co_qualname.rpartition(".")[2].startswith("<")
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and named:
+            seen.add((code.co_filename, code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(seen), len({file for file, _ in seen})
+
+
+def walks(mars_type: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return what a steady step passes, and what `create` does."""
+    model, made = gpt2(), []
+    mars_hf.create(model)  # installs the guard, once a process
+    create = passed(lambda: made.append(mars_hf.create(model, lr=1e-3, mars_type=mars_type)))
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        step = passed(made[0].step)
+    return step, create
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have qualified names from Python 3.11 on")
+def test_functions_that_a_step_passes(capsys):
+    """In a process of its own, where nothing else is imported or initialized."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(Path(__file__).parent)])}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=True)
+    for mars_type, (step, create) in json.loads(run.stdout).items():
+        with capsys.disabled():
+            print(
+                f"\n{mars_type}: a step passes {step[0]} functions in {step[1]} files, create {create[0]} in {create[1]}"
+            )
+        most = WALKS[mars_type]
+        assert all(count <= bound for count, bound in zip((*step, *create), (*most[0], *most[1]), strict=True))
+
+
+if __name__ == "__main__":
+    print(json.dumps({mars_type: walks(mars_type) for mars_type in WALKS}))
