@@ -487,12 +487,13 @@ def compute_directions(
     alike: dict[tuple[Any, ...], list[int]] = {}
     for place, how in enumerate(settings):
         alike.setdefault((how.coefficients, how.eps, how.dtype), []).append(place)
-    results = [torch.empty_like(momentum, dtype=out_dtype) for momentum in momenta]
+    results = list(momenta)
     for (coefficients, eps, dtype), places in alike.items():
         matrices = [part for place in places for part in matrix_layouts.split(momenta[place], settings[place].layout)]
         options = {"steps": len(coefficients), "coefficients": coefficients, "eps": eps}
         orthogonal = iter(orthogonalize(matrices, dtype=dtype, out_dtype=out_dtype, **options))
         for place in places:
+            results[place] = torch.empty_like(momenta[place], dtype=out_dtype)
             for view in matrix_layouts.views(results[place], settings[place].layout):
                 matrix = next(orthogonal)
                 view.copy_(matrix.reshape(view.shape)).mul_(_SCALES[settings[place].rule](*matrix.shape[-2:]))

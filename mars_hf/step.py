@@ -573,5 +573,7 @@ def _may_take(grad: Tensor | None, state: Mapping[str, Any]) -> bool:
     last = state.get("last_grad")
     if grad is None or last is None or is_dtensor(grad) or grad.requires_grad or _compat.is_view(grad) or grad.is_neg():
         return False
+    if _compat.is_zerotensor(grad):
+        return False
     has_all = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     return has_all and grad.dtype == last.dtype and grad.stride() == last.stride()

@@ -161,6 +161,8 @@ def test_all_paths_give_one_result(settings, dtype, optimize_1d, transposed):
     bar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     if settings.get("mars_type") == "mars-lion":
         bar = max(bar, 1e-6)
+    if settings.get("state_dtype") == "bfloat16":
+        bar = max(bar, 1e-5)  # a moment may round the other way
     assert_alike(results, bar)
 
 

@@ -127,11 +127,12 @@ def test_settings_of_a_repository_are_taken_up(tmp_path):
         assert {line for line in hub.requests if "me/x" in line} == {
             *("HEAD /me/x/resolve/main/mars.json", "GET /me/x/resolve/main/mars.json")  # one file, no listing
         }
-        assert nothing.startswith("like='me/nothing': no such folder, and the Hub shows no such repository")
-        assert empty.startswith("like='me/empty': me/empty on the Hub has no mars.json; give a model that was pushed")
+        reason = "no such folder, and the Hub does not give its mars.json"
+        assert nothing.startswith(f"like='me/nothing': {reason} (RepositoryNotFoundError")
+        assert "EntryNotFoundError" in empty and empty.startswith(f"like='me/empty': {reason}")
     gamma, gone = python(LIKE, "me/x", "me/never", **environment).splitlines()  # the server is gone
     assert gamma == "0.05"
-    assert gone.startswith("like='me/never': no such folder, and the Hub cannot be reached for me/never")
+    assert gone.startswith(f"like='me/never': {reason} (LocalEntryNotFoundError")
 
 
 @pytest.mark.parametrize(
