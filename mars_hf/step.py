@@ -154,17 +154,15 @@ def _collect(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor,
     index = -1
     for place, group in enumerate(param_groups):
         keys = states.usual_buffers(group)
+        needed, has_last = {*keys, "step"}, "last_grad" in keys
+        if group["rounding"] == "kahan":
+            return []
         for param in group["params"]:
             index += 1
             if param.grad is None:
                 continue
             state = all_states.get(param)
-            if (
-                state is None
-                or group["rounding"] == "kahan"
-                or not state.keys() >= {*keys, "step"}
-                or ("last_grad" in state) != ("last_grad" in keys)
-            ):
+            if state is None or not state.keys() >= needed or ("last_grad" in state) is not has_last:
                 return []
             entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
     return entries
@@ -184,8 +182,8 @@ def _are_ordinary(entries: Sequence[_Entry]) -> bool:
     if {tensor.layout for tensor in tensors} != {torch.strided} or any(map(Tensor.is_neg, tensors)):
         return False
     for entry in entries:
-        shape = entry.param.shape
-        if any(tensor.shape != shape for tensor in entry.tensors):
+        shapes = [tensor.shape for tensor in entry.tensors]
+        if shapes.count(shapes[0]) < len(shapes):
             return False
     if not all(map(Tensor.is_contiguous, tensors)) or {step.shape for step in steps} != {torch.Size()}:
         return False
