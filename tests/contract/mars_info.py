@@ -184,7 +184,7 @@ def error_inputs(device: Any, dtype: torch.dtype) -> list[ErrorOptimizerInput]:
         _refused("a set", TypeError, "set", params=[{"params": {one}}]),
         _refused("no parameters", ValueError, "empty parameter list", params=[]),
         _refused("not a leaf", ValueError, "non-leaf", params=[one * 2]),
-        _refused("two rates", ValueError, "a tensor of one element is needed", lr=torch.tensor([0.001, 0.001])),
+        _refused("two rates", ValueError, "or a tensor of one element", lr=torch.tensor([0.001, 0.001])),
         _refused("negative lr", ValueError, "lr=-0.01", lr=-0.01),
         _refused("lr that is no number", ValueError, "lr=nan", lr=float("nan")),
         _refused("negative eps", ValueError, "eps=-1e-06", eps=-1e-6),
