@@ -239,7 +239,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     if settings["mars_type"] in ORTHOGONAL_TYPES:
         ns_coefficients(settings)
     lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
-    follows = group.get("role") == "adamw" or ("lr" in group and "lr_1d" not in group)
+    follows = group.get("role") in ("adamw", "matrix") or ("lr" in group and "lr_1d" not in group)
     if lr_1d is not None and not follows and float(lr_1d) > (1 + 1e-9) * 10 * lr:  # often `lr` was left at its default
         warnings.warn(
             f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
