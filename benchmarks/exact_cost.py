@@ -35,8 +35,8 @@ from mars_hf.training.guard import innermost
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining import model as gpt2  # noqa: E402  (needs the line above)
-from pretraining.arguments import ModelArguments  # noqa: E402
+from pretraining.run import model as gpt2  # noqa: E402 (needs the line above)
+from pretraining.run.arguments import ModelArguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "exact_cost.json"
 ADAMW, APPROX, EXACT = CONTENDERS = ("adamw (fused)", "approx", "exact")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
-from pretraining.machine import describe
+from pretraining.compare.machine import describe
 
 __all__ = ["describe", "note"]
 

@@ -48,9 +48,9 @@ from mars_hf.step import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining import model as gpt2  # noqa: E402  (needs the line above)
-from pretraining.arguments import ModelArguments  # noqa: E402
-from pretraining.report import write_text  # noqa: E402
+from pretraining.run import model as gpt2  # noqa: E402 (needs the line above)
+from pretraining.run.arguments import ModelArguments  # noqa: E402
+from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {

@@ -37,7 +37,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import mars_hf
 
-from pretraining import arguments, model, optimizers  # isort: skip
+from pretraining.run import arguments, model, optimizers  # isort: skip
 
 ADAMW, MARS = "AdamW fused", "Mars"
 # Dense bfloat16 matrix products, FLOP/s, from NVIDIA's data sheets.

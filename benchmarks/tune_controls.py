@@ -29,9 +29,9 @@ from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining import presets  # noqa: E402  (needs the line above)
-from pretraining.launch import Diverged, pretrain  # noqa: E402
-from pretraining.report import write_text  # noqa: E402
+from pretraining.compare import presets  # noqa: E402  (needs the line above)
+from pretraining.compare.launch import Diverged, pretrain  # noqa: E402
+from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_controls.json"
 SEED = 100

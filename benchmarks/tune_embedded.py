@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.launch import pretrain  # noqa: E402  (needs the line above)
-from pretraining.report import write_text  # noqa: E402
+from pretraining.compare.launch import pretrain  # noqa: E402  (needs the line above)
+from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_embedded.json"
 PICTURE = ROOT / "docs" / "images" / "tune_embedded.png"

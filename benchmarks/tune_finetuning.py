@@ -37,10 +37,10 @@ from tune_tasks import best, wanted
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining import presets  # noqa: E402  (needs the line above)
-from pretraining.launch import pretrain  # noqa: E402
-from pretraining.mistakes import Mistake  # noqa: E402
-from pretraining.report import write_text  # noqa: E402
+from pretraining.compare import presets  # noqa: E402  (needs the line above)
+from pretraining.compare.launch import pretrain  # noqa: E402
+from pretraining.run.mistakes import Mistake  # noqa: E402
+from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_finetuning.json"
 BASES = ROOT / "runs" / "bases"
@@ -111,7 +111,7 @@ def optim_args(arm: Arm, rate: float) -> str | None:
 def train(arm: Arm, rate: float, seed: int, scratch: str) -> dict[str, Any]:
     """Train once, evaluate on the new text and on that of pretraining, and return the run's row."""
     import finetune_lm
-    from pretraining import embedded
+    from pretraining.data import embedded
 
     given = optim_args(arm, rate)
     argv = [

@@ -26,8 +26,8 @@ import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT)]
-from pretraining.mistakes import Mistake  # noqa: E402  (needs the line above)
-from pretraining.report import write_text  # noqa: E402
+from pretraining.run.mistakes import Mistake  # noqa: E402  (needs the line above)
+from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_tasks.json"
 # Recipe -> rule -> its first rate and further settings; {twice} is twice the rate.

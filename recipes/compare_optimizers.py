@@ -25,24 +25,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining import (
-    agreement,
-    checkpoints,
-    comparison,
-    comparison_page,
-    comparison_tables,
-    equal_time,
-    folder_lock,
-    identity,
-    presets,
-    ranges,
-    report,
-    run_folder,
-)
-from pretraining.arguments import OPTIMIZERS, read
-from pretraining.launch import Diverged, RunFailed, metrics_of, pretrain, words_of
-from pretraining.mistakes import Mistake, OneLine, told
-from pretraining.presets import Preset
+from pretraining.compare import comparison, comparison_page, comparison_tables, equal_time, presets
+from pretraining.compare.launch import Diverged, RunFailed, metrics_of, pretrain, words_of
+from pretraining.compare.presets import Preset
+from pretraining.run import agreement, checkpoints, folder_lock, identity, ranges, report, run_folder
+from pretraining.run.arguments import OPTIMIZERS, read
+from pretraining.run.mistakes import Mistake, OneLine, told
 from tqdm.auto import tqdm
 
 # Contender to its settings, for comparisons without a preset.

@@ -20,15 +20,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pretraining import ranges
-from pretraining.mistakes import Mistake, OneLine, told
+from pretraining.run import ranges
+from pretraining.run.mistakes import Mistake, OneLine, told
 
 
 @told("convert_nanogpt.py")
 def main(argv: list[str] | None = None) -> None:
     """Convert; `argv` is the command line without the program's name."""
     settings = parse(argv)
-    from pretraining import nanogpt_conversion  # imports for seconds, which a mistake need not wait for
+    from pretraining.nanogpt import nanogpt_conversion  # imports for seconds, which a mistake need not wait for
 
     for line in (nanogpt_conversion.to_nanogpt if settings.to_nanogpt else nanogpt_conversion.from_nanogpt)(settings):
         print(line)

@@ -25,8 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pretraining import ranges
-from pretraining.mistakes import Mistake, OneLine, told
+from pretraining.run import ranges
+from pretraining.run.mistakes import Mistake, OneLine, told
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _CORPORA = ("stdlib", "torch-headers")
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     except torch.OutOfMemoryError:
         raise Mistake(f"--batch_size {settings.batch_size} needs more memory than there is; give less") from None
     if results is not None:
-        from pretraining import report
+        from pretraining.run import report
 
         report.write(settings.output_file, results)
         print(f"\n{table(results)}\n\nresults are in {settings.output_file}")
@@ -84,7 +84,8 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
         Mistake: model, data or tasks are missing or do not fit.
     """
     from accelerate import Accelerator
-    from pretraining import data, evaluation_model, evaluation_tasks
+    from pretraining.data import data_folder
+    from pretraining.run import evaluation_model, evaluation_tasks
 
     loaded = None
     if settings.tasks:
@@ -95,7 +96,9 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
     accelerator = Accelerator(cpu=settings.use_cpu)
     with accelerator.main_process_first():
         directory = _data(settings)
-    source = data.load(directory, verify=settings.verify_data and accelerator.is_main_process) if directory else None
+    source = (
+        data_folder.load(directory, verify=settings.verify_data and accelerator.is_main_process) if directory else None
+    )
     model = evaluation_model.load(settings.model, settings.dtype)
     tokenizer = evaluation_model.tokenizer(settings.model)
     block = evaluation_model.block_size(model, settings.block_size)
@@ -124,7 +127,7 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
 
 def _data(settings: argparse.Namespace) -> Path | None:
     """Return the folder of the data; None if only tasks are asked for."""
-    from pretraining import data
+    from pretraining.data import data_folder
 
     if settings.data_dir:
         return Path(settings.data_dir)
@@ -138,13 +141,13 @@ def _data(settings: argparse.Namespace) -> Path | None:
     else:
         beside = folder.parent
     corpus = settings.embedded_corpus or _CORPORA[0]
-    return data.prepare_embedded(beside / "data", settings.embedded_vocab_size, corpus)
+    return data_folder.prepare_embedded(beside / "data", settings.embedded_vocab_size, corpus)
 
 
 def _losses(settings: argparse.Namespace, model: Any, source: Any, block: int, accelerator: Any) -> dict[str, Any]:
     """Return both losses and what they were measured on."""
-    from pretraining import evaluation
-    from pretraining.token_files import TokenDataset
+    from pretraining.data.token_files import TokenDataset
+    from pretraining.run import evaluation
 
     blocks = TokenDataset(source.directory, "val", block, settings.max_eval_blocks)
     random_blocks = None

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from pretraining import embedded
-from pretraining.mistakes import Mistake, told
+from pretraining.data import embedded
+from pretraining.run.mistakes import Mistake, told
 from tasks import adapters, base_model, command_line, running
 from tasks.adapters import AdapterArguments
 from tasks.command_line import Start

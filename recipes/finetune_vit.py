@@ -22,7 +22,7 @@ import datasets
 import metrics
 import numpy as np
 from PIL import Image
-from pretraining.mistakes import Mistake, told
+from pretraining.run.mistakes import Mistake, told
 from sklearn.datasets import load_digits
 from tasks import command_line, running
 from tasks.command_line import Start

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from pretraining import arguments, figures, ranges, report, tracking_probe
-from pretraining.mistakes import Mistake, OneLine, told
+from pretraining.compare import figures, tracking_probe
+from pretraining.run import arguments, ranges, report
+from pretraining.run.mistakes import Mistake, OneLine, told
 from transformers import Trainer
 
 

@@ -28,8 +28,9 @@ import threading
 import time
 from pathlib import Path
 
-from pretraining import gpt2_tokenizer, meta_file, ranges, sources
-from pretraining.mistakes import Mistake, OneLine, told
+from pretraining.data import gpt2_tokenizer, meta_file, sources
+from pretraining.run import ranges
+from pretraining.run.mistakes import Mistake, OneLine, told
 
 _MADE_HERE = {"train.bin", "val.bin", "meta.json", "tokenizer"}
 
@@ -38,7 +39,7 @@ _MADE_HERE = {"train.bin", "val.bin", "meta.json", "tokenizer"}
 def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
     settings = parse(argv)
-    from pretraining import preparation  # imports for seconds, which a mistake need not wait for
+    from pretraining.data import preparation  # imports for seconds, which a mistake need not wait for
 
     meta, skipped = preparation.prepare(settings)
     if skipped:

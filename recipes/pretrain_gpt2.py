@@ -23,9 +23,10 @@ from typing import Any
 
 import psutil
 import torch
-from pretraining import (
+from pretraining.data import data_folder
+from pretraining.data.token_files import TokenDataset
+from pretraining.run import (
     arguments,
-    data,
     evaluation,
     folder_lock,
     identity,
@@ -35,11 +36,10 @@ from pretraining import (
     resuming,
     tokens_per_step,
 )
-from pretraining.gamma_schedule import GammaSchedule
-from pretraining.mistakes import Mistake, told
-from pretraining.stopping import Stopping
-from pretraining.token_files import TokenDataset
-from pretraining.trainer import PretrainingTrainer, optimizer_steps
+from pretraining.run.gamma_schedule import GammaSchedule
+from pretraining.run.mistakes import Mistake, told
+from pretraining.run.stopping import Stopping
+from pretraining.run.trainer import PretrainingTrainer, optimizer_steps
 from transformers import default_data_collator, set_seed
 
 import mars_hf
@@ -90,7 +90,7 @@ def _train(
 
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
-        source = data.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
+        source = data_folder.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     block = run.model.block_size
     train_set = TokenDataset(directory, "train", block)
     if training.max_steps <= 0:
@@ -209,13 +209,18 @@ def _check_processes(training: arguments.PretrainingArguments) -> None:
 
 
 def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
-    return data.prepare_embedded(
+    return data_folder.prepare_embedded(
         output.absolute().parent / "data", settings.embedded_vocab_size, settings.embedded_corpus
     )
 
 
 def _introduce(
-    run: arguments.RunArguments, source: data.Data, train_set: TokenDataset, gpt2: Any, optimizer: Any, per_step: int
+    run: arguments.RunArguments,
+    source: data_folder.Data,
+    train_set: TokenDataset,
+    gpt2: Any,
+    optimizer: Any,
+    per_step: int,
 ) -> None:
     """Print the run's settings."""
     steps = run.training.max_steps

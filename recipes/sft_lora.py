@@ -23,8 +23,8 @@ from typing import Any
 
 import datasets
 import metrics
-from pretraining import embedded
-from pretraining.mistakes import told
+from pretraining.data import embedded
+from pretraining.run.mistakes import told
 from tasks import adapters, base_model, command_line, running
 from tasks.adapters import AdapterArguments
 from tasks.command_line import Start

@@ -8,7 +8,7 @@ from typing import Any
 
 import pretrain_gpt2
 import torch
-from pretraining.mistakes import Mistake
+from pretraining.run.mistakes import Mistake
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks import running

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pretraining import agreement, reading
-from pretraining.arguments import Parser, make
-from pretraining.mistakes import Mistake, did_you_mean
+from pretraining.run import agreement, reading
+from pretraining.run.arguments import Parser, make
+from pretraining.run.mistakes import Mistake, did_you_mean
 from transformers.training_args import OptimizerNames
 
 import mars_hf

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from pretraining import folder_lock, report, resuming, run_folder
-from pretraining.mistakes import Mistake, one_line
+from pretraining.run import folder_lock, report, resuming, run_folder
+from pretraining.run.mistakes import Mistake, one_line
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 

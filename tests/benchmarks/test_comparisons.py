@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from pretraining import comparison, comparison_page, comparison_tables, presets
+from pretraining.compare import comparison, comparison_page, comparison_tables, presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")

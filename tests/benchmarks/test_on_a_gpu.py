@@ -9,7 +9,7 @@ from pathlib import Path
 import on_a_gpu
 import pytest
 import step_cost
-from pretraining import presets
+from pretraining.compare import presets
 
 
 def test_its_commands_exist(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import measure_tracking
-from pretraining import tracking_probe
+from pretraining.compare import tracking_probe
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())

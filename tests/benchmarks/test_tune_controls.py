@@ -7,7 +7,8 @@ import math
 
 import pytest
 import tune_controls
-from pretraining import arguments, presets
+from pretraining.compare import presets
+from pretraining.run import arguments
 
 
 @pytest.mark.parametrize("center", [(2.4, 4.2), (5.2, 3.1), (0.2, 7.3), (3.0, 4.0)])

@@ -7,7 +7,7 @@ import json
 import pytest
 import tune_embedded
 from PIL import Image
-from pretraining import arguments
+from pretraining.run import arguments
 
 
 def rows(**losses):

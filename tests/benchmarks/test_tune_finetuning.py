@@ -9,7 +9,8 @@ import finetune_lm
 import pytest
 import tune_finetuning
 from PIL import Image
-from pretraining import arguments, presets
+from pretraining.compare import presets
+from pretraining.run import arguments
 from tune_finetuning import DEFAULT, SEARCH_SEED, SEEDS, Arm
 
 RESULT = json.loads(tune_finetuning.RESULTS.read_text())

@@ -24,7 +24,8 @@ import torch
 import yaml
 from accelerate.commands import launch
 from pages import PAGES, ROOT, blocks, commands, entry_points
-from pretraining import arguments, data
+from pretraining.data import data_folder
+from pretraining.run import arguments
 from tiny_nanogpt import BLOCK, VOCAB, OfficialMars, TinyGPT, gradients, save
 from transformers import TrainingArguments
 
@@ -54,7 +55,7 @@ SCRIPT = [
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     """Return the embedded corpus, tokenized once."""
-    return data.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
+    return data_folder.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def nothing(command: str) -> None:
 def evaluates(command: str, tokens: Path) -> None:
     name, argv = script_of(shlex.split(command))
     settings = importlib.import_module(name).parse(argv)
-    source = data.load(tokens)
+    source = data_folder.load(tokens)
     gpt2 = prelude.tiny_gpt2()
     gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
     for part in (gpt2, source.tokenizer):
@@ -269,7 +270,7 @@ def fine_tunes(command: str, tokens: Path, row: dict[str, str]) -> None:
     else:
         model = "tiny"
         argv = [*argv, "--model_name_or_path", model]
-    source = data.load(tokens)
+    source = data_folder.load(tokens)
     gpt2 = prelude.tiny_gpt2()
     gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
     for part in (gpt2, source.tokenizer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import gpt2
-from pretraining import arguments, optimizers
-from pretraining.mistakes import Mistake
+from pretraining.run import arguments, optimizers
+from pretraining.run.mistakes import Mistake
 
 import mars_hf
 

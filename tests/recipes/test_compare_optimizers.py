@@ -10,10 +10,10 @@ import time
 import compare_optimizers
 import pytest
 from PIL import Image
-from pretraining import checkpoints, folder_lock, run_folder
-from pretraining.arguments import OPTIMIZERS
-from pretraining.launch import Diverged, pretrain
-from pretraining.mistakes import Mistake
+from pretraining.compare.launch import Diverged, pretrain
+from pretraining.run import checkpoints, folder_lock, run_folder
+from pretraining.run.arguments import OPTIMIZERS
+from pretraining.run.mistakes import Mistake
 from test_pretrain_gpt2 import TINY
 
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from pretraining import comparison, comparison_tables, figures
-from pretraining.comparison import Run
+from pretraining.compare import comparison, comparison_tables, figures
+from pretraining.compare.comparison import Run
 from scipy import stats
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import convert_nanogpt
 import pytest
 import torch
-from pretraining import gpt2_tokenizer, nanogpt_folder
-from pretraining.mistakes import Told
+from pretraining.data import gpt2_tokenizer
+from pretraining.nanogpt import nanogpt_folder
+from pretraining.run.mistakes import Told
 from tiny_nanogpt import BLOCK, VOCAB, TinyGPT, save
 from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 

@@ -12,10 +12,10 @@ import pretrain_gpt2
 import pytest
 import torch
 import yaml
-from pretraining import arguments
-from pretraining.mistakes import Told
-from pretraining.model import freeze_biases
-from pretraining.optimizers import TorchFactory
+from pretraining.run import arguments
+from pretraining.run.mistakes import Told
+from pretraining.run.model import freeze_biases
+from pretraining.run.optimizers import TorchFactory
 from tiny_nanogpt import BLOCK, VOCAB, OfficialMars, OfficialMarsM, TinyGPT, adamw, gradients, save
 from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
 

@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from pretraining import data, embedded, token_files
-from pretraining.mistakes import Mistake
+from pretraining.data import data_folder, embedded, token_files
+from pretraining.run.mistakes import Mistake
 from transformers import AutoTokenizer
 
 
@@ -42,11 +42,11 @@ def test_corpus_is_the_same_at_every_reading_and_split_by_file(corpus):
 
 @pytest.mark.slow
 def test_prepared_corpus(corpus, tmp_path):
-    directory = data.prepare_embedded(tmp_path, vocab_size=512)
+    directory = data_folder.prepare_embedded(tmp_path, vocab_size=512)
     stamp = (directory / "meta.json").stat().st_mtime_ns
-    assert data.prepare_embedded(tmp_path, vocab_size=512) == directory
+    assert data_folder.prepare_embedded(tmp_path, vocab_size=512) == directory
     assert (directory / "meta.json").stat().st_mtime_ns == stamp  # found, not made again
-    loaded = data.load(directory)
+    loaded = data_folder.load(directory)
     tokenizer = loaded.tokenizer
     assert len(tokenizer) == 512
     assert tokenizer.eos_token == embedded.END_OF_TEXT

@@ -7,10 +7,10 @@ import threading
 
 import compare_optimizers
 import pytest
-from pretraining import equal_time
-from pretraining.arguments import read
-from pretraining.mistakes import Mistake
-from pretraining.presets import Preset
+from pretraining.compare import equal_time
+from pretraining.compare.presets import Preset
+from pretraining.run.arguments import read
+from pretraining.run.mistakes import Mistake
 
 ARMS = {"adamw": {"optimizer": "adamw"}, "exact one": {"optimizer": "mars_adamw", "is_approx": False}}
 # Of three rounds; the first is slow, as first runs are. Medians: 100 and 40.

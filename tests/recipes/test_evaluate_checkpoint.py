@@ -17,7 +17,8 @@ import pretrain_gpt2
 import pytest
 import torch
 from hub_server import HubServer
-from pretraining import data, embedded, evaluation_tasks, token_checks, token_files
+from pretraining.data import data_folder, embedded, token_checks, token_files
+from pretraining.run import evaluation_tasks
 from test_pretrain_gpt2 import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -147,7 +148,7 @@ def test_every_token_of_a_random_block_predicts_the_next(tmp_path, held_out):
 
 
 def test_random_blocks_come_from_all_of_val_bin(held_out):
-    from pretraining.evaluation import RandomBlocks
+    from pretraining.run.evaluation import RandomBlocks
 
     blocks = RandomBlocks(held_out, 100, 200)
     assert sorted(set(blocks.starts)) == [0, 1, 2]  # 102 predicts nothing
@@ -191,7 +192,7 @@ def test_bfloat16_autocast_gives_the_loss_of_a_run_in_bfloat16(tmp_path, tokens)
 def test_without_data_the_embedded_corpus_beside_the_run_is_used(tmp_path, monkeypatch, capsys):
     corpus = embedded.Corpus(["import os\n" * 40] * 40, ["import sys\n" * 30] * 9, "f", embedded.Skipped())
     monkeypatch.setattr(embedded, "read_corpus", lambda name: corpus)
-    folder = data.prepare_embedded(tmp_path / "runs" / "data", 300)
+    folder = data_folder.prepare_embedded(tmp_path / "runs" / "data", 300)
     model = small(vocabulary=300)
     for place in (tmp_path / "runs" / "x", tmp_path / "runs" / "x" / "checkpoint-3"):
         model.save_pretrained(place)

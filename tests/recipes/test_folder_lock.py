@@ -11,14 +11,14 @@ from pathlib import Path
 
 import prepare_data
 import pytest
-from pretraining import folder_lock
-from pretraining.mistakes import Mistake
+from pretraining.run import folder_lock
+from pretraining.run.mistakes import Mistake
 
 RECIPES = Path(prepare_data.__file__).parent
 HOLDER = """
 import sys
 from pathlib import Path
-from pretraining import folder_lock
+from pretraining.run import folder_lock
 with folder_lock.held(Path(sys.argv[1]), "prepares data"):
     print("held", flush=True)
     sys.stdin.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from pretraining.foreign_files import foreign_files
+from pretraining.run.foreign_files import foreign_files
 
 OLD_METRICS = {"optimizer": "adamw", "bits_per_byte": 1.0, "tokens_per_second": 2.0}
 

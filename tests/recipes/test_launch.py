@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pretraining import launch
-from pretraining.launch import Diverged, RunFailed
-from pretraining.mistakes import Mistake
+from pretraining.compare import launch
+from pretraining.compare.launch import Diverged, RunFailed
+from pretraining.run.mistakes import Mistake
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import measure_tracking
 import pytest
 from PIL import Image
-from pretraining import figures
+from pretraining.compare import figures
 from test_resuming import TINY, load_file, run, torch
 
 PROBE = ["--every", "4", "--batches", "4", "--betas", "0.9", "0.95", "--gammas", "0", "0.05", "--clips", "0"]

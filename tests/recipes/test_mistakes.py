@@ -12,8 +12,8 @@ import compare_optimizers
 import prepare_data
 import pretrain_gpt2
 import pytest
-from pretraining import mistakes
-from pretraining.mistakes import Mistake, told
+from pretraining.run import mistakes
+from pretraining.run.mistakes import Mistake, told
 
 from mars_hf.__main__ import main as mars_main
 
@@ -374,7 +374,7 @@ def test_every_number_of_our_own_has_a_range():
     from dataclasses import fields
     from typing import get_type_hints
 
-    from pretraining import arguments, ranges
+    from pretraining.run import arguments, ranges
 
     own = (arguments.ModelArguments, arguments.DataArguments, arguments.OptimizerArguments)
     named = {"cpu_threads", "sample_tokens"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pretraining import model
-from pretraining.arguments import ModelArguments
-from pretraining.mistakes import Mistake
+from pretraining.run import model
+from pretraining.run.arguments import ModelArguments
+from pretraining.run.mistakes import Mistake
 
 import mars_hf
 

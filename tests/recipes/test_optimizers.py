@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretraining import arguments, optimizers, report
-from pretraining.gamma_schedule import GammaSchedule
-from pretraining.mistakes import Mistake
-from pretraining.muon import MuonWithAdamW
+from pretraining.run import arguments, optimizers, report
+from pretraining.run.gamma_schedule import GammaSchedule
+from pretraining.run.mistakes import Mistake
+from pretraining.run.muon import MuonWithAdamW
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerControl, TrainerState
 
 import mars_hf

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import gpt2
-from pretraining import arguments, model, optimizers, tokens_per_step
-from pretraining.muon import MuonWithAdamW
+from pretraining.run import arguments, model, optimizers, tokens_per_step
+from pretraining.run.muon import MuonWithAdamW
 from transformers import get_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
-from pretraining import data, gpt2_tokenizer, preparation, sources, token_files
-from pretraining.mistakes import Mistake
+from pretraining.data import data_folder, gpt2_tokenizer, preparation, sources, token_files
+from pretraining.run.mistakes import Mistake
 from transformers import AutoTokenizer
 
 SCRIPT = Path(prepare_data.__file__)
@@ -185,7 +185,7 @@ def test_tokenizer_folder_gives_tiktoken_ids(tmp_path):
 
 def test_training_can_load_the_folder(tmp_path):
     run("--files", write_jsonl(tmp_path / "c.jsonl", TEXTS), "--output_dir", tmp_path / "out", "--test_size", 0.2)
-    loaded = data.load(tmp_path / "out")
+    loaded = data_folder.load(tmp_path / "out")
     meta = token_files.read_meta(tmp_path / "out")
     assert loaded.name == "c.jsonl"
     assert loaded.bytes_per_token == meta["val"]["bytes"] / meta["val"]["tokens"]

@@ -6,9 +6,9 @@ import json
 import math
 
 import pytest
-from pretraining import presets
-from pretraining.arguments import read
-from pretraining.mistakes import Mistake
+from pretraining.compare import presets
+from pretraining.run.arguments import read
+from pretraining.run.mistakes import Mistake
 
 
 @pytest.mark.parametrize("name", presets.names())

@@ -9,7 +9,7 @@ import pretrain_llama
 import pytest
 import torch
 from pretrain_llama import ModelArguments, build
-from pretraining import data
+from pretraining.data import data_folder
 
 import mars_hf
 
@@ -48,7 +48,7 @@ def fuse(split: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def twins(tokens):
     """Return both models with the same weights."""
     torch.manual_seed(0)
-    tokenizer = data.load(tokens).tokenizer
+    tokenizer = data_folder.load(tokens).tokenizer
     llama, phi3 = (build(sizes(projections), tokenizer) for projections in ("split", "fused"))
     phi3.load_state_dict(fuse(llama.state_dict()))
     return llama, phi3

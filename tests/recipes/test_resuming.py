@@ -11,8 +11,8 @@ from pathlib import Path
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining import checkpoints, folder_lock, foreign_files, run_folder
-from pretraining.trainer import PretrainingTrainer, optimizer_steps
+from pretraining.run import checkpoints, folder_lock, foreign_files, run_folder
+from pretraining.run.trainer import PretrainingTrainer, optimizer_steps
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining import arguments, model, optimizers, tokens_per_step
+from pretraining.run import arguments, model, optimizers, tokens_per_step
 from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator

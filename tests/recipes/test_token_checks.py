@@ -7,9 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
-from pretraining import data, embedded, meta_file, token_checks, token_files
-from pretraining.mistakes import Mistake
-from pretraining.skipped import Skipped
+from pretraining.data import data_folder, embedded, meta_file, token_checks, token_files
+from pretraining.run.mistakes import Mistake
+from pretraining.run.skipped import Skipped
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -56,14 +56,14 @@ def edit(folder, change):
 
 def message(folder, **settings):
     with pytest.raises(Mistake) as mistake:
-        data.load(folder, **settings)
+        data_folder.load(folder, **settings)
     assert "\n" not in str(mistake.value)
     return str(mistake.value)
 
 
 def test_good_data_passes(prepared, capsys):
     for verify in (False, True):
-        loaded = data.load(prepared, verify=verify)
+        loaded = data_folder.load(prepared, verify=verify)
         assert (loaded.name, len(loaded.tokenizer), loaded.bytes_per_token) == ("toy", VOCAB, 5.0)
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -96,7 +96,7 @@ def test_ids_of_large_files_count_in_windows_and_on_demand_everywhere(folder, mo
     monkeypatch.setattr(token_checks, "_WINDOWS", 3)
     monkeypatch.setattr(token_checks, "_WINDOW_TOKENS", 10)
     set_token(folder / "train.bin", 300, 60_000)  # between the windows 0-9, 495-504 and 990-999
-    data.load(folder)
+    data_folder.load(folder)
     assert "train.bin: token 300 (byte 600) is 60000" in message(folder, verify=True)
     for index in (0, 9, 495, 504, 990, 999):
         set_token(folder / "train.bin", index, 60_000)
@@ -113,9 +113,9 @@ def test_hashes_on_demand_name_the_damaged_part(prepared, tmp_path, monkeypatch)
     entry = file.close()
     assert len(entry["sha256_parts"]) == 32  # 2,000 bytes
     edit(folder, lambda meta: meta.update(train=entry))
-    data.load(folder, verify=True)
+    data_folder.load(folder, verify=True)
     set_token(folder / "train.bin", 500, 7)
-    data.load(folder)  # a wrong id below the vocabulary's size
+    data_folder.load(folder)  # a wrong id below the vocabulary's size
     text = message(folder, verify=True)
     assert f"{folder / 'train.bin'}, bytes 960 to 1,023, differs from what was prepared: SHA-256 " in text
     edit(folder, lambda meta: meta["train"].pop("sha256_parts"))
@@ -129,9 +129,9 @@ def test_older_data_without_hashes(folder, capsys):
         del meta["tokenizer_files"]
 
     edit(folder, forget)
-    data.load(folder)
+    data_folder.load(folder)
     assert capsys.readouterr().out == ""
-    data.load(folder, verify=True)
+    data_folder.load(folder, verify=True)
     out = capsys.readouterr().out.splitlines()
     assert [line.partition(": meta.json has no hash")[0].rpartition("/")[2] for line in out] == [
         "train.bin",
@@ -222,11 +222,11 @@ def test_a_damaged_embedded_corpus_is_made_again(tmp_path, capsys, monkeypatch):
     skipped.add("empty.py", "empty")
     corpus = embedded.Corpus([f"x = {n}" for n in range(50)], ["y = 1"], "fingerprint", skipped)
     monkeypatch.setattr(embedded, "read_corpus", lambda name: corpus)
-    made = data.prepare_embedded(tmp_path, vocab_size=300)
+    made = data_folder.prepare_embedded(tmp_path, vocab_size=300)
     whole = (made / "train.bin").read_bytes()
     (made / "train.bin").write_bytes(whole[:-2])
     capsys.readouterr()
-    assert data.prepare_embedded(tmp_path, vocab_size=300) == made
+    assert data_folder.prepare_embedded(tmp_path, vocab_size=300) == made
     assert "the embedded corpus is made again" in capsys.readouterr().out
     assert (made / "train.bin").read_bytes() == whole
     assert [path.name for path in tmp_path.iterdir()] == [made.name]

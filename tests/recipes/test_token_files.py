@@ -8,8 +8,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from pretraining import token_files
-from pretraining.mistakes import Mistake
+from pretraining.data import token_files
+from pretraining.run.mistakes import Mistake
 
 
 def write(directory, train=((1, 2, 3, 0), (4, 0)), val=((5, 0),), overwrite=False):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pretrain_gpt2
 import pytest
-from pretraining import tokens_per_step
-from pretraining.mistakes import Mistake
+from pretraining.run import tokens_per_step
+from pretraining.run.mistakes import Mistake
 
 PAPER = 480 * 1024
 

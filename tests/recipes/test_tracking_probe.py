@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import gpt2
-from pretraining import tracking_probe
-from pretraining.tracking_probe import Moment, ShadowMoments, TrackingProbe, grid
+from pretraining.compare import tracking_probe
+from pretraining.compare.tracking_probe import Moment, ShadowMoments, TrackingProbe, grid
 from torch import nn
 from transformers import TrainerControl, TrainerState, default_data_collator
 

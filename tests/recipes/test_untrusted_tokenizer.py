@@ -7,7 +7,7 @@ import contextlib
 import json
 
 import pytest
-from pretraining import data, token_checks, token_files
+from pretraining.data import data_folder, token_checks, token_files
 from transformers import AutoTokenizer
 
 
@@ -28,5 +28,5 @@ def test_code_in_a_tokenizer_does_not_run(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "read_meta", lambda directory: meta)
     monkeypatch.setattr(token_checks, "check", lambda *args, **kwargs: None)
     with pytest.raises(ValueError, match="contains custom code"):
-        data.load(tmp_path)
+        data_folder.load(tmp_path)
     assert not marker.exists()

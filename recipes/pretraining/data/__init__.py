@@ -1,0 +1,1 @@
+"""Tokens: sources, preparation, token files, the folder that holds them."""

@@ -1,0 +1,1 @@
+"""One run: arguments, model, optimizer, checkpoints, resuming, report."""
