@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining.compare import presets  # noqa: E402  (needs the line above)
 from pretraining.compare.launch import pretrain  # noqa: E402
-from pretraining.run.mistakes import Mistake  # noqa: E402
 from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_finetuning.json"
@@ -122,7 +121,7 @@ def train(arm: Arm, rate: float, seed: int, scratch: str) -> dict[str, Any]:
     row: dict[str, Any] = {**arm._asdict(), "optim_args": given, "learning_rate": rate, "seed": seed}
     try:
         trainer, found = finetune_lm.train([*COMMON, *argv])
-    except Mistake as mistake:
+    except ValueError as mistake:
         if "non-finite" not in str(mistake):
             raise
         return {**row, "eval_loss": None, "pretraining_loss": None}

@@ -26,7 +26,6 @@ import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "recipes"), str(ROOT)]
-from pretraining.run.mistakes import Mistake  # noqa: E402  (needs the line above)
 from pretraining.run.report import write_text  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tune_tasks.json"
@@ -80,7 +79,7 @@ def train(recipe: str, optim: str, rate: float, optim_args: str | None, scratch:
     row: dict[str, Any] = {"recipe": recipe, "optim": optim, "optim_args": given, "learning_rate": rate}
     try:
         _, found = importlib.import_module(recipe).train(argv)
-    except Mistake as mistake:
+    except ValueError as mistake:
         if "non-finite" not in str(mistake):
             raise
         return {**row, "eval_loss": None}

@@ -30,7 +30,7 @@ from pretraining.compare.launch import Diverged, RunFailed, metrics_of, pretrain
 from pretraining.compare.presets import Preset
 from pretraining.run import agreement, checkpoints, folder_lock, identity, ranges, report, run_folder
 from pretraining.run.arguments import OPTIMIZERS, read
-from pretraining.run.mistakes import Mistake, OneLine, told
+from pretraining.run.errors import one_line_errors
 from tqdm.auto import tqdm
 
 # Contender to its settings, for comparisons without a preset.
@@ -83,13 +83,13 @@ class _Wanted(NamedTuple):
         try:
             there = _load(self.folder / "arguments.json")
         except (OSError, ValueError):
-            raise Mistake(
+            raise ValueError(
                 f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
             ) from None
         remedy = "give another --output_dir, or remove that folder"
         settings = there.pop("settings", {})
         if there != self._command:
-            raise Mistake(
+            raise ValueError(
                 f"{self.folder} holds a run with other settings; {remedy}; there: {_command(there)}; asked: "
                 f"{_command(self._command)}"
             )
@@ -98,7 +98,7 @@ class _Wanted(NamedTuple):
             f"{key} {settings[key]}, now {now[key]}" for key in settings if key in now and settings[key] != now[key]
         ]
         if changed:
-            raise Mistake(f"{self.folder} holds a run with other settings: {'; '.join(changed)}; {remedy}")
+            raise ValueError(f"{self.folder} holds a run with other settings: {'; '.join(changed)}; {remedy}")
 
     def run(self) -> comparison.Run:
         """Start or resume the run, and return its result; a finished run is only read."""
@@ -140,7 +140,7 @@ def _command(settings: dict[str, Any]) -> str:
     return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
 
 
-@told("compare_optimizers.py")
+@one_line_errors("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
     arguments, preset, rest = _parse(argv)
@@ -200,7 +200,9 @@ def _so_far(result: comparison_page.Result) -> str:
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
     """Return this script's arguments, what is compared, and the arguments of all runs."""
-    parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument(
         "--optimizers",
         nargs="+",
@@ -215,20 +217,20 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str
     parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.preset is not None and arguments.optimizers is not None:
-        raise Mistake("--preset and --optimizers both say what is compared; give one")
+        raise ValueError("--preset and --optimizers both say what is compared; give one")
     if arguments.arms is not None and arguments.preset is None:
-        raise Mistake("--arms names arms of a preset; give --preset, or --optimizers in place of it")
+        raise ValueError("--arms names arms of a preset; give --preset, or --optimizers in place of it")
     for argument in rest:
         name = _flag(argument)
         if name in _OURS:
-            raise Mistake(f"{name} differs between the runs; use {_OURS[name]}")
+            raise ValueError(f"{name} differs between the runs; use {_OURS[name]}")
         if name == "--resume_from_checkpoint":
-            raise Mistake(f"{name}: an interrupted comparison goes on by itself; leave it out")
+            raise ValueError(f"{name}: an interrupted comparison goes on by itself; leave it out")
     preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
     stated = {f"--{name}" for settings in preset.arms.values() for name in settings}
     for argument in rest:
         if _flag(argument) in stated:
-            raise Mistake(
+            raise ValueError(
                 f"{_flag(argument)}: the arms of {arguments.preset} state it themselves; leave it out, or give a YAML "
                 f"file of your own, like those in {presets.FOLDER}"
             )
@@ -254,7 +256,7 @@ def _chosen(names: Sequence[str] | None) -> Preset:
     names = names or _DEFAULT
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise Mistake(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
+        raise ValueError(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
     return Preset({name: CONTENDERS[name] for name in names})
 
 
@@ -267,7 +269,7 @@ def _data(finished: Sequence[_Wanted]) -> list[dict[str, Any]]:
     """Return each data that finished runs had, once.
 
     Raises:
-        Mistake: runs of one arm read different data.
+        ValueError: runs of one arm read different data.
     """
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
     for one in finished:
@@ -276,7 +278,7 @@ def _data(finished: Sequence[_Wanted]) -> list[dict[str, Any]]:
             continue
         folder, before = found.setdefault(one.contender, (one.folder, data))
         if before != data:
-            raise Mistake(f"{folder} and {one.folder} read different data; remove the one whose data are gone")
+            raise ValueError(f"{folder} and {one.folder} read different data; remove the one whose data are gone")
     return [json.loads(text) for text in dict.fromkeys(json.dumps(data) for _, data in found.values())]
 
 

@@ -21,10 +21,10 @@ import argparse
 from pathlib import Path
 
 from pretraining.run import ranges
-from pretraining.run.mistakes import Mistake, OneLine, told
+from pretraining.run.errors import one_line_errors
 
 
-@told("convert_nanogpt.py")
+@one_line_errors("convert_nanogpt.py")
 def main(argv: list[str] | None = None) -> None:
     """Convert; `argv` is the command line without the program's name."""
     settings = parse(argv)
@@ -38,20 +38,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        Mistake: it is invalid.
+        ValueError: it is invalid.
     """
     settings = _parser().parse_args(argv)
     if settings.bias is not None and not settings.to_nanogpt:
-        raise Mistake("--bias goes with --to_nanogpt; a ckpt.pt says itself whether it has biases")
+        raise ValueError("--bias goes with --to_nanogpt; a ckpt.pt says itself whether it has biases")
     if settings.summed_micro_batches is not None and not settings.optimizer_state:
-        raise Mistake("--summed_micro_batches goes with --optimizer_state; weights do not depend on it")
+        raise ValueError("--summed_micro_batches goes with --optimizer_state; weights do not depend on it")
     if not settings.source.exists():
-        raise Mistake(f"{settings.source}: no such file or folder")
+        raise ValueError(f"{settings.source}: no such file or folder")
     return settings
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLine(
+    parser = argparse.ArgumentParser(
         prog="convert_nanogpt.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

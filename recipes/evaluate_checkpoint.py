@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.run import ranges
-from pretraining.run.mistakes import Mistake, OneLine, told
+from pretraining.run.errors import one_line_errors
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _CORPORA = ("stdlib", "torch-headers")
 _PACKAGES = ("torch", "transformers", "accelerate", "lm_eval")
 
 
-@told("evaluate_checkpoint.py")
+@one_line_errors("evaluate_checkpoint.py")
 def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
     settings = parse(argv)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         results = evaluate(settings)
     except torch.OutOfMemoryError:
-        raise Mistake(f"--batch_size {settings.batch_size} needs more memory than there is; give less") from None
+        raise ValueError(f"--batch_size {settings.batch_size} needs more memory than there is; give less") from None
     if results is not None:
         from pretraining.run import report
 
@@ -54,23 +54,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        Mistake: it is invalid, or the output file cannot be written.
+        ValueError: it is invalid, or the output file cannot be written.
     """
     settings = _parser().parse_args(argv)
     settings.tasks = [name for word in settings.tasks for name in word.split(",") if name]
     output = settings.output_file
     if output.is_dir():
-        raise Mistake(f"--output_file {output} is a folder; give the name of a JSON file")
+        raise ValueError(f"--output_file {output} is a folder; give the name of a JSON file")
     output.parent.mkdir(parents=True, exist_ok=True)
     if settings.data_dir and settings.embedded_corpus:
-        raise Mistake("--data_dir and --embedded_corpus both name the data; leave one out")
+        raise ValueError("--data_dir and --embedded_corpus both name the data; leave one out")
     for flag in ("num_fewshot", "limit", "include_path"):
         if getattr(settings, flag) is not None and not settings.tasks:
-            raise Mistake(f"--{flag} goes with --tasks; leave it out, or name tasks")
+            raise ValueError(f"--{flag} goes with --tasks; leave it out, or name tasks")
     if settings.include_path and not settings.include_path.is_dir():
-        raise Mistake(f"--include_path {settings.include_path}: no such folder")
+        raise ValueError(f"--include_path {settings.include_path}: no such folder")
     if settings.tasks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise Mistake("--tasks takes one process: start it with python, not accelerate launch")
+        raise ValueError("--tasks takes one process: start it with python, not accelerate launch")
     return settings
 
 
@@ -81,7 +81,7 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
         settings: from `parse`.
 
     Raises:
-        Mistake: model, data or tasks are missing or do not fit.
+        ValueError: model, data or tasks are missing or do not fit.
     """
     from accelerate import Accelerator
     from pretraining.data import data_folder
@@ -105,7 +105,7 @@ def evaluate(settings: argparse.Namespace) -> dict[str, Any] | None:
     if source:
         evaluation_model.check_fits(model, tokenizer, settings.model, source)
     if settings.tasks and tokenizer is None:
-        raise Mistake(f"--tasks need a tokenizer, and --model {settings.model} comes without one; save it there")
+        raise ValueError(f"--tasks need a tokenizer, and --model {settings.model} comes without one; save it there")
     model.to(accelerator.device)
 
     results: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _losses(settings: argparse.Namespace, model: Any, source: Any, block: int, a
     if not math.isfinite(whole.mean):
         narrow = settings.bf16 or settings.dtype in ("bfloat16", "float16")
         remedy = "try --dtype float32" if narrow else "are its weights finite?"
-        raise Mistake(f"--model {settings.model}: the loss is {whole.mean}; {remedy}")
+        raise ValueError(f"--model {settings.model}: the loss is {whole.mean}; {remedy}")
     results = {
         "dataset": source.name,
         "data_dir": str(source.directory),
@@ -225,7 +225,7 @@ def _score(row: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLine(
+    parser = argparse.ArgumentParser(
         prog="evaluate_checkpoint.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -23,7 +23,7 @@ from typing import Any
 
 import datasets
 from pretraining.data import embedded
-from pretraining.run.mistakes import Mistake, told
+from pretraining.run.errors import one_line_errors
 from tasks import adapters, base_model, command_line, running
 from tasks.adapters import AdapterArguments
 from tasks.command_line import Start
@@ -110,7 +110,7 @@ class FinetuneArguments(TrainingArguments):
     report_to: str | None = "none"
 
 
-@told("finetune_lm.py")
+@one_line_errors("finetune_lm.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -153,7 +153,7 @@ def load(script: ScriptArguments) -> tuple[str, datasets.Dataset, datasets.Datas
     """Return the name of the text, the documents to train on and those held out.
 
     Raises:
-        Mistake: there are no such data, or they have no such column.
+        ValueError: there are no such data, or they have no such column.
     """
     if script.dataset_name is None:
         corpus = embedded.read_corpus("torch-headers")
@@ -177,7 +177,7 @@ def blocks(
     Each document ends with the tokenizer's end of text, if it has one.
 
     Raises:
-        Mistake: the documents are shorter than one sequence.
+        ValueError: the documents are shorter than one sequence.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -190,7 +190,7 @@ def blocks(
     stream: Iterator[int] = chain.from_iterable(rows["input_ids"])
     found = [list(ids) for ids in zip(*[stream] * block, strict=False)]
     if not found:
-        raise Mistake(f"the text has fewer than --block_size {block} tokens; give more text, or a smaller block")
+        raise ValueError(f"the text has fewer than --block_size {block} tokens; give more text, or a smaller block")
     return datasets.Dataset.from_dict({"input_ids": found, "labels": found})
 
 

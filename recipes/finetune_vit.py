@@ -22,7 +22,7 @@ import datasets
 import metrics
 import numpy as np
 from PIL import Image
-from pretraining.run.mistakes import Mistake, told
+from pretraining.run.errors import one_line_errors
 from sklearn.datasets import load_digits
 from tasks import command_line, running
 from tasks.command_line import Start
@@ -105,7 +105,7 @@ class VitArguments(TrainingArguments):
     remove_unused_columns: bool = False
 
 
-@told("finetune_vit.py")
+@one_line_errors("finetune_vit.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -143,14 +143,14 @@ def load(data: DataArguments) -> tuple[str, dict[str, datasets.Dataset]]:
     """Return the name of the data, and the parts `train` and `held_out`.
 
     Raises:
-        Mistake: there are no images, or their columns have other names.
+        ValueError: there are no images, or their columns have other names.
     """
     if data.image_folder is not None and data.dataset is not None:
-        raise Mistake("--image_folder and --dataset both name the data; leave one out")
+        raise ValueError("--image_folder and --dataset both name the data; leave one out")
     if data.image_folder is not None:
         name, flag = Path(data.image_folder).name, f"--image_folder {data.image_folder}"
         if not Path(data.image_folder).is_dir():
-            raise Mistake(f"{flag}: no such folder; give one with a subfolder of images per class")
+            raise ValueError(f"{flag}: no such folder; give one with a subfolder of images per class")
         with running.loading(flag, "put the images of each class into a subfolder with its name"):
             parts = datasets.load_dataset("imagefolder", data_dir=data.image_folder)
     elif data.dataset is not None:
@@ -162,9 +162,9 @@ def load(data: DataArguments) -> tuple[str, dict[str, datasets.Dataset]]:
     first = next(iter(parts.values()))
     for column, given in (("image_column", data.image_column), ("label_column", data.label_column)):
         if given not in first.features:
-            raise Mistake(f"--{column} {given}: {flag} has no such column; it has {', '.join(first.features)}")
+            raise ValueError(f"--{column} {given}: {flag} has no such column; it has {', '.join(first.features)}")
     if not isinstance(first.features[data.label_column], datasets.ClassLabel):
-        raise Mistake(f"--label_column {data.label_column} holds no class labels; give a column of type ClassLabel")
+        raise ValueError(f"--label_column {data.label_column} holds no class labels; give a column of type ClassLabel")
     held_out = next((split for split in _HELD_OUT if split in parts), None)
     if held_out is not None and "train" in parts:
         return name, {"train": parts["train"], "held_out": parts[held_out]}
@@ -186,7 +186,7 @@ def build(sizes: ModelArguments, labels: list[str], *, is_digits: bool) -> tuple
     """Return the model and its image processor.
 
     Raises:
-        Mistake: the model cannot be loaded, or its sizes do not fit one another.
+        ValueError: the model cannot be loaded, or its sizes do not fit one another.
     """
     names: dict[str, Any] = {
         "id2label": dict(enumerate(labels)),
@@ -195,7 +195,7 @@ def build(sizes: ModelArguments, labels: list[str], *, is_digits: bool) -> tuple
     given = {key: value for key, value in vars(sizes).items() if value is not None}
     if (path := given.pop("model_name_or_path", None)) is not None:
         if given:
-            raise Mistake(f"--{next(iter(given))} would be ignored: --model_name_or_path has its own; leave it out")
+            raise ValueError(f"--{next(iter(given))} would be ignored: --model_name_or_path has its own; leave it out")
         with running.loading(f"--model_name_or_path {path}", "give a folder or a name on the Hub"):
             model = AutoModelForImageClassification.from_pretrained(
                 path, ignore_mismatched_sizes=True, trust_remote_code=False, **names
@@ -204,7 +204,7 @@ def build(sizes: ModelArguments, labels: list[str], *, is_digits: bool) -> tuple
     chosen: dict[str, Any] = {**(_SIZES_OF_DIGITS if is_digits else _SIZES), **given}
     for whole, part in (("image_size", "patch_size"), ("hidden_size", "num_attention_heads")):
         if chosen[whole] % chosen[part]:
-            raise Mistake(f"--{whole} {chosen[whole]} is not a multiple of --{part} {chosen[part]}; change one of them")
+            raise ValueError(f"--{whole} {chosen[whole]} is not a multiple of --{part} {chosen[part]}; change one")
     config = ViTConfig(**chosen, intermediate_size=4 * chosen["hidden_size"], **names)
     side = {"height": chosen["image_size"], "width": chosen["image_size"]}
     return ViTForImageClassification(config), ViTImageProcessor(size=side)

@@ -19,11 +19,11 @@ from typing import Any
 import pretrain_gpt2
 from pretraining.compare import figures, tracking_probe
 from pretraining.run import arguments, ranges, report
-from pretraining.run.mistakes import Mistake, OneLine, told
+from pretraining.run.errors import one_line_errors
 from transformers import Trainer
 
 
-@told("measure_tracking.py")
+@one_line_errors("measure_tracking.py")
 def main(argv: list[str] | None = None) -> None:
     """Train and measure; `argv` is the command line without the program's name."""
     settings, rest = _parse(argv)
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     run = pretrain_gpt2.train(rest, add_probe)
     rows = probes[0].rows
     if not rows:
-        raise Mistake(f"--every {settings.every}: the run ended before step {settings.every}; give fewer steps")
+        raise ValueError(f"--every {settings.every}: the run ended before step {settings.every}; give fewer steps")
     output = Path(str(run.training.output_dir))
     conclusion = tracking_probe.conclusion(rows, probes[0].beta1)
     write(rows, conclusion, output)
@@ -65,20 +65,22 @@ def _check(settings: argparse.Namespace, rest: list[str]) -> None:
     """Stop before the run if it cannot be measured."""
     run = arguments.read(rest)[0]
     if settings.batches % 2:
-        raise Mistake(f"--batches {settings.batches}: give an even number, for two independent halves")
+        raise ValueError(f"--batches {settings.batches}: give an even number, for two independent halves")
     if run.resume_from_checkpoint is not None:
-        raise Mistake("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+        raise ValueError("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise Mistake(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
+        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
     if run.per_device_train_batch_size * run.gradient_accumulation_steps < 2:
-        raise Mistake("--per_device_train_batch_size 1: a measurement halves each step's samples; give 2 or more")
+        raise ValueError("--per_device_train_batch_size 1: a measurement halves each step's samples; give 2 or more")
     if 0 < run.max_steps < settings.every:
-        raise Mistake(f"--every {settings.every}: the run has {run.max_steps} steps; give {run.max_steps} or fewer")
+        raise ValueError(f"--every {settings.every}: the run has {run.max_steps} steps; give {run.max_steps} or fewer")
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return this script's arguments, and those of the run."""
-    parser = OneLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     number, forms = ranges.NOT_NEGATIVE.read, ["approx", "exact"]
     add("--every", type=ranges.SIZE.read, default=50, help="steps between measurements; default: %(default)s")

@@ -30,12 +30,12 @@ from pathlib import Path
 
 from pretraining.data import gpt2_tokenizer, meta_file, sources
 from pretraining.run import ranges
-from pretraining.run.mistakes import Mistake, OneLine, told
+from pretraining.run.errors import one_line_errors
 
 _MADE_HERE = {"train.bin", "val.bin", "meta.json", "tokenizer"}
 
 
-@told("prepare_data.py")
+@one_line_errors("prepare_data.py")
 def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
     settings = parse(argv)
@@ -56,7 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        Mistake: it is invalid, or the output folder holds other files.
+        ValueError: it is invalid, or the output folder holds other files.
     """
     parser = _parser()
     settings = parser.parse_args(argv)
@@ -67,29 +67,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if settings.files:
         given = [name for name in ("dataset_config", "train_split") if getattr(settings, name) is not None]
         if given:
-            raise Mistake(f"--{given[0]} goes with --dataset, not with --files; leave it out")
+            raise ValueError(f"--{given[0]} goes with --dataset, not with --files; leave it out")
         for path in map(Path, settings.files):
             if path.is_dir() and output.is_relative_to(path.resolve()):
-                raise Mistake(f"--output_dir {settings.output_dir} is inside --files {path}; choose a folder outside")
+                raise ValueError(f"--output_dir {settings.output_dir} is inside --files {path}; choose another")
     _check_output(output)
     return settings
 
 
 def _check_output(output: Path) -> None:
-    """Raise Mistake for a folder with other files, whatever --overwrite says."""
+    """Raise ValueError for a folder with other files, whatever --overwrite says."""
     for folder in (output, *output.parents):
         if folder.exists() and not folder.is_dir():
-            raise Mistake(f"--output_dir {output}: {folder} is a file; choose another name")
+            raise ValueError(f"--output_dir {output}: {folder} is a file; choose another name")
     others = sorted({path.name for path in output.iterdir()} - _MADE_HERE) if output.exists() else []
     if others:
-        raise Mistake(
+        raise ValueError(
             f"--output_dir {output} holds other files ({', '.join(others[:3])}), which --overwrite would delete; "
             "choose another folder"
         )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLine(
+    parser = argparse.ArgumentParser(
         prog="prepare_data.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

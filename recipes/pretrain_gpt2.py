@@ -36,8 +36,8 @@ from pretraining.run import (
     resuming,
     tokens_per_step,
 )
+from pretraining.run.errors import one_line_errors
 from pretraining.run.gamma_schedule import GammaSchedule
-from pretraining.run.mistakes import Mistake, told
 from pretraining.run.stopping import Stopping
 from pretraining.run.trainer import PretrainingTrainer, optimizer_steps
 from transformers import default_data_collator, set_seed
@@ -46,7 +46,7 @@ import mars_hf
 from mars_hf.summary import summary
 
 
-@told("pretrain_gpt2.py")
+@one_line_errors("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -140,7 +140,7 @@ def _train(
     try:
         result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
     except mars_hf.NonFiniteError as error:
-        raise Mistake(str(error)) from error
+        raise ValueError(str(error)) from error
     finally:
         stopping.close()
     if stopping.reason:
@@ -202,7 +202,7 @@ def _check_processes(training: arguments.PretrainingArguments) -> None:
     """Stop if launched processes are not connected: each would train alone, into the same folder."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != training.world_size:
-        raise SystemExit(
+        raise ValueError(
             f"{launched} processes were launched, but each sees {training.world_size}: a config for GPUs on a machine "
             "without them? Use accelerate_configs/cpu_ddp.yaml and --use_cpu true on CPU"
         )

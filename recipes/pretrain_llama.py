@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pretraining.data import data_folder
 from pretraining.data.token_files import TokenDataset
-from pretraining.run.mistakes import Mistake, told
+from pretraining.run.errors import one_line_errors
 from tasks import command_line, running
 from tasks.command_line import Start
 from transformers import (
@@ -88,7 +88,7 @@ class LlamaArguments(TrainingArguments):
     report_to: str | None = "none"
 
 
-@told("pretrain_llama.py")
+@one_line_errors("pretrain_llama.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -130,14 +130,14 @@ def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
 
 
 def check(sizes: ModelArguments) -> None:
-    """Raise Mistake if the sizes do not fit one another."""
+    """Raise ValueError if the sizes do not fit one another."""
     for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
         if getattr(sizes, whole) % getattr(sizes, part):
-            raise Mistake(
+            raise ValueError(
                 f"--{whole} {getattr(sizes, whole)} is not a multiple of --{part} {getattr(sizes, part)}; change one"
             )
     if sizes.hidden_size // sizes.num_attention_heads % 2:
-        raise Mistake(
+        raise ValueError(
             f"--hidden_size {sizes.hidden_size} over --num_attention_heads {sizes.num_attention_heads} is odd, and "
             "rotary positions need pairs; give another number of heads"
         )

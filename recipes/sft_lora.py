@@ -24,7 +24,7 @@ from typing import Any
 import datasets
 import metrics
 from pretraining.data import embedded
-from pretraining.run.mistakes import told
+from pretraining.run.errors import one_line_errors
 from tasks import adapters, base_model, command_line, running
 from tasks.adapters import AdapterArguments
 from tasks.command_line import Start
@@ -96,7 +96,7 @@ class SftArguments(SFTConfig):
         super().__post_init__()
 
 
-@told("sft_lora.py")
+@one_line_errors("sft_lora.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -138,7 +138,7 @@ def load(script: ScriptArguments) -> tuple[str, datasets.Dataset, datasets.Datas
     """Return the name of the data, the training set and the held-out set.
 
     Raises:
-        Mistake: there are no such data, or SFTTrainer does not read their columns.
+        ValueError: there are no such data, or SFTTrainer does not read their columns.
     """
     if script.dataset_name is None:
         corpus = embedded.read_corpus()

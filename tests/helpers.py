@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +92,12 @@ def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     _, chunk_of, _ = optimizer._locate()
     lists, _ = build_lists(optimizer.param_groups, dict(optimizer.state), {}, chunk_of)
     return [own.backend.name for own in lists]
+
+
+@contextmanager
+def refused(match: str) -> Iterator[None]:
+    """Expect a recipe's `main` to end with exit code 2, because of an error whose message matches."""
+    with pytest.raises(SystemExit) as end:
+        yield
+    assert end.value.code == 2
+    assert re.search(match, str(end.value.__context__))

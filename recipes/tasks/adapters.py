@@ -26,7 +26,7 @@ def add(model: PreTrainedModel, arguments: AdapterArguments) -> PeftModel:
     """Return the model with new adapters, which alone are trainable, and print how many parameters that are.
 
     Raises:
-        Mistake: the model has no such layers.
+        ValueError: the model has no such layers.
     """
     modules = arguments.lora_target_modules
     config = LoraConfig(

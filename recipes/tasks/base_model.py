@@ -8,7 +8,6 @@ from typing import Any
 
 import pretrain_gpt2
 import torch
-from pretraining.run.mistakes import Mistake
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks import running
@@ -24,14 +23,14 @@ def make(folder: Path, settings: Sequence[str]) -> str:
         settings: further words of its command line.
 
     Raises:
-        Mistake: pretraining was stopped.
+        ValueError: pretraining was stopped.
     """
     if not (folder / "metrics.json").is_file():
         print(f"pretraining a small GPT-2 in {folder}, once")
         threads = str(torch.get_num_threads())
         pretrain_gpt2.main([*settings, "--cpu_threads", threads, "--output_dir", str(folder)])
     if not (folder / "metrics.json").is_file():
-        raise Mistake(f"{folder}: pretraining was stopped before its end; start again, or give --model_name_or_path")
+        raise ValueError(f"{folder}: pretraining was stopped before its end; start again, or give --model_name_or_path")
     return str(folder)
 
 
@@ -51,11 +50,11 @@ def context(model: Any, wanted: int | None, flag: str) -> int:
         flag: name of the flag, for messages.
 
     Raises:
-        Mistake: the model's context is shorter than the wanted length.
+        ValueError: the model's context is shorter than the wanted length.
     """
     longest = getattr(model.config, "max_position_embeddings", _LONGEST)
     if wanted is None:
         return min(longest, _LONGEST)
     if wanted > longest:
-        raise Mistake(f"{flag} {wanted} is above the model's context; give at most {longest}")
+        raise ValueError(f"{flag} {wanted} is above the model's context; give at most {longest}")
     return wanted

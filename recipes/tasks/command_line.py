@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pretraining.run import agreement, reading
-from pretraining.run.arguments import Parser, make
-from pretraining.run.mistakes import Mistake, did_you_mean
+from pretraining.run.arguments import make
+from pretraining.run.errors import did_you_mean
+from transformers import HfArgumentParser
 from transformers.training_args import OptimizerNames
 
 import mars_hf
@@ -49,13 +50,14 @@ def parse(
             `optim_args` that the command line leaves out.
 
     Raises:
-        Mistake: a setting is unknown, out of range, or would be ignored, or the recipe has no learning rate for the
+        ValueError: a setting is unknown, out of range, or would be ignored, or the recipe has no learning rate for the
             optimizer.
     """
     mars_hf.register()
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(
+    parser = HfArgumentParser(
         list(kinds),
+        usage="%(prog)s [--SETTING VALUE ...]",
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,8 +67,7 @@ def parse(
     agreement.refuse_ignored({flag: word for flag, word in given.items() if flag in _IGNORED})
     for action in parser._actions:
         action.type = reading.reader(action)
-    values, unknown = parser.parse_known_args(argv)
-    parser.refuse(unknown)
+    values = parser.parse_args(argv)
     _fill(values, starts(values), name(values) if callable(name) else name)
     return tuple(make(kind, values) for kind in kinds)
 
@@ -75,13 +76,13 @@ def _fill(values: argparse.Namespace, starts: Mapping[str, Start], name: str) ->
     optim = values.optim
     known = [member.value for member in OptimizerNames]
     if optim not in known:
-        raise Mistake(
+        raise ValueError(
             f"--optim {optim!r} is unknown{did_you_mean(optim, known)}; accepted: {', '.join(starts)} and the other "
             "names of transformers"
         )
     if values.learning_rate is None:
         if optim not in starts:
-            raise Mistake(
+            raise ValueError(
                 f"--optim {optim}: the recipe has no learning rate for it, only for {', '.join(starts)}; give "
                 "--learning_rate (python -m mars_hf suggest derives one from AdamW's)"
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 from pretraining.run import folder_lock, report, resuming, run_folder
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -24,7 +24,7 @@ def output_folder(training: TrainingArguments) -> Iterator[None]:
     output = Path(str(training.output_dir))
     checkpoint = training.resume_from_checkpoint
     if checkpoint is not None and not Path(checkpoint).is_dir():
-        raise Mistake(f"--resume_from_checkpoint {checkpoint}: no such folder; give that of a checkpoint")
+        raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder; give that of a checkpoint")
     with contextlib.ExitStack() as stack:
         output.parent.mkdir(parents=True, exist_ok=True)
         resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
@@ -40,7 +40,7 @@ def trainer_class(training: TrainingArguments) -> Callable[..., Trainer]:
 
 @contextlib.contextmanager
 def loading(what: str, remedy: str) -> Iterator[None]:
-    """Turn what a loader of datasets or transformers raises into a Mistake.
+    """Turn what a loader of datasets or transformers raises into a ValueError.
 
     Args:
         what: the flag and its value.
@@ -49,9 +49,7 @@ def loading(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, Mistake):
-            raise
-        raise Mistake(f"{what}: {one_line(error)}; {remedy}") from error
+        raise ValueError(f"{what}: {one_line(error)}; {remedy}") from error
 
 
 def load_splits(
@@ -72,14 +70,14 @@ def load_splits(
         accepted: what it accepts, for the message.
 
     Raises:
-        Mistake: there are no such data, or their columns are others.
+        ValueError: there are no such data, or their columns are others.
     """
     flag = f"--dataset_name {name}"
     with loading(flag, "check the name, and that the Hub is in reach; or give a folder"):
         splits = datasets.load_dataset(name, config)
     first = next(iter(splits.values()))
     if not accepts(first.column_names):
-        raise Mistake(f"{flag}: columns {', '.join(first.column_names)}; accepted: {accepted}")
+        raise ValueError(f"{flag}: columns {', '.join(first.column_names)}; accepted: {accepted}")
     if "train" in splits and "test" in splits:
         return name, splits["train"], splits["test"]
     with loading(f"--test_size {test_size}", "give another share"):
@@ -99,14 +97,14 @@ def train(trainer: Any, name: str, **card_facts: Any) -> dict[str, Any]:
         The content of metrics.json: settings, and every number of the last evaluation.
 
     Raises:
-        Mistake: loss or gradients stayed non-finite.
+        ValueError: loss or gradients stayed non-finite.
     """
     training = trainer.args
     trainer.card_facts = card_facts  # for the cards written during training
     try:
         result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except mars_hf.NonFiniteError as error:
-        raise Mistake(str(error)) from error
+        raise ValueError(str(error)) from error
     history = trainer.state.log_history
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in history):
         trainer.evaluate()

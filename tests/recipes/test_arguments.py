@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers import gpt2
 from pretraining.run import arguments, optimizers
-from pretraining.run.mistakes import Mistake
 
 import mars_hf
 
@@ -74,7 +73,7 @@ def test_optimizers_of_a_run(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("gamma", "0.1"), ("is_approx", "false")])
 def test_settings_of_mars_are_refused_for_adamw(tmp_path, name, value):
-    with pytest.raises(Mistake, match=f"adamw has no {name}"):
+    with pytest.raises(ValueError, match=f"adamw has no {name}"):
         parse(tmp_path, "--optimizer", "adamw", f"--{name}", value)
 
 
@@ -102,17 +101,8 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["mars_adamw", "mars_lion"])
 def test_settings_of_newton_schulz_are_refused_where_nothing_is_orthogonalized(tmp_path, optimizer):
-    with pytest.raises(Mistake, match=f"{optimizer} has no ns_steps, which mars_shampoo and mars_m have"):
+    with pytest.raises(ValueError, match=f"{optimizer} has no ns_steps, which mars_shampoo and mars_m have"):
         parse(tmp_path, "--optimizer", optimizer, "--ns_steps", "3")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "accepted"),
-    [("ns_coefficients", "cubic", "'quintic', 'polar-express'"), ("split_fused", "yes", "'auto', 'none'")],
-)
-def test_unknown_choices_of_mars_m_are_named_with_the_accepted_ones(tmp_path, name, value, accepted):
-    with pytest.raises(Mistake, match=f"--{name}: '{value}' is .*{accepted}"):
-        parse(tmp_path, "--optimizer", "mars_m", f"--{name}", value)
 
 
 def _settings(tmp_path, *argv):
@@ -123,5 +113,3 @@ def _settings(tmp_path, *argv):
 def test_nonfinite_patience(tmp_path):
     assert parse(tmp_path).training.nonfinite_patience == 3
     assert parse(tmp_path, "--nonfinite_patience", "5").training.nonfinite_patience == 5
-    with pytest.raises(Mistake, match=r"--nonfinite_patience.*'0' is not a whole number from 1 on"):
-        parse(tmp_path, "--nonfinite_patience", "0")

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 from pretraining.data import data_folder, embedded, token_files
-from pretraining.run.mistakes import Mistake
 from transformers import AutoTokenizer
 
 
@@ -72,5 +71,5 @@ def test_tokenizer_training_is_deterministic(corpus, tmp_path):
 
 def test_an_interpreter_without_sources_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(Mistake, match="--data_dir"):
+    with pytest.raises(ValueError, match="--data_dir"):
         embedded.read_corpus()

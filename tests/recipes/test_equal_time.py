@@ -10,7 +10,6 @@ import pytest
 from pretraining.compare import equal_time
 from pretraining.compare.presets import Preset
 from pretraining.run.arguments import read
-from pretraining.run.mistakes import Mistake
 
 ARMS = {"adamw": {"optimizer": "adamw"}, "exact one": {"optimizer": "mars_adamw", "is_approx": False}}
 # Of three rounds; the first is slow, as first runs are. Medians: 100 and 40.
@@ -56,7 +55,7 @@ def test_short_runs_take_any_setting_of_the_comparison(measured, tmp_path, share
 
 
 def test_equal_seconds_need_steps(measured, tmp_path):
-    with pytest.raises(Mistake, match="max_steps -1: equal seconds are counted in steps of adamw; give --max_steps"):
+    with pytest.raises(ValueError, match="max_steps -1: equal seconds are counted in steps of adamw; give --max_steps"):
         shared = ["--max_steps", "-1", "--num_train_epochs", "2"]
         equal_time.steps_of(Preset(ARMS, equal="seconds"), shared, tmp_path, ["python"])
     assert not measured

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from pretraining.compare import launch
 from pretraining.compare.launch import Diverged, RunFailed
-from pretraining.run.mistakes import Mistake
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def script(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("raise SystemExit('pretrain_gpt2.py: --max_steps 0 is none')", Mistake, "out: --max_steps 0 is none"),
+        ("raise SystemExit('pretrain_gpt2.py: --max_steps 0 is none')", ValueError, "out: --max_steps 0 is none"),
         (f"raise SystemExit('pretrain_gpt2.py: 3 {launch._DIVERGED}')", Diverged, "out: 3 steps in a row"),
         (
             f"print('pretrain_gpt2.py: 3 {launch._DIVERGED}')\nprint('the launcher says\\n' * 99)\nraise SystemExit(1)",
@@ -42,5 +41,5 @@ def test_the_log_of_an_earlier_attempt_does_not_count(tmp_path, script):
     script.write_text("raise SystemExit(9)")
     with pytest.raises(RunFailed, match="ended with code 9") as failure:
         launch.pretrain([], tmp_path / "out")
-    assert not isinstance(failure.value, Diverged) and launch._DIVERGED not in str(failure.value)
+    assert not isinstance(failure.value, Diverged) and launch._DIVERGED not in str(failure.value.__context__)
     assert launch._DIVERGED in (tmp_path / "out.log").read_text()

@@ -22,7 +22,6 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 from pretraining.data import data_folder, gpt2_tokenizer, preparation, sources, token_files
-from pretraining.run.mistakes import Mistake
 from transformers import AutoTokenizer
 
 SCRIPT = Path(prepare_data.__file__)
@@ -89,7 +88,7 @@ def refused(capsys, *options):
         run(*options)
     assert error.value.code == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message == f"prepare_data.py: {error.value}"
+    assert message == f"prepare_data.py: {error.value.__context__}"
     return message
 
 
@@ -360,7 +359,7 @@ def test_folder_replaced_halfway_comes_back(tmp_path):
     (old / "meta.json").write_text("{}")
     (tmp_path / "out.partial-notes").mkdir()  # not a process id: not ours
     token_files.beside(tmp_path / "out", "partial", os.getpid()).mkdir()
-    with pytest.raises(Mistake), token_files.writing(tmp_path / "out"):
+    with pytest.raises(ValueError), token_files.writing(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "meta.json").read_text() == "{}"
     with token_files.writing(tmp_path / "out", overwrite=True) as partial:

@@ -8,7 +8,6 @@ import math
 import pytest
 from pretraining.compare import presets
 from pretraining.run.arguments import read
-from pretraining.run.mistakes import Mistake
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -88,7 +87,7 @@ def test_lines_can_have_the_names_of_their_arms(tmp_path):
         ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),
         ("arms: {a: {optimizer: adamw}}\npairs: [a]", "line 2: pairs: .* is not a list of two arms each"),
         ("grid: {learning_rate: 0.1}", "grid: learning_rate: 0.1 is not a list of values"),
-        ("arms: {a: {optimizer: adamw}}\nequal: flops", "line 2: equal: 'flops' is neither tokens nor seconds"),
+        ("arms: {a: {optimizer: adamw}}\nequal: flops", "line 2: equal: 'flops' is not tokens or seconds"),
         ("arms: {a: {optimizer: adamw}}\nseeds: 3", "line 2: seeds: 3 is not a list of whole numbers"),
         ("arms: [adamw]", "line 1: arms: .* is not a section"),
         ("arms: {a b: {gamma: 0.1}, A_b: {gamma: 0.2}}", "the arms 'a b' and 'A_b' have one folder, A_b; rename one"),
@@ -104,12 +103,12 @@ def test_lines_can_have_the_names_of_their_arms(tmp_path):
     ],
 )
 def test_mistakes_are_named(tmp_path, text, words):
-    with pytest.raises(Mistake, match=words):
+    with pytest.raises(ValueError, match=words):
         preset(tmp_path, text)
 
 
 def test_an_unknown_preset_is_named_with_those_there_are():
-    with pytest.raises(Mistake, match=r"--preset 'control': no such preset \(did you mean controls\?\); accepted: "):
+    with pytest.raises(ValueError, match=r"--preset 'control': no such preset \(did you mean controls\?\); accepted: "):
         presets.load("control")
 
 
@@ -176,6 +175,6 @@ def test_some_arms_of_a_preset_without_a_baseline_keep_the_one_of_all_arms(tmp_p
 
 def test_an_unknown_arm_is_named_with_those_there_are():
     with pytest.raises(
-        Mistake, match=r"--arms 'mars-m': no such arm \(did you mean mars_m\?\); accepted: adamw, nadamw, 'mars"
+        ValueError, match=r"--arms 'mars-m': no such arm \(did you mean mars_m\?\); accepted: adamw, nadamw, 'mars"
     ):
         presets.load("controls").only(["mars-m"])

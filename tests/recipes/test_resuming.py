@@ -11,6 +11,7 @@ from pathlib import Path
 import pretrain_gpt2
 import pytest
 import torch
+from helpers import refused
 from pretraining.run import checkpoints, folder_lock, foreign_files, run_folder
 from pretraining.run.trainer import PretrainingTrainer, optimizer_steps
 from safetensors.torch import load_file
@@ -143,25 +144,25 @@ def test_none_is_whole(killed, tokens, capsys):
     for folder in checkpoints.checkpoints(killed):
         truncate(folder)
     before = sorted(killed.rglob("*"))
-    with pytest.raises(SystemExit, match=r"no checkpoint in .* is whole, of 2; start without it"):
+    with refused(r"no checkpoint in .* is whole, of 2; start without it"):
         run(killed, tokens, *RESUME)
     assert capsys.readouterr().out.count("is passed over") == 2
     assert [path for path in sorted(killed.rglob("*"))] == before
 
 
 def test_nothing_to_resume_from(tokens, tmp_path):
-    with pytest.raises(SystemExit, match=r"no checkpoint in .* which is new"):
+    with refused(r"no checkpoint in .* which is new"):
         run(tmp_path / "run", tokens, *RESUME)
-    with pytest.raises(SystemExit, match="no such folder"):
+    with refused("no such folder"):
         run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(tmp_path / "nowhere"))
 
 
 def test_without_states_a_checkpoint_is_not_resumed(tokens, tmp_path):
     output = tmp_path / "run"
     run(output, tokens, "--save_only_model", "true", "--max_steps", "3")
-    with pytest.raises(SystemExit, match=r"it lacks the optimizer's state .*--save_only_model"):
+    with refused(r"it lacks the optimizer's state .*--save_only_model"):
         run(output, tokens, "--max_steps", "6", "--resume_from_checkpoint", str(output / "checkpoint-3"))
-    with pytest.raises(SystemExit, match="is whole, of 1"):
+    with refused("is whole, of 1"):
         run(output, tokens, "--max_steps", "6", *RESUME)
 
 
@@ -255,7 +256,7 @@ def test_a_new_run_moves_an_earlier_one_aside(whole, killed, tmp_path, tokens, a
 @pytest.mark.parametrize("way", ["newest", "path"])
 def test_other_settings_are_refused(killed, tokens, argv, said, way):
     resume = RESUME if way == "newest" else ("--resume_from_checkpoint", str(killed / "checkpoint-6"))
-    with pytest.raises(SystemExit, match=said):
+    with refused(said):
         run(killed, tokens, *resume, *argv)
 
 
@@ -271,7 +272,7 @@ def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tok
     folder = tmp_path / "checkpoint-6"
     shutil.copytree(whole / "checkpoint-6", folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(SystemExit, match="was trained with mars_m, not mars_lion; give --optimizer mars_m"):
+    with refused("was trained with mars_m, not mars_lion; give --optimizer mars_m"):
         run(tmp_path / "lion", tokens, "--resume_from_checkpoint", str(folder), "--optimizer", "mars_lion")
     run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(folder))
     assert "has no manifest.json, so its files and settings are taken as they are" in capsys.readouterr().out
@@ -282,9 +283,7 @@ def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tok
 def test_other_peoples_files_are_refused(tmp_path, tokens):
     for name in ("README.md", "model.safetensors"):
         (tmp_path / name).write_text("mine")
-    with pytest.raises(
-        SystemExit, match=r"files that no run of this recipe made: README\.md, model\.safetensors; give"
-    ):
+    with refused(r"files that no run of this recipe made: README\.md, model\.safetensors; give"):
         run(tmp_path, tokens, "--overwrite_output_dir", "true")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "model.safetensors"]
 
@@ -363,7 +362,7 @@ def test_metrics_say_what_trained(whole):
 def test_a_folder_in_use_is_refused(tmp_path, tokens):
     output = tmp_path / "run"
     with folder_lock.held(output, "trains"):
-        with pytest.raises(SystemExit, match=rf"process {os.getpid()} on .* trains there; wait for it to end"):
+        with refused(rf"process {os.getpid()} on .* trains there; wait for it to end"):
             run(output, tokens)
         assert not output.exists()
 

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 from pretraining.data import data_folder, embedded, meta_file, token_checks, token_files
-from pretraining.run.mistakes import Mistake
 from pretraining.run.skipped import Skipped
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -55,7 +54,7 @@ def edit(folder, change):
 
 
 def message(folder, **settings):
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(ValueError) as mistake:
         data_folder.load(folder, **settings)
     assert "\n" not in str(mistake.value)
     return str(mistake.value)

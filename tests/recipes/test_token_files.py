@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from pretraining.data import token_files
-from pretraining.run.mistakes import Mistake
 
 
 def write(directory, train=((1, 2, 3, 0), (4, 0)), val=((5, 0),), overwrite=False):
@@ -40,7 +39,7 @@ def test_blocks(tmp_path):
     assert torch.equal(blocks[0]["labels"], torch.tensor([-100, 2, 3, 0]))
     assert len(token_files.TokenDataset(tmp_path / "data", "train", 2)) == 3
     assert len(token_files.TokenDataset(tmp_path / "data", "train", 2, max_blocks=2)) == 2
-    with pytest.raises(Mistake, match=r"val\.bin .* has 2 tokens, less than one block of 4"):
+    with pytest.raises(ValueError, match=r"val\.bin .* has 2 tokens, less than one block of 4"):
         token_files.TokenDataset(tmp_path / "data", "val", 4)
 
 
@@ -53,7 +52,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
 def test_an_existing_folder_is_not_overwritten_silently(tmp_path):
     write(tmp_path / "data")
-    with pytest.raises(Mistake, match="--overwrite"):
+    with pytest.raises(ValueError, match="--overwrite"):
         write(tmp_path / "data")
     with pytest.raises(RuntimeError), token_files.writing(tmp_path / "data", overwrite=True):
         raise RuntimeError
@@ -76,5 +75,5 @@ def test_leavings_of_killed_runs_are_removed_and_those_of_running_ones_kept(tmp_
 
 
 def test_unprepared_folders_are_named(tmp_path):
-    with pytest.raises(Mistake, match=r"prepare_data\.py"):
+    with pytest.raises(ValueError, match=r"prepare_data\.py"):
         token_files.read_meta(tmp_path)

@@ -16,7 +16,6 @@ from pretraining.compare.launch import pretrain
 from pretraining.compare.presets import Preset, folder_name
 from pretraining.run import report
 from pretraining.run.arguments import read
-from pretraining.run.mistakes import Mistake
 
 # Long enough that the first steps, which compile and warm up, weigh little.
 _STEPS, _REPEATS = 60, 3
@@ -42,13 +41,13 @@ def steps_of(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequ
 
     Raises:
         RunFailed: a run ended with an error.
-        Mistake: the baseline trains by epochs.
+        ValueError: the baseline trains by epochs.
     """
     baseline = preset.baseline or baseline_of(list(preset.arms))
     settings = {name: read([*shared, *preset.argv(name)])[0] for name in preset.arms}
     steps = settings[baseline].max_steps
     if steps < 1:
-        raise Mistake(f"max_steps {steps}: equal seconds are counted in steps of {baseline}; give --max_steps")
+        raise ValueError(f"max_steps {steps}: equal seconds are counted in steps of {baseline}; give --max_steps")
     speeds = _speeds(preset, baseline, shared, output, launcher)
     return {name: _budget(settings[name], max(1, round(steps * speeds[name]))) for name in preset.arms}
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.run.environment import LAUNCHED_BY
-from pretraining.run.mistakes import Mistake
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "pretrain_gpt2.py"
 _TAIL_LINES = 30
@@ -35,15 +34,15 @@ def words_of(text: str | None) -> list[str]:
     """Return the words of a command that starts a Python script; none for this Python.
 
     Raises:
-        Mistake: a quotation is open, or there is no such program.
+        ValueError: a quotation is open, or there is no such program.
     """
     try:
         words = shlex.split(text or "")
     except ValueError as error:
-        raise Mistake(f"--launcher {text!r}: {error}; close every quote") from None
+        raise ValueError(f"--launcher {text!r}: {error}; close every quote") from None
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if words and shutil.which(words[0], path=places) is None:
-        raise Mistake(f"--launcher {text!r}: no program {words[0]!r}; give a command, such as 'accelerate launch'")
+        raise ValueError(f"--launcher {text!r}: no program {words[0]!r}; give a command, such as 'accelerate launch'")
     return words
 
 
@@ -60,7 +59,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
 
     Raises:
         Diverged: its loss or gradients stayed non-finite.
-        Mistake: the run was refused; the message is its own.
+        ValueError: the run was refused; the message is its own.
         RunFailed: the run ended with an error.
     """
     command = [*launcher, str(SCRIPT), *argv, "--output_dir", str(output)]
@@ -73,7 +72,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         try:
             finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         except OSError as error:
-            raise Mistake(
+            raise ValueError(
                 f"cannot start {launcher[0]!r} ({error.strerror}); give a command, such as 'accelerate launch'"
             ) from None
     if finished.returncode:
@@ -82,7 +81,7 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.e
         for line in reversed(lines):  # a launcher adds reports of its own
             if line.startswith(f"{SCRIPT.name}: "):
                 said = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
-                raise (Diverged if _DIVERGED in line else Mistake)(said)
+                raise (Diverged if _DIVERGED in line else ValueError)(said)
         tail = "\n".join(lines[-_TAIL_LINES:])
         raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
     if not (output / "metrics.json").is_file():

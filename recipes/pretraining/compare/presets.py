@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.compare.comparison import baseline_of
+from pretraining.run.errors import did_you_mean
 from pretraining.run.marked import Marked, read_yaml
-from pretraining.run.mistakes import Mistake, did_you_mean
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "presets"
 # Settings that a comparison gives to each run, and where they come from.
@@ -52,12 +52,12 @@ class Preset:
         """Return the comparison of some of the arms with the baseline.
 
         Raises:
-            Mistake: there is no such arm.
+            ValueError: there is no such arm.
         """
         for name in names:
             if name not in self.arms:
                 accepted = ", ".join(map(shlex.quote, self.arms))
-                raise Mistake(f"--arms {name!r}: no such arm{did_you_mean(name, self.arms)}; accepted: {accepted}")
+                raise ValueError(f"--arms {name!r}: no such arm{did_you_mean(name, self.arms)}; accepted: {accepted}")
         base = self.baseline or baseline_of(list(self.arms))  # of all arms, before some are gone
         arms = {name: settings for name, settings in self.arms.items() if name in names or name == base}
         pairs = tuple(pair for pair in self.pairs if set(pair) <= set(arms))
@@ -79,43 +79,43 @@ def load(name: str) -> Preset:
     """Load a preset by name, or from a YAML file of one's own.
 
     Raises:
-        Mistake: there is no such preset, or it is not one; the message names the key and the line.
+        ValueError: there is no such preset, or it is not one; the message names the key and the line.
     """
     path = Path(name) if Path(name).suffix in (".yaml", ".yml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = names()
-        raise Mistake(
+        raise ValueError(
             f"--preset {name!r}: no such preset{did_you_mean(name, known)}; accepted: {', '.join(known)}, or the path "
             "of a YAML file"
         )
     found = read_yaml(path)
     for key in found:
         if key not in _KEYS:
-            raise Mistake(
+            raise ValueError(
                 f"{path.name}, line {found.lines.get(key)}: unknown key {key!r}{did_you_mean(key, _KEYS)}; accepted: "
                 f"{', '.join(_KEYS)}"
             )
     for key in ("arms", "grid", "shared"):
         if not isinstance(found.get(key, {}), dict):
-            raise Mistake(f"{path.name}, line {found.lines[key]}: {key}: {found[key]!r} is not a section")
+            raise ValueError(f"{path.name}, line {found.lines[key]}: {key}: {found[key]!r} is not a section")
     arms = {**_arms(found, path), **_grid(found, path)}
     if not arms:
-        raise Mistake(f"{path.name}: no arms; give `arms`, a section each, or `grid`, a list for each setting")
+        raise ValueError(f"{path.name}: no arms; give `arms`, a section each, or `grid`, a list for each setting")
     _refuse_shared_folders(arms, path)
     pairs = found.get("pairs", [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise Mistake(f"{path.name}, line {found.lines['pairs']}: pairs: {pairs!r} is not a list of two arms each")
+        raise ValueError(f"{path.name}, line {found.lines['pairs']}: pairs: {pairs!r} is not a list of two arms each")
     pairs = [(_text(one), _text(other)) for one, other in pairs]
     seeds = found.get("seeds", [1, 2])
     if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise Mistake(f"{path.name}, line {found.lines['seeds']}: seeds: {seeds!r} is not a list of whole numbers")
+        raise ValueError(f"{path.name}, line {found.lines['seeds']}: seeds: {seeds!r} is not a list of whole numbers")
     baseline = None if found.get("baseline") is None else _text(found["baseline"])
     for arm in (*itertools.chain(*pairs), *([baseline] if baseline is not None else [])):
         if arm not in arms:
-            raise Mistake(f"{path.name}: unknown arm {arm!r}{did_you_mean(arm, arms)}; accepted: {', '.join(arms)}")
+            raise ValueError(f"{path.name}: unknown arm {arm!r}{did_you_mean(arm, arms)}; accepted: {', '.join(arms)}")
     equal = found.get("equal", "tokens")
     if equal not in ("tokens", "seconds"):
-        raise Mistake(f"{path.name}, line {found.lines.get('equal')}: equal: {equal!r} is neither tokens nor seconds")
+        raise ValueError(f"{path.name}, line {found.lines.get('equal')}: equal: {equal!r} is not tokens or seconds")
     _check_picture(found, arms, path)
     return Preset(
         arms=arms,
@@ -148,7 +148,7 @@ def _arms(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
     arms = {}
     for name, settings in (found.get("arms") or {}).items():
         if not isinstance(settings, dict):
-            raise Mistake(f"{path.name}: arms: {name} is not a section; write its settings below its name")
+            raise ValueError(f"{path.name}: arms: {name} is not a section; write its settings below its name")
         arms[_text(name)] = {**_shared(found, path), **_checked(settings, f"{path.name}: arms: {name}")}
     return arms
 
@@ -161,9 +161,9 @@ def _checked(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return settings that are flags of a run, with values, and not a comparison's own."""
     for name, value in settings.items():
         if name in _OURS:
-            raise Mistake(f"{where}: {name} differs between the runs of an arm; leave it out, and use {_OURS[name]}")
+            raise ValueError(f"{where}: {name} differs between the runs of an arm; leave it out, and use {_OURS[name]}")
         if value is None or isinstance(value, list):
-            raise Mistake(f"{where}: {name}: {value!r} is no value of a flag; give a number or a word, or leave it out")
+            raise ValueError(f"{where}: {name}: {value!r} is no value of a flag; give a number or a word")
     return dict(settings)
 
 
@@ -173,7 +173,7 @@ def _refuse_shared_folders(arms: Mapping[str, Any], path: Path) -> None:
     for arm in arms:
         other = known.setdefault(folder_name(arm).casefold(), arm)
         if other != arm:
-            raise Mistake(
+            raise ValueError(
                 f"{path.name}: the arms {other!r} and {arm!r} have one folder, {folder_name(arm)}; rename one"
             )
 
@@ -185,14 +185,14 @@ def _check_picture(found: Marked, arms: Mapping[str, Mapping[str, Any]], path: P
         chosen = found.get(key)
         if chosen is not None and (not isinstance(chosen, str) or chosen not in (*settings, *extra)):
             close = did_you_mean(chosen, settings) if isinstance(chosen, str) else ""
-            raise Mistake(
+            raise ValueError(
                 f"{path.name}, line {found.lines[key]}: {key}: no arm has a setting {chosen!r}{close}; accepted: "
                 f"{', '.join((*settings, *extra))}"
             )
     axis = str(found.get("axis"))
     for arm, own in arms.items():
         if axis in own and (isinstance(own[axis], bool) or not isinstance(own[axis], (int, float))):
-            raise Mistake(
+            raise ValueError(
                 f"{path.name}, line {found.lines['axis']}: axis: {axis} is {own[axis]!r} in {arm!r}; choose a setting "
                 "whose values are numbers"
             )
@@ -203,7 +203,7 @@ def _grid(found: Marked, path: Path) -> dict[str, dict[str, Any]]:
     grid = found.get("grid") or {}
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise Mistake(f"{path.name}: grid: {name}: {values!r} is not a list of values")
+            raise ValueError(f"{path.name}: grid: {name}: {values!r} is not a list of values")
     if not grid:
         return {}
     where, shared = f"{path.name}: grid", _shared(found, path)

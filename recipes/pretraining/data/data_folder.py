@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pretraining.data import embedded, meta_file, token_checks, token_files
 from pretraining.run import folder_lock
-from pretraining.run.mistakes import Mistake
 
 
 class Data(NamedTuple):
@@ -33,7 +32,7 @@ def load(directory: Path, *, verify: bool = False) -> Data:
         verify: True reads the token files whole: every id and the hashes.
 
     Raises:
-        Mistake: the folder holds no prepared data, or something in it is not what meta.json describes.
+        ValueError: the folder holds no prepared data, or something in it is not what meta.json describes.
     """
     meta = token_files.read_meta(directory)
     token_checks.check(directory, meta, whole=verify)
@@ -69,7 +68,7 @@ def _is_whole(directory: Path) -> bool:
         return False
     try:
         token_checks.check(directory, meta_file.read(directory))
-    except Mistake as mistake:
+    except ValueError as mistake:
         print(f"{str(mistake).removesuffix(meta_file.AGAIN)}the embedded corpus is made again")
         return False
     return True

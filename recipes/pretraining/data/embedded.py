@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pretraining.run.mistakes import Mistake
 from pretraining.run.skipped import Skipped
 
 END_OF_TEXT = "<|endoftext|>"
@@ -92,7 +91,7 @@ def read_corpus(name: str = "stdlib") -> Corpus:
         name: key of SOURCES.
 
     Raises:
-        Mistake: this installation lacks the sources.
+        ValueError: this installation lacks the sources.
     """
     source = SOURCES[name]
     root = source.root()
@@ -103,7 +102,7 @@ def read_corpus(name: str = "stdlib") -> Corpus:
         and (source.largest is None or path.stat().st_size <= source.largest)
     )
     if len(files) < _HELD_OUT_OF:
-        raise Mistake(
+        raise ValueError(
             f"only {len(files)} files {source.pattern} under {root}: {source.missing}; prepare a data set with "
             "recipes/prepare_data.py and pass --data_dir"
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pretraining.run.mistakes import Mistake
-
 if TYPE_CHECKING:
     from transformers import GPT2Tokenizer
 
@@ -33,7 +31,7 @@ VOCABULARY = _File(
 )
 
 
-class VocabularyError(Mistake):
+class VocabularyError(ValueError):
     """Raised when GPT-2's vocabulary is neither cached nor available from the network."""
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pretraining.run.errors import did_you_mean, one_line
 from pretraining.run.marked import Marked, read_json
-from pretraining.run.mistakes import Mistake, did_you_mean, one_line
 
 NAME = "meta.json"
 SPLITS = ("train", "val")
@@ -65,20 +65,20 @@ def read(directory: Path) -> Marked:
     """Read and check a folder's meta.json.
 
     Raises:
-        Mistake: the folder holds no prepared data, or meta.json is damaged; the message names the key and the line.
+        ValueError: the folder holds no prepared data, or meta.json is damaged; the message names the key and the line.
     """
     path = Path(directory) / NAME
     if not path.is_file():
         what = (
             "no such folder" if not Path(directory).is_dir() else f"no {NAME} in it: it holds no prepared token files"
         )
-        raise Mistake(f"{directory}: {what}; make them with recipes/prepare_data.py, and give their folder")
+        raise ValueError(f"{directory}: {what}; make them with recipes/prepare_data.py, and give their folder")
     meta = read_json(path)
     _check(meta, path, "", _REQUIRED, _OPTIONAL)
     for split in SPLITS:
         _check(meta[split], path, f"{split}: ", _SPLIT_REQUIRED, _SPLIT_OPTIONAL)
     if meta["end_of_text"] >= meta["vocab_size"]:
-        raise Mistake(
+        raise ValueError(
             f"{path}, line {meta.lines.get('end_of_text')}: end_of_text {meta['end_of_text']} is not below vocab_size "
             f"{meta['vocab_size']}; {AGAIN}"
         )
@@ -93,11 +93,11 @@ def _check(
         where = f"{path}, line {found.lines.get(key, '?')}: {section}"
         if key not in checks:
             known = ", ".join(checks)
-            raise Mistake(f"{where}unknown key {key!r}{did_you_mean(key, checks)}; accepted: {known}; {AGAIN}")
+            raise ValueError(f"{where}unknown key {key!r}{did_you_mean(key, checks)}; accepted: {known}; {AGAIN}")
         words, accepts = checks[key]
         if not accepts(value):
-            raise Mistake(f"{where}{key}: {one_line(repr(value), 60)} is not {words}; {AGAIN}")
+            raise ValueError(f"{where}{key}: {one_line(repr(value), 60)} is not {words}; {AGAIN}")
     for key, (words, _) in required.items():
         if key not in found:
             line = f", line {found.line}" if found.line else ""
-            raise Mistake(f"{path}{line}: {section}the key {key!r} ({words}) is missing; {AGAIN}")
+            raise ValueError(f"{path}{line}: {section}the key {key!r} ({words}) is missing; {AGAIN}")

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 
 from pretraining.data import gpt2_tokenizer, sources, token_checks, token_files
 from pretraining.run import folder_lock
-from pretraining.run.mistakes import Mistake
 from pretraining.run.skipped import Skipped
 
 _ENCODE_BATCH = 100  # documents; small, so that the progress bar moves
@@ -31,7 +30,7 @@ def prepare(settings: argparse.Namespace) -> tuple[dict[str, Any], Skipped]:
     """Make the folder; return the contents of its meta.json, and the files that were skipped.
 
     Raises:
-        Mistake: documents or vocabulary are not available, the folder exists and may not be replaced, or another
+        ValueError: documents or vocabulary are not available, the folder exists and may not be replaced, or another
             process is making it.
     """
     output = settings.output_dir.resolve()  # keep a link as it is; its target gets the data
@@ -106,7 +105,7 @@ def _write_split(
     """Tokenize one split into a file, a stretch of documents after the other; return its entry of meta.json.
 
     Raises:
-        Mistake: the first document alone has more than `max_tokens` tokens.
+        ValueError: the first document alone has more than `max_tokens` tokens.
     """
     file = token_files.TokenFile(path)
     with tqdm(total=len(documents), desc=f"writing {path.name}", unit=" documents") as progress:
@@ -121,7 +120,7 @@ def _write_split(
                 progress.update(fitting)
                 is_full = fitting < len(arrays)
                 if is_full and not file.documents:
-                    raise Mistake(f"--max_tokens {max_tokens}: the first document has {len(arrays[0])}; give more")
+                    raise ValueError(f"--max_tokens {max_tokens}: the first document has {len(arrays[0])}; give more")
                 if is_full:
                     break
             shutil.rmtree(scratch)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 from pretraining.run.skipped import Skipped
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ ALIASES = {
 _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
-class SourceError(Mistake):
+class SourceError(ValueError):
     """Raised when the requested documents are not available."""
 
 

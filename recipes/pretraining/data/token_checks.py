@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from pretraining.data import token_files
 from pretraining.data.meta_file import AGAIN
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 # Files up to this size are looked at whole, which takes milliseconds; of larger ones, windows spread over them.
 _WHOLE_BYTES = 2**25
@@ -31,7 +31,7 @@ def check(directory: Path, meta: dict[str, Any], *, whole: bool = False) -> None
         whole: True also reads every byte, with a progress bar: all ids and the hashes.
 
     Raises:
-        Mistake: something differs; the message names the file and the position.
+        ValueError: something differs; the message names the file and the position.
     """
     for split in token_files.SPLITS:
         path = Path(directory) / f"{split}.bin"
@@ -48,10 +48,10 @@ def _check_size(path: Path, tokens: int) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise Mistake(f"{path}: {error.strerror}; meta.json promises {tokens:,} tokens; {AGAIN}") from None
+        raise ValueError(f"{path}: {error.strerror}; meta.json promises {tokens:,} tokens; {AGAIN}") from None
     if size != expected:
         ends = f"it ends after token {size // token_files.DTYPE.itemsize:,} of {tokens:,}"
-        raise Mistake(
+        raise ValueError(
             f"{path} has {size:,} bytes, but meta.json promises {expected:,}: "
             f"{ends if size < expected else f'{size - expected:,} bytes too many'}; {AGAIN}"
         )
@@ -71,7 +71,7 @@ def _check_ids(path: Path, tokens: np.ndarray, start: int, vocab_size: int) -> N
         return
     index = int(np.argmax(tokens >= vocab_size))
     position = start + index
-    raise Mistake(
+    raise ValueError(
         f"{path}: token {position:,} (byte {position * token_files.DTYPE.itemsize:,}) is {int(tokens[index])}, not "
         f"below the vocabulary's size {vocab_size} in meta.json; {AGAIN}"
     )
@@ -91,7 +91,7 @@ def _check_whole(path: Path, entry: dict[str, Any], vocab_size: int) -> None:
         return
     hashes = found.entry()
     if hashes["sha256"] != entry["sha256"]:
-        raise Mistake(
+        raise ValueError(
             f"{path}{_damaged(entry.get('sha256_parts', []), hashes['sha256_parts'])} differs from what was prepared: "
             f"SHA-256 {hashes['sha256'][:12]}..., but {entry['sha256'][:12]}... in meta.json; {AGAIN}"
         )
@@ -109,7 +109,7 @@ def _damaged(expected: list[str], found: list[str]) -> str:
 
 def _check_tokenizer(folder: Path, hashes: dict[str, str] | None, say: bool) -> None:
     if not folder.is_dir():
-        raise Mistake(f"{folder}: no such folder; {AGAIN}")
+        raise ValueError(f"{folder}: no such folder; {AGAIN}")
     if hashes is None:
         if say:
             print(f"{folder}: meta.json has no hashes of its files, as an older prepare_data.py wrote it")
@@ -119,9 +119,9 @@ def _check_tokenizer(folder: Path, hashes: dict[str, str] | None, say: bool) -> 
         try:
             found = hashlib.sha256(path.read_bytes()).hexdigest()
         except OSError as error:
-            raise Mistake(f"{path}: {error.strerror}; {AGAIN}") from None
+            raise ValueError(f"{path}: {error.strerror}; {AGAIN}") from None
         if found != expected:
-            raise Mistake(
+            raise ValueError(
                 f"{path} differs from what was prepared: SHA-256 {found[:12]}..., but {expected[:12]}... in meta.json; "
                 f"{AGAIN}"
             )
@@ -133,18 +133,18 @@ def tokenizer_hashes(folder: Path) -> dict[str, str]:
 
 
 def check_tokenizer_fits(tokenizer: Any, folder: Path, meta: dict[str, Any]) -> None:
-    """Raise Mistake if a tokenizer is not the one that meta.json describes."""
+    """Raise ValueError if a tokenizer is not the one that meta.json describes."""
     if len(tokenizer) != meta["vocab_size"]:
-        raise Mistake(
+        raise ValueError(
             f"{folder} has {len(tokenizer):,} tokens, but vocab_size in meta.json is {meta['vocab_size']:,}; {AGAIN}"
         )
     if tokenizer.eos_token_id != meta["end_of_text"]:
-        raise Mistake(
+        raise ValueError(
             f"{folder}: the end of text is {tokenizer.eos_token_id}, but end_of_text in meta.json is "
             f"{meta['end_of_text']}; {AGAIN}"
         )
 
 
-def unreadable_tokenizer(folder: Path, error: Exception) -> Mistake:
+def unreadable_tokenizer(folder: Path, error: Exception) -> ValueError:
     """Return the mistake for a tokenizer that cannot be loaded."""
-    return Mistake(f"{folder}: transformers cannot load this tokenizer ({one_line(error, 150)}); {AGAIN}")
+    return ValueError(f"{folder}: transformers cannot load this tokenizer ({one_line(error, 150)}); {AGAIN}")

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 from pretraining.data import meta_file
 from pretraining.data.meta_file import MAX_VOCAB_SIZE, SPLITS
 from pretraining.data.meta_file import read as read_meta
-from pretraining.run.mistakes import Mistake
 
 __all__ = ["DTYPE", "MAX_VOCAB_SIZE", "SPLITS", "TokenDataset", "TokenFile", "read_meta", "write_meta", "writing"]
 DTYPE = np.dtype("<u2")
@@ -115,7 +114,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
         overwrite: True replaces an existing folder, which stays until the new one is complete.
 
     Raises:
-        Mistake: the folder exists, is not empty, and `overwrite` is False.
+        ValueError: the folder exists, is not empty, and `overwrite` is False.
     """
     directory = Path(directory).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +123,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
             stale.rename(directory)
             break
     if directory.exists() and any(directory.iterdir()) and not overwrite:
-        raise Mistake(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
+        raise ValueError(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
     for stale in [*_stale(directory, "partial"), *_stale(directory, "replaced")]:
         shutil.rmtree(stale, ignore_errors=True)
     partial = beside(directory, "partial", os.getpid())
@@ -187,13 +186,13 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             max_blocks: use only the first blocks; None uses all.
 
         Raises:
-            Mistake: the split does not fill one block.
+            ValueError: the split does not fill one block.
         """
         self.tokens = np.memmap(Path(directory) / f"{split}.bin", dtype=DTYPE, mode="r")
         self.block_size = block_size
         blocks = len(self.tokens) // block_size
         if blocks == 0:
-            raise Mistake(
+            raise ValueError(
                 f"{split}.bin in {directory} has {len(self.tokens)} tokens, less than one block of {block_size}; "
                 "lower --block_size or prepare more text"
             )

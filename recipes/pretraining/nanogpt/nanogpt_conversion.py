@@ -9,18 +9,18 @@ from typing import Any
 from pretraining.data import token_files
 from pretraining.nanogpt import nanogpt_file, nanogpt_folder, nanogpt_optimizer, nanogpt_states, nanogpt_weights
 from pretraining.nanogpt.nanogpt_file import ACTIVATIONS, Checkpoint
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 
 def from_nanogpt(settings: argparse.Namespace) -> list[str]:
     """Make the folder; return lines that say what was done.
 
     Raises:
-        Mistake: the checkpoint cannot be converted, or the folder is there.
+        ValueError: the checkpoint cannot be converted, or the folder is there.
     """
     output: Path = settings.output_dir
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise Mistake(f"{output} exists already; choose another folder, or delete it first")
+        raise ValueError(f"{output} exists already; choose another folder, or delete it first")
     source: Path = settings.source
     checkpoint = nanogpt_file.read(source, settings.code)
     activation = settings.activation_function or ACTIVATIONS[checkpoint.code]
@@ -53,23 +53,23 @@ def to_nanogpt(settings: argparse.Namespace) -> list[str]:
     """Make the ckpt.pt; return lines that say what was done.
 
     Raises:
-        Mistake: the folder cannot be converted, or there is a ckpt.pt.
+        ValueError: the folder cannot be converted, or there is a ckpt.pt.
     """
     folder: Path = settings.source
     target = settings.output_dir / nanogpt_file.NAME
     if target.exists() or (settings.output_dir.exists() and not settings.output_dir.is_dir()):
-        raise Mistake(f"{settings.output_dir} has a ckpt.pt already, or is a file; choose another folder")
+        raise ValueError(f"{settings.output_dir} has a ckpt.pt already, or is a file; choose another folder")
     model = nanogpt_weights.read_gpt2(folder)
     notes = nanogpt_folder.read_notes(folder)
     activation = model.config.activation_function
     if activation not in ACTIVATIONS.values():
-        raise Mistake(f"{folder} has activation_function={activation}; nanoGPT's model.py has gelu or gelu_new")
+        raise ValueError(f"{folder} has activation_function={activation}; nanoGPT's model.py has gelu or gelu_new")
     code = settings.code or notes.get("code") or nanogpt_folder.code_for(activation)
     known = notes.get("activation_function") if notes.get("code") == code else None
     wanted = settings.activation_function or known or ACTIVATIONS[code]
     if wanted != activation:
         other = nanogpt_folder.code_for(activation)
-        raise Mistake(
+        raise ValueError(
             f"{folder} has activation_function={activation}, and the model.py of {_NAMES[code]} computes {wanted}: "
             f"logits would differ; give --code {other}, or --activation_function {activation} for a copy that does"
         )
@@ -104,7 +104,7 @@ def _summed(path: Path, checkpoint: Checkpoint) -> int:
         return 1
     found = checkpoint.config.get("gradient_accumulation_steps")
     if type(found) is not int or found < 1:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: the config of {path} has gradient_accumulation_steps={one_line(found, 40)}, and the "
             "official trainer sums so many gradients; give --summed_micro_batches"
         )

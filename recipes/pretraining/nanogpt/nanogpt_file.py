@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 NAME = "ckpt.pt"
 # best_val_loss of a run that has not been evaluated.
@@ -112,13 +112,13 @@ def read(path: Path, code: Code | None = None) -> Checkpoint:
         code: whose model.py wrote it; None tells by `model_args`.
 
     Raises:
-        Mistake: the file is missing, damaged, no checkpoint of nanoGPT's, or needs code to run.
+        ValueError: the file is missing, damaged, no checkpoint of nanoGPT's, or needs code to run.
     """
     path = path / NAME if path.is_dir() else path
     content = load(path)
     if not isinstance(content, dict) or not {"model", "model_args"} <= content.keys():
         keys = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise Mistake(
+        raise ValueError(
             f"{path} is no checkpoint of nanoGPT's: it holds {keys or 'nothing'}; one has model, optimizer, "
             "model_args, iter_num, best_val_loss and config"
         )
@@ -140,34 +140,34 @@ def load(path: Path) -> Any:
     """Return what torch.save wrote to a file, without running anything in it.
 
     Raises:
-        Mistake: the file is missing, damaged, or holds more than tensors and plain values.
+        ValueError: the file is missing, damaged, or holds more than tensors and plain values.
     """
     if not path.is_file():
-        raise Mistake(f"{path}: no such file")
+        raise ValueError(f"{path}: no such file")
     try:
         foreign = sorted(get_unsafe_globals_in_checkpoint(str(path)))
     except Exception as error:  # what a damaged or hostile file raises, no list covers
-        raise Mistake(_damaged(path, error)) from None
+        raise ValueError(_damaged(path, error)) from None
     if foreign:
-        raise Mistake(
+        raise ValueError(
             f"{path} holds {foreign[0]}, which may run code when it is read; accepted: tensors and plain values. If "
             "you trust the file, load it where it was made and save it again without that"
         )
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        raise Mistake(_damaged(path, error)) from None
+        raise ValueError(_damaged(path, error)) from None
 
 
 def save(folder: Path, content: dict[str, Any]) -> Path:
     """Write a folder's ckpt.pt, which has its name only once it is whole; return its path.
 
     Raises:
-        Mistake: the folder has one already.
+        ValueError: the folder has one already.
     """
     path = folder / NAME
     if path.exists():
-        raise Mistake(f"{path} exists already; choose another folder, or delete it first")
+        raise ValueError(f"{path} exists already; choose another folder, or delete it first")
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{NAME}.partial-{os.getpid()}"
     try:
@@ -190,7 +190,7 @@ def _sizes(path: Path, model_args: dict[str, Any]) -> Sizes:
     given["scaled"] = model_args.get(_SCALED, False)
     missing = [key for key in Sizes._fields if key not in given and key not in Sizes._field_defaults]
     if missing:
-        raise Mistake(f"{path}: model_args lacks {', '.join(missing)}; it has {', '.join(map(str, model_args))}")
+        raise ValueError(f"{path}: model_args lacks {', '.join(missing)}; it has {', '.join(map(str, model_args))}")
     for key, value in given.items():
         if key in ("bias", "scaled"):
             fits, needed = isinstance(value, bool), "True or False"
@@ -199,10 +199,10 @@ def _sizes(path: Path, model_args: dict[str, Any]) -> Sizes:
         else:
             fits, needed = type(value) is int and value > 0, "a whole number from 1 on"
         if not fits:
-            raise Mistake(f"{path}: model_args has {key}={one_line(value, 40)}, which is not {needed}")
+            raise ValueError(f"{path}: model_args has {key}={one_line(value, 40)}, which is not {needed}")
     sizes = Sizes(**given)
     if sizes.n_embd % sizes.n_head:
-        raise Mistake(f"{path}: model_args has n_embd={sizes.n_embd}, which is not a multiple of n_head={sizes.n_head}")
+        raise ValueError(f"{path}: model_args has n_embd={sizes.n_embd}, not a multiple of n_head={sizes.n_head}")
     return sizes
 
 
@@ -216,24 +216,24 @@ def _weights(path: Path, saved: dict[str, Any], sizes: Sizes) -> dict[str, Tenso
     for names, what in ((shapes.keys() - found.keys(), "lacks"), (found.keys() - shapes.keys(), "has an unknown")):
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise Mistake(
+            raise ValueError(
                 f"{path} {what} {min(names)}{others}, with model_args of {sizes.n_layer} blocks and "
                 f"bias={sizes.bias}; GPT-2 as in nanoGPT's model.py is accepted"
             )
     for name, shape in shapes.items():
         value = found[name]
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided):
-            raise Mistake(f"{path}: {name} is {one_line(type(value).__name__)}, not a floating point tensor")
+            raise ValueError(f"{path}: {name} is {one_line(type(value).__name__)}, not a floating point tensor")
         if tuple(value.shape) != shape:
-            raise Mistake(f"{path}: {name} has the shape {tuple(value.shape)}; model_args say {shape}")
+            raise ValueError(f"{path}: {name} has the shape {tuple(value.shape)}; model_args say {shape}")
     if head is not None and not (isinstance(head, Tensor) and torch.equal(head, found[EMBEDDING])):
-        raise Mistake(f"{path}: {HEAD} differs from {EMBEDDING}; nanoGPT ties them, and so does this conversion")
+        raise ValueError(f"{path}: {HEAD} differs from {EMBEDDING}; nanoGPT ties them, and so does this conversion")
     return {name: found[name] for name in shapes}
 
 
 def _dict(path: Path, content: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(content[key], dict):
-        raise Mistake(f"{path}: {key} is {type(content[key]).__name__}; nanoGPT saves a dict")
+        raise ValueError(f"{path}: {key} is {type(content[key]).__name__}; nanoGPT saves a dict")
     return content[key]
 
 
@@ -241,7 +241,7 @@ def _number(path: Path, key: str, value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise Mistake(f"{path}: {key} is {one_line(value, 40)}; nanoGPT saves a number")
+        raise ValueError(f"{path}: {key} is {one_line(value, 40)}; nanoGPT saves a number")
     return value
 
 

@@ -18,7 +18,6 @@ from pretraining.nanogpt import nanogpt_file
 from pretraining.nanogpt.nanogpt_file import Checkpoint, Code
 from pretraining.nanogpt.nanogpt_states import Moved
 from pretraining.run import report
-from pretraining.run.mistakes import Mistake
 
 # What nanoGPT saves and transformers has no place for.
 NOTES = "nanogpt.json"
@@ -67,7 +66,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
     """Return the notes of a folder that came from nanoGPT; empty if it has none.
 
     Raises:
-        Mistake: they are damaged.
+        ValueError: they are damaged.
     """
     path = folder / NOTES
     if not path.is_file():
@@ -80,7 +79,7 @@ def read_notes(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         fits = False
     if not fits:
-        raise Mistake(f"{path} is damaged; delete it to convert without it")
+        raise ValueError(f"{path} is damaged; delete it to convert without it")
     return dict(notes)
 
 
@@ -88,7 +87,7 @@ def progress_of(folder: Path, notes: dict[str, Any]) -> tuple[int, float]:
     """Return the steps made and the lowest validation loss: the Trainer's own, if it left any, else those of the notes.
 
     Raises:
-        Mistake: trainer_state.json is damaged.
+        ValueError: trainer_state.json is damaged.
     """
     step, loss = notes.get("iter_num", 0), notes.get("best_val_loss", nanogpt_file.NO_LOSS)
     path = folder / TRAINER_STATE_NAME
@@ -98,7 +97,7 @@ def progress_of(folder: Path, notes: dict[str, Any]) -> tuple[int, float]:
             step = int(state.global_step)
             loss = min([loss, *(float(row["eval_loss"]) for row in state.log_history if "eval_loss" in row)])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Mistake(f"{path} is damaged ({type(error).__name__}); copy it again") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}); copy it again") from None
     return step, loss
 
 

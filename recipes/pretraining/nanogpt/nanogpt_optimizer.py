@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretraining.nanogpt.nanogpt_file import EMBEDDING, LINEAR, Checkpoint, Code, Sizes
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 Kind = Literal["adamw", "mars", "mars_m"]
 # The official MARS-M's names for what the other optimizers call exp_avg and exp_avg_sq.
@@ -62,11 +62,11 @@ def read(path: Path, checkpoint: Checkpoint) -> Saved:
     """Return the optimizer's state of a checkpoint.
 
     Raises:
-        Mistake: there is none, it is of an unknown optimizer, or does not fit the model.
+        ValueError: there is none, it is of an unknown optimizer, or does not fit the model.
     """
     optimizer = checkpoint.optimizer
     if optimizer is None:
-        raise Mistake(f"--optimizer_state: {path} has no optimizer; leave it out to convert the weights alone")
+        raise ValueError(f"--optimizer_state: {path} has no optimizer; leave it out to convert the weights alone")
     with known_layout(path):
         groups, states = optimizer["param_groups"], optimizer["state"]
         lengths = [len(group["params"]) for group in groups]
@@ -75,12 +75,12 @@ def read(path: Path, checkpoint: Checkpoint) -> Saved:
         kind = _kind(groups[0], {key for state in states.values() for key in state})
         if kind is None:
             keys = sorted({str(key) for state in states.values() for key in state})
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: the optimizer of {path} keeps {', '.join(keys) or 'nothing'}; accepted are the "
                 "states of torch's AdamW, and of the official MARS and MARS-M"
             )
         if order is None or (kind == "mars_m") != (order == "mars_m"):
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: the optimizer of {path} has groups of {', '.join(map(str, lengths))} parameters, "
                 "which is how no trainer of nanoGPT's or of the official repository groups this model"
             )
@@ -157,11 +157,11 @@ def order_for(kind: Kind, code: Code, sizes: Sizes) -> list[list[str]]:
 
 @contextlib.contextmanager
 def known_layout(path: Path) -> Iterator[None]:
-    """Turn what a surprising content raises into a Mistake that names the file."""
+    """Turn what a surprising content raises into a ValueError that names the file."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path} is not laid out as expected ({type(error).__name__}: {one_line(error, 80)}); "
             "leave it out to convert the weights alone"
         ) from error
@@ -198,16 +198,16 @@ def _of_mars_m(name: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, name: str, state: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise Mistake unless every tensor of a state has its parameter's shape."""
+    """Raise ValueError unless every tensor of a state has its parameter's shape."""
     if not state:
-        raise Mistake(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
+        raise ValueError(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
     step = state["step"]
     if not (isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)):
-        raise Mistake(f"--optimizer_state: {path}: step of {name} is {one_line(step, 40)}, not a number")
+        raise ValueError(f"--optimizer_state: {path}: step of {name} is {one_line(step, 40)}, not a number")
     for key in _TENSORS:
         if key not in state:
             continue
         value = state[key]
         if not (isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape):
             look = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else one_line(value, 40)
-            raise Mistake(f"--optimizer_state: {path}: {key} of {name} has {look}; its parameter has {shape}")
+            raise ValueError(f"--optimizer_state: {path}: {key} of {name} has {look}; its parameter has {shape}")

@@ -22,7 +22,7 @@ from pretraining.nanogpt import nanogpt_file, nanogpt_optimizer
 from pretraining.nanogpt.nanogpt_file import LINEAR, Code, Sizes
 from pretraining.nanogpt.nanogpt_optimizer import Kind, Saved
 from pretraining.nanogpt.nanogpt_weights import turned
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 from pretraining.run.optimizers import TorchFactory
 
 FILE = "optimizer.pt"
@@ -59,12 +59,12 @@ def to_ours(path: Path, model: GPT2LMHeadModel, saved: Saved, config: dict[str, 
         summed: micro-batches whose gradients the trainer summed.
 
     Raises:
-        Mistake: the state or a setting does not fit.
+        ValueError: the state or a setting does not fit.
     """
     with nanogpt_optimizer.known_layout(path):
         peak = config.get("learning_rate")
         if isinstance(peak, bool) or not isinstance(peak, (int, float)) or not peak > 0:
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: the config of {path} has learning_rate={one_line(peak, 40)}; the peak of the "
                 "schedule is needed, a number above 0"
             )
@@ -83,7 +83,7 @@ def to_ours(path: Path, model: GPT2LMHeadModel, saved: Saved, config: dict[str, 
             else:
                 name, optimizer = settings["mars_type"].replace("-", "_"), mars_hf.create(model, **settings)
         except ValueError as error:
-            raise Mistake(f"--optimizer_state: {path}: {one_line(error)}") from error
+            raise ValueError(f"--optimizer_state: {path}: {one_line(error)}") from error
         for group in optimizer.param_groups:
             if saved.kind == "mars" and group["role"] == "vector" and settings["optimize_1d"]:
                 group["weight_decay"] = saved.groups[-1]["weight_decay"]  # here that of the matrices, there its own
@@ -107,11 +107,11 @@ def from_ours(
         noted: the same, of the run that had moved over.
 
     Raises:
-        Mistake: the state is not of AdamW, MARS or MARS-M, or that trainer cannot go on from it.
+        ValueError: the state is not of AdamW, MARS or MARS-M, or that trainer cannot go on from it.
     """
     path = folder / FILE
     if not path.is_file():
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {folder} has no {FILE}; give a checkpoint of Trainer on one process or with "
             "DistributedDataParallel, or leave it out to convert the weights alone"
         )
@@ -120,7 +120,7 @@ def from_ours(
         groups = _named(path, content, sizes)
         kind = _kind_of(path, groups)
         if kind != "adamw" and code == "nanogpt":
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: {path} has the state of MARS, and nanoGPT's trainer runs AdamW; give --code mars, "
                 "or leave it out to convert the weights alone"
             )
@@ -129,7 +129,7 @@ def from_ours(
         else:
             summed = given or (1 if code == "nanogpt" else noted or 0)
         if not summed:
-            raise Mistake(
+            raise ValueError(
                 "--optimizer_state: the official trainer sums the gradients of its gradient_accumulation_steps; give "
                 "that number as --summed_micro_batches"
             )
@@ -163,7 +163,7 @@ def from_ours(
 def _of_adamw(path: Path, saved: Saved, config: dict[str, Any], summed: int) -> dict[str, Any]:
     first, last = saved.groups
     if last["weight_decay"]:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path} decays its vectors by {last['weight_decay']}, which AdamW here does not; leave "
             "it out to convert the weights alone"
         )
@@ -177,7 +177,7 @@ def _of_adamw(path: Path, saved: Saved, config: dict[str, Any], summed: int) -> 
 def _of_mars(path: Path, saved: Saved, config: dict[str, Any], summed: int) -> dict[str, Any]:
     first, last = saved.groups
     if not saved.decays_tables and last["weight_decay"]:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path} decays its embeddings by {last['weight_decay']} and its linear maps by "
             f"{first['weight_decay']}; the official trainer decays no embedding"
         )
@@ -272,11 +272,11 @@ def _as_mars_m(path: Path, groups: dict[str, Any], names: list[list[str]], summe
 
 
 def _agreed(path: Path, key: str, found: dict[str, Any]) -> Any:
-    """Return the one value of all; Mistake if they differ, because there they have one setting."""
+    """Return the one value of all; ValueError if they differ, because there they have one setting."""
     (first, value), *rest = found.items()
     for name, other in rest:
         if other != value:
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: {path} has {key}={other} for {name} and {value} for {first}, which have one "
                 "setting on the other side; leave it out to convert the weights alone"
             )
@@ -294,7 +294,7 @@ def _to_ours(
     lacking = [key for key in needed if key not in saved]
     if lacking:
         rule = group["mars_type"] if is_mars and takes_mars(group) else "adamw"
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path}: the state of {name} lacks {', '.join(lacking)}, which a {group['role']} under "
             f"{rule} has; it is of another rule"
         )
@@ -308,19 +308,19 @@ def _from_ours(
     path: Path, name: str, group: dict[str, Any], saved: dict[str, Any], *, kind: Kind, summed: int
 ) -> dict[str, Any]:
     if not saved or "exp_avg" not in saved:
-        raise Mistake(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
+        raise ValueError(f"--optimizer_state: {path} has no state for {name}; was it saved before the first step?")
     linear, table = name.endswith(LINEAR), name in ("transformer.wte.weight", "transformer.wpe.weight")
     expected = "adamw" if kind == "mars_m" and table else "matrix" if linear or table else "vector"
     if kind != "adamw" and group["role"] != expected:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path}: {name} is in a group of role {group['role']}, and the official code treats "
             f"it as {expected}; leave it out to convert the weights alone"
         )
     state: dict[str, Tensor] = {key: saved[key] for key in _POWERS if key in saved}
     if kind == "adamw" and state.keys() != {"exp_avg", "exp_avg_sq"}:
-        raise Mistake(f"--optimizer_state: {path}: the state of {name} is not AdamW's; it has {', '.join(saved)}")
+        raise ValueError(f"--optimizer_state: {path}: the state of {name} is not AdamW's; it has {', '.join(saved)}")
     if kind != "adamw" and takes_mars(group) and "last_grad" not in state:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path}: the state of {name} has no last gradient, which the official code needs; "
             "leave it out to convert the weights alone"
         )
@@ -340,7 +340,7 @@ def _named(path: Path, content: Any, sizes: Sizes) -> dict[str, tuple[dict[str, 
     found = {}
     for group in content["param_groups"]:
         if "param_names" not in group:
-            raise Mistake(
+            raise ValueError(
                 f"--optimizer_state: the groups of {path} have no names of parameters, so its states cannot be told "
                 "apart; checkpoints of MARS and of this recipe have them"
             )
@@ -349,9 +349,9 @@ def _named(path: Path, content: Any, sizes: Sizes) -> dict[str, tuple[dict[str, 
     shapes = sizes.shapes()
     missing, unknown = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing:
-        raise Mistake(f"--optimizer_state: {path} trains no {missing[0]}, which nanoGPT's trainer trains")
+        raise ValueError(f"--optimizer_state: {path} trains no {missing[0]}, which nanoGPT's trainer trains")
     if unknown:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path} trains {unknown[0]}, which the converted model lacks; --bias true keeps biases "
             "that are zero"
         )
@@ -359,17 +359,17 @@ def _named(path: Path, content: Any, sizes: Sizes) -> dict[str, tuple[dict[str, 
 
 
 def _kind_of(path: Path, groups: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> Kind:
-    """Return the optimizer of a checkpoint; Mistake for settings that the official code does not have."""
+    """Return the optimizer of a checkpoint; ValueError for settings that the official code does not have."""
     first = next(iter(groups.values()))[0]
     if "mars_type" not in first:
         if "betas" not in first or "momentum_decay" in first or first.get("rule", "adamw") != "adamw":
             rule = first.get("rule", "another optimizer")
-            raise Mistake(f"--optimizer_state: {path} has the state of {rule}; accepted are AdamW and MARS")
+            raise ValueError(f"--optimizer_state: {path} has the state of {rule}; accepted are AdamW and MARS")
         return "adamw"
     for name, (group, _) in groups.items():
         for key, wanted in (("is_approx", True), ("second_moment", "corrected"), ("maximize", False)):
             if takes_mars(group) and group[key] != wanted:
-                raise Mistake(
+                raise ValueError(
                     f"--optimizer_state: {path} has {key}={group[key]} for {name}, whose state the official code "
                     "cannot take up; leave it out to convert the weights alone"
                 )
@@ -382,12 +382,12 @@ def _summed(path: Path, groups: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     clip = _agreed(path, "clip_threshold", clips)
     summed = round(1 / clip) if clip else 0
     if not clip or abs(summed * clip - 1) > 1e-6:
-        raise Mistake(
+        raise ValueError(
             f"--optimizer_state: {path} has clip_threshold={clip}; the official code clips sums of micro-batches at 1, "
             "so it must be 1 divided by their number"
         )
     if given not in (None, summed):
-        raise Mistake(
+        raise ValueError(
             f"--summed_micro_batches {given}: {path} has clip_threshold={clip:g}, which is that of {summed}; leave it "
             "out"
         )

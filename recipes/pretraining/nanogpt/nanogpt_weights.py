@@ -12,7 +12,7 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from pretraining.data import gpt2_tokenizer
 from pretraining.nanogpt import nanogpt_file
 from pretraining.nanogpt.nanogpt_file import Checkpoint, Code, Sizes
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 from pretraining.run.model import freeze_biases
 
 # What nanoGPT's model.py computes, and no setting of it changes.
@@ -73,27 +73,27 @@ def read_gpt2(folder: Path) -> GPT2LMHeadModel:
     """Load the model of a folder; its weights keep their dtype.
 
     Raises:
-        Mistake: the folder holds no GPT-2 with a head, or not all of its weights.
+        ValueError: the folder holds no GPT-2 with a head, or not all of its weights.
     """
     if not folder.is_dir():
-        raise Mistake(f"{folder}: no such folder; give one with config.json and model.safetensors")
+        raise ValueError(f"{folder}: no such folder; give one with config.json and model.safetensors")
     if not (folder / "config.json").is_file():
-        raise Mistake(f"{folder} has no config.json; give a folder that save_pretrained or Trainer wrote")
+        raise ValueError(f"{folder} has no config.json; give a folder that save_pretrained or Trainer wrote")
     try:
         kind = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type
         if kind != "gpt2":
-            raise Mistake(f"{folder} holds a model of type {kind}; nanoGPT is gpt2")
+            raise ValueError(f"{folder} holds a model of type {kind}; nanoGPT is gpt2")
         loaded: Any = GPT2LMHeadModel.from_pretrained(
             folder, local_files_only=True, dtype="auto", output_loading_info=True
         )
         model, found = loaded
-    except Mistake:
+    except ValueError:
         raise
     except Exception as error:  # what damaged files make json, safetensors and transformers raise
-        raise Mistake(f"{folder} cannot be loaded: {one_line(error, 200)}") from None
+        raise ValueError(f"{folder} cannot be loaded: {one_line(error, 200)}") from None
     wrong = sorted(map(str, found["missing_keys"])) + sorted(map(str, found["mismatched_keys"]))
     if wrong:
-        raise Mistake(f"{folder}: {wrong[0]} is missing from the weights, or of another shape than config.json says")
+        raise ValueError(f"{folder}: {wrong[0]} is missing from the weights, or of another shape than config.json says")
     return model.eval()
 
 
@@ -107,19 +107,19 @@ def sizes_of(model: GPT2LMHeadModel, folder: Path, code: Code, bias: bool | None
         bias: True keeps the biases, False requires that all are zero; None keeps them unless all are zero.
 
     Raises:
-        Mistake: that model.py computes something else.
+        ValueError: that model.py computes something else.
     """
     config = model.config
     wanted = _FIXED | ({"scale_attn_by_inverse_layer_idx": False} if code == "nanogpt" else {})
     for name, value in wanted.items():
         if getattr(config, name) != value:
             remedy = "; --code mars has it" if name not in _FIXED else ""
-            raise Mistake(f"{folder}: {name}={getattr(config, name)}, and nanoGPT's model.py has {value}{remedy}")
+            raise ValueError(f"{folder}: {name}={getattr(config, name)}, and nanoGPT's model.py has {value}{remedy}")
     if config.n_inner not in (None, 4 * config.n_embd):
-        raise Mistake(f"{folder}: n_inner={config.n_inner}, and nanoGPT's model.py has {4 * config.n_embd}")
+        raise ValueError(f"{folder}: n_inner={config.n_inner}, and nanoGPT's model.py has {4 * config.n_embd}")
     moved = [name for name, value in model.named_parameters() if name.endswith(".bias") and value.any()]
     if bias is False and moved:
-        raise Mistake(
+        raise ValueError(
             f"--bias false: {len(moved)} biases of {folder} are not zero, {moved[0]} the first; leave it out to keep "
             "the biases"
         )

@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from pretraining.run import ignored
-from pretraining.run.mistakes import Mistake, did_you_mean, one_line
+from pretraining.run.errors import did_you_mean, one_line
 from pretraining.run.reading import Value
 
 
@@ -56,7 +56,7 @@ class Origins:
 
 
 def check(values: Namespace, origins: Origins) -> None:
-    """Raise Mistake at the first setting that is ignored, or that contradicts another."""
+    """Raise ValueError at the first setting that is ignored, or that contradicts another."""
     _check_conditions(values, origins)
     _check_sizes(values, origins)
     _check_data(values, origins)
@@ -68,20 +68,20 @@ def check(values: Namespace, origins: Origins) -> None:
 
 
 def refuse_ignored(given: Mapping[str, str]) -> None:
-    """Raise Mistake at the first setting that the recipe never reads.
+    """Raise ValueError at the first setting that the recipe never reads.
 
     Args:
         given: names of settings to the text that names the place.
     """
     for name, where in given.items():
         if name in ignored.ALWAYS:
-            raise Mistake(f"{where} would be ignored: {ignored.ALWAYS[name]}")
+            raise ValueError(f"{where} would be ignored: {ignored.ALWAYS[name]}")
 
 
 def check_device(training: TrainingArguments, origins: Origins) -> None:
-    """Raise Mistake for what needs another device than the one that was found."""
+    """Raise ValueError for what needs another device than the one that was found."""
     if training.fp16 and training.device.type == "cpu":
-        raise Mistake(f"{origins('fp16')} needs a GPU; leave it out, or use --bf16 true")
+        raise ValueError(f"{origins('fp16')} needs a GPU; leave it out, or use --bf16 true")
 
 
 def _check_conditions(values: Namespace, origins: Origins) -> None:
@@ -89,7 +89,7 @@ def _check_conditions(values: Namespace, origins: Origins) -> None:
         value = getattr(values, needed, None)
         # A file may keep settings for another strategy than the command line's.
         if name in origins.on_command_line and getattr(value, "value", value) not in accepted:
-            raise Mistake(
+            raise ValueError(
                 f"{origins(name)} would be ignored, because of {origins(needed)}; add {flag}, or leave it out"
             )
 
@@ -98,27 +98,27 @@ def _check_sizes(values: Namespace, origins: Origins) -> None:
     if values.n_embd % values.n_head:
         near = [n for n in range(1, values.n_embd + 1) if values.n_embd % n == 0]
         fitting = ", ".join(map(str, sorted(sorted(near, key=lambda n: abs(n - values.n_head))[:4])))
-        raise Mistake(f"{origins('n_embd')} is not a multiple of {origins('n_head')}; fitting n_head: {fitting}")
+        raise ValueError(f"{origins('n_embd')} is not a multiple of {origins('n_head')}; fitting n_head: {fitting}")
 
 
 def _check_data(values: Namespace, origins: Origins) -> None:
     if values.data_dir is not None and origins.is_given("embedded_corpus"):
-        raise Mistake(f"{origins('embedded_corpus')} would be ignored, because of {origins('data_dir')}; give one")
+        raise ValueError(f"{origins('embedded_corpus')} would be ignored, because of {origins('data_dir')}; give one")
 
 
 def _check_steps(values: Namespace, origins: Origins) -> None:
     steps = values.max_steps
     if steps > 0 and origins.is_given("num_train_epochs") and _not_overridden(origins, "num_train_epochs", "max_steps"):
-        raise Mistake(
+        raise ValueError(
             f"{origins('num_train_epochs')} would be ignored, because of {origins('max_steps')}; to train by epochs, "
             "add --max_steps -1"
         )
     if steps < 0 and origins.is_given("max_steps") and not origins.is_given("num_train_epochs"):
-        raise Mistake(f"{origins('max_steps')} trains by epochs; add --num_train_epochs, or give a number of steps")
+        raise ValueError(f"{origins('max_steps')} trains by epochs; add --num_train_epochs, or give a number of steps")
     if 0 < steps < values.warmup_steps and (
         "warmup_steps" in origins.on_command_line or origins.together("warmup_steps", "max_steps")
     ):
-        raise Mistake(
+        raise ValueError(
             f"{origins('warmup_steps')} is more than {origins('max_steps')}: the learning rate would never reach its "
             "peak; give fewer"
         )
@@ -142,7 +142,7 @@ def _check_schedule(values: Namespace, origins: Origins) -> None:
     name = "lr_scheduler_kwargs" if origins.is_given("lr_scheduler_kwargs") else "lr_scheduler_type"
     for key in settings or {}:
         if key not in own and kind is not SchedulerType.REDUCE_ON_PLATEAU:
-            raise Mistake(
+            raise ValueError(
                 f"{origins(name)}: unknown {key}{did_you_mean(str(key), own)}; {takes}, given as "
                 "--lr_scheduler_kwargs '{\"NAME\": VALUE}' ('{}' for none)"
             )
@@ -150,7 +150,7 @@ def _check_schedule(values: Namespace, origins: Origins) -> None:
     try:
         get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise Mistake(f"{origins(name)}: {one_line(error)}; {takes}") from None
+        raise ValueError(f"{origins(name)}: {one_line(error)}; {takes}") from None
 
 
 _SCHEDULERS_OWN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs")
@@ -163,20 +163,20 @@ def _check_reports(values: Namespace, origins: Origins) -> None:
             continue
         known = sorted(INTEGRATION_TO_CALLBACK)
         if name not in known:
-            raise Mistake(f"{origins('report_to')}: unknown {name}; accepted: none, all, {', '.join(known)}")
+            raise ValueError(f"{origins('report_to')}: unknown {name}; accepted: none, all, {', '.join(known)}")
         if name not in get_available_reporting_integrations():
-            raise Mistake(f"{origins('report_to')}: {name} is not installed; pip install it, or give --report_to none")
+            raise ValueError(f"{origins('report_to')}: {name} is not installed; install it, or give --report_to none")
 
 
 def _check_backend(values: Namespace, origins: Origins) -> None:
     name = values.torch_compile_backend
     if name is not None and name not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise Mistake(f"{origins('torch_compile_backend')} is unknown; accepted: {known}")
+        raise ValueError(f"{origins('torch_compile_backend')} is unknown; accepted: {known}")
 
 
 def check_folder(output: Path) -> None:
-    """Raise Mistake if a file is where the output folder, or one above it, would be."""
+    """Raise ValueError if a file is where the output folder, or one above it, would be."""
     for folder in (output, *output.parents):
         if folder.exists() and not folder.is_dir():
-            raise Mistake(f"--output_dir {output}: {folder} is a file; choose another name")
+            raise ValueError(f"--output_dir {output}: {folder} is a file; choose another name")

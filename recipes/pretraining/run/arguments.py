@@ -16,8 +16,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from mars_hf.settings import PAIR_KEYS, SETTINGS
 from pretraining.run import agreement, model, optimizers, reading
+from pretraining.run.errors import one_line
 from pretraining.run.marked import Marked, read_yaml
-from pretraining.run.mistakes import Mistake, OneLine, one_line
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 DEFAULT_CONFIG = CONFIGS / "embedded.yaml"
@@ -186,10 +186,6 @@ class RunArguments(NamedTuple):
     config: Path
 
 
-class Parser(OneLine, HfArgumentParser):
-    """HfArgumentParser with messages of one line."""
-
-
 def parse(argv: Sequence[str] | None = None) -> RunArguments:
     """Read settings from `--config FILE` (default: configs/embedded.yaml); the command line overrides them.
 
@@ -200,7 +196,7 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
         argv: command line without the program's name; None reads sys.argv.
 
     Raises:
-        Mistake: a setting is unknown, out of range, ignored, or contradicts another.
+        ValueError: a setting is unknown, out of range, ignored, or contradicts another.
     """
     values, origins, path = read(argv)
     sizes, data, optimizer, training = (make(kind, values) for kind in _KINDS)
@@ -217,13 +213,18 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
         The settings, where they come from, and the config's path.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    first = OneLine(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=str(DEFAULT_CONFIG))
     first.add_argument("--optimizer")
     first.add_argument("--is_approx", "--is-approx", nargs="?", const="true")
     known, _ = first.parse_known_args(argv)
 
-    parser = Parser(_KINDS, description="Pretrain GPT-2 with MARS, AdamW, NAdamW or Muon.", allow_abbrev=False)  # type: ignore[arg-type]
+    parser = HfArgumentParser(
+        _KINDS,  # type: ignore[arg-type]
+        usage="%(prog)s [--config NAME] [--SETTING VALUE ...]",
+        description="Pretrain GPT-2 with MARS, AdamW, NAdamW or Muon.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", default=str(DEFAULT_CONFIG), help="YAML file of settings; see recipes/configs.")
     actions = {action.dest: action for action in reversed(parser._actions)}  # the first of a name, not its --no_ form
     options = {option: action.dest for action in parser._actions for option in action.option_strings}
@@ -242,8 +243,7 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, agreeme
         if name != "optimizer"
     }
     parser.set_defaults(**given, optimizer=chosen)
-    values, unknown = parser.parse_known_args(argv)
-    parser.refuse(unknown)
+    values = parser.parse_args(argv)
     if values.output_dir is None:
         name = f"{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
         values.output_dir = f"runs/{name}"
@@ -260,14 +260,14 @@ def make(kind: Any, values: argparse.Namespace) -> Any:
     """Return an instance of a dataclass from parsed settings.
 
     Raises:
-        Mistake: it refuses a value.
+        ValueError: it refuses a value.
     """
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     try:
         return kind(**{name: getattr(values, name) for name in names})
     except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as error:
         remedy = "; this machine needs --tf32 false" if "--tf32" in str(error) else ""
-        raise Mistake(one_line(error) + remedy) from error
+        raise ValueError(one_line(error) + remedy) from error
 
 
 def _settings(path: Path, optimizer: str | None) -> tuple[dict[str, reading.Value], str]:
@@ -279,16 +279,16 @@ def _settings(path: Path, optimizer: str | None) -> tuple[dict[str, reading.Valu
     where = "--optimizer" if optimizer is not None else named["optimizer"].where if "optimizer" in named else ""
     chosen = optimizer if optimizer is not None else top.get("optimizer", "mars_adamw")
     if chosen not in OPTIMIZERS:
-        raise Mistake(f"{where} {chosen!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"{where} {chosen!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
     if sections is None or sections.value is None:
         return named, chosen
     if not isinstance(sections.value, Marked):
-        raise Mistake(f"{sections.where} is not a section; write each optimizer's settings below its name")
+        raise ValueError(f"{sections.where} is not a section; write each optimizer's settings below its name")
     every = reading.from_file(sections.value, label, "optimizers: ")
     reading.refuse_unknown(every, OPTIMIZERS, "optimizer")
     for one in every.values():
         if one.value is not None and not isinstance(one.value, Marked):
-            raise Mistake(f"{one.where} is not a section; write the optimizer's settings below its name")
+            raise ValueError(f"{one.where} is not a section; write the optimizer's settings below its name")
     own = sections.value.get(chosen)
     return named | (reading.from_file(own, label, f"optimizers: {chosen}: ") if own else {}), chosen
 
@@ -299,11 +299,11 @@ def _find(name: str) -> Path:
         if path.is_file():
             return path
     shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    raise Mistake(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
+    raise ValueError(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
 
 
 def _check_optimizer(run: RunArguments, origins: agreement.Origins) -> None:
-    """Raise Mistake for values that the optimizer refuses, and for patterns of names that match no parameter."""
+    """Raise ValueError for values that the optimizer refuses, and for patterns of names that match no parameter."""
     make, settings = optimizers.for_trainer(run.optimizer, run.training)
     if not vars(run.optimizer)["param_rules"]:
         return
@@ -312,4 +312,4 @@ def _check_optimizer(run: RunArguments, origins: agreement.Origins) -> None:
     try:
         make()(gpt2, **settings)
     except ValueError as error:
-        raise Mistake(f"{origins('param_rules')}: {one_line(error)}") from None
+        raise ValueError(f"{origins('param_rules')}: {one_line(error)}") from None

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from pretraining.data.token_files import DTYPE, TokenDataset
-from pretraining.run.mistakes import Mistake
 
 # The official trainer averages 200 batches of 15 blocks for GPT-2 small and medium, of 5 for large and XL. The mean
 # over equal batches is the mean over blocks, so only their number counts.
@@ -68,12 +67,12 @@ class RandomBlocks(Dataset[dict[str, torch.Tensor]]):
             seed: of the starts.
 
         Raises:
-            Mistake: val.bin does not hold one block and the token after it.
+            ValueError: val.bin does not hold one block and the token after it.
         """
         self.tokens = np.memmap(Path(directory) / "val.bin", dtype=DTYPE, mode="r")
         self.block_size = block_size
         if len(self.tokens) <= block_size:
-            raise Mistake(
+            raise ValueError(
                 f"val.bin in {directory} has {len(self.tokens)} tokens, but the official loss needs {block_size + 1}: "
                 "a block and the next token; lower --block_size, prepare more text, or leave out the official loss"
             )

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from pretraining.data.data_folder import Data
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 LARGEST_DEFAULT_BLOCK = 1024  # GPT-2's, and the official runs'
 
@@ -22,7 +22,7 @@ def load(name: str, dtype: str) -> PreTrainedModel:
         dtype: of the weights: float32, bfloat16, float16, or auto (as they were saved).
 
     Raises:
-        Mistake: there is none, or some of its weights are missing.
+        ValueError: there is none, or some of its weights are missing.
     """
     _check_folder(name)
     before = logging.get_verbosity()
@@ -33,12 +33,12 @@ def load(name: str, dtype: str) -> PreTrainedModel:
         )
     except Exception as error:  # safetensors raises Exception itself
         reason = one_line(error)
-        raise Mistake(f"--model {name}: transformers loads no causal language model from it: {reason}") from error
+        raise ValueError(f"--model {name}: transformers loads no causal language model from it: {reason}") from error
     finally:
         logging.set_verbosity(before)
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise Mistake(
+        raise ValueError(
             f"--model {name} lacks {len(missing)} weights of {type(model).__name__} (first: {missing[0]}), which would "
             "be random; give a causal language model"
         )
@@ -71,13 +71,13 @@ def block_size(model: PreTrainedModel, given: int | None) -> int:
         given: `--block_size`; None takes the model's context, of at most 1,024 tokens.
 
     Raises:
-        Mistake: the model does not take that many.
+        ValueError: the model does not take that many.
     """
     limit = context(model)
     if given is None:
         return min(limit or LARGEST_DEFAULT_BLOCK, LARGEST_DEFAULT_BLOCK)
     if limit is not None and given > limit:
-        raise Mistake(
+        raise ValueError(
             f"--block_size {given} is more than the {limit} tokens that the model takes; give {limit} or less"
         )
     return given
@@ -93,13 +93,13 @@ def check_fits(model: PreTrainedModel, own: PreTrainedTokenizerBase | None, name
         data: the data.
 
     Raises:
-        Mistake: the model has fewer tokens than the data, or others.
+        ValueError: the model has fewer tokens than the data, or others.
     """
     remedy = "evaluate it on data made with its own tokenizer"
     embeddings: Any = model.get_input_embeddings()
     rows, needed = embeddings.weight.shape[0], len(data.tokenizer)
     if rows < needed:
-        raise Mistake(
+        raise ValueError(
             f"--model {name} has {rows:,} tokens, fewer than the {needed:,} of the data in {data.directory}; {remedy}"
         )
     if own is None:
@@ -109,23 +109,23 @@ def check_fits(model: PreTrainedModel, own: PreTrainedTokenizerBase | None, name
     for token, number in ours:
         if theirs.get(token) != number:
             instead = "has no such token" if token not in theirs else f"gives it the id {theirs[token]}"
-            raise Mistake(
+            raise ValueError(
                 f"--model {name} has another tokenizer than the data in {data.directory}: id {number} is {token!r} in "
                 f"the data, but the model's tokenizer {instead}; {remedy}"
             )
 
 
 def _check_folder(name: str) -> None:
-    """Raise Mistake for a path that is no folder with a model; names of the Hub pass."""
+    """Raise ValueError for a path that is no folder with a model; names of the Hub pass."""
     folder = Path(name)
     if folder.is_file():
-        raise Mistake(f"--model {name} is a file; give the folder that holds config.json and the weights")
+        raise ValueError(f"--model {name} is a file; give the folder that holds config.json and the weights")
     if not folder.exists():
         if folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2:
-            raise Mistake(f"--model {name}: no such folder")
+            raise ValueError(f"--model {name}: no such folder")
         return
     if (folder / "config.json").is_file():
         return
     checkpoints = sorted(folder.glob("checkpoint-*/config.json"), key=lambda path: path.stat().st_mtime)
     hint = f"; it holds {checkpoints[-1].parent}: give that" if checkpoints else ""
-    raise Mistake(f"--model {name}: no config.json in it, so it holds no model{hint or '; did its run finish?'}")
+    raise ValueError(f"--model {name}: no config.json in it, so it holds no model{hint or '; did its run finish?'}")

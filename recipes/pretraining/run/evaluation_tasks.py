@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretraining.run.mistakes import Mistake, did_you_mean, one_line
+from pretraining.run.errors import did_you_mean, one_line
 
 # The paper's, in its order (tables 7 and 8).
 PAPER = ("arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande", "mmlu", "sciq")
@@ -19,9 +19,9 @@ _SCORES = ("acc_norm", "acc", "exact_match", "f1")
 
 
 def check_installed() -> None:
-    """Raise Mistake without lm_eval."""
+    """Raise ValueError without lm_eval."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise Mistake("--tasks needs the package lm_eval, which is not installed: pip install -e '.[eval]'")
+        raise ValueError("--tasks needs the package lm_eval, which is not installed: pip install -e '.[eval]'")
 
 
 def manager(include_path: Path | None, wanted: Iterable[str]) -> Any:
@@ -60,7 +60,7 @@ def names(given: Iterable[str], known: Iterable[str]) -> list[str]:
         known: names of all tasks.
 
     Raises:
-        Mistake: a task is unknown.
+        ValueError: a task is unknown.
     """
     known = set(known)
     found: list[str] = []
@@ -73,7 +73,7 @@ def names(given: Iterable[str], known: Iterable[str]) -> list[str]:
         elif (plain := _ALIASES.get(plain, plain)) in known:
             found.append(plain)
         else:
-            raise Mistake(
+            raise ValueError(
                 f"--tasks {name}: lm_eval has no such task{did_you_mean(plain, known)}; accepted: paper "
                 f"({', '.join(PAPER)}), any other task of lm_eval, or a task of --include_path"
             )
@@ -90,16 +90,16 @@ def load(names: Sequence[str], task_manager: Any, num_fewshot: int | None = None
             zero for the paper's.
 
     Raises:
-        Mistake: the data of a task cannot be loaded, or a task is there twice.
+        ValueError: the data of a task cannot be loaded, or a task is there twice.
     """
     try:
         loaded = task_manager.load(list(names))
     except OSError as error:  # also datasets' and the network's
-        raise Mistake(
+        raise ValueError(
             f"--tasks {' '.join(names)}: their data cannot be loaded: {one_line(error)}; run once with a network"
         ) from error
     except (ValueError, KeyError) as error:
-        raise Mistake(f"--tasks {' '.join(names)}: lm_eval refuses them: {one_line(error)}") from error
+        raise ValueError(f"--tasks {' '.join(names)}: lm_eval refuses them: {one_line(error)}") from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=(own or 0) if num_fewshot is None or own == 0 else num_fewshot)
@@ -127,7 +127,7 @@ def evaluate(
         bf16: True computes in bfloat16 autocast.
 
     Raises:
-        Mistake: lm_eval refuses to run a task, for example because it has too few examples to show.
+        ValueError: lm_eval refuses to run a task, for example because it has too few examples to show.
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -137,7 +137,7 @@ def evaluate(
     try:
         results = lm_eval.evaluate(lm=harness, task_dict=loaded, limit=limit, log_samples=False)
     except ValueError as error:
-        raise Mistake(f"--tasks {' '.join(loaded['tasks'])}: lm_eval refuses to run them: {one_line(error)}") from error
+        raise ValueError(f"--tasks {' '.join(loaded['tasks'])}: lm_eval refuses to run: {one_line(error)}") from error
     assert results is not None  # one process
     parts = {part for members in results["group_subtasks"].values() for part in members}
     return {

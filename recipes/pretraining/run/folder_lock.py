@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pretraining.run.mistakes import Mistake
-
 try:
     import fcntl
 except ImportError:  # Windows
@@ -29,12 +27,12 @@ def held(directory: Path, what: str, *, wait: bool = False) -> Iterator[None]:
         wait: True waits for the holder; False refuses.
 
     Raises:
-        Mistake: another process holds the lock, and `wait` is False.
+        ValueError: another process holds the lock, and `wait` is False.
     """
     path = directory.with_name(f"{directory.name}.lock")
     file = _acquire(path, wait)
     if file is None:
-        raise Mistake(f"{directory}: {_holder(path)} {what} there; wait for it to end, or choose another folder")
+        raise ValueError(f"{directory}: {_holder(path)} {what} there; wait for it to end, or choose another folder")
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 
 class Marked(dict[Any, Any]):
@@ -74,18 +74,18 @@ def read_yaml(path: Path) -> Marked:
     """Read a YAML file of settings.
 
     Raises:
-        Mistake: it cannot be read, is not YAML, has a key twice, or holds something other than `key: value`.
+        ValueError: it cannot be read, is not YAML, has a key twice, or holds something other than `key: value`.
     """
     text = _text(path)
     try:
         loaded = yaml.load(text, Loader=_Loader)
     except _Twice as error:
-        raise Mistake(f"{path}, {error}") from None
+        raise ValueError(f"{path}, {error}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date that does not exist
-        raise Mistake(f"{path}{_where(error)} is not YAML: {_problem(error)}") from None
+        raise ValueError(f"{path}{_where(error)} is not YAML: {_problem(error)}") from None
     if not isinstance(loaded, Marked):
         kind = "nothing" if loaded is None else type(loaded).__name__
-        raise Mistake(f"{path} holds {kind}, not settings; write them as 'key: value', one a line")
+        raise ValueError(f"{path} holds {kind}, not settings; write them as 'key: value', one a line")
     return loaded
 
 
@@ -93,20 +93,20 @@ def read_json(path: Path) -> Marked:
     """Read a JSON object.
 
     Raises:
-        Mistake: it cannot be read, is not JSON, has a key twice, or is no object.
+        ValueError: it cannot be read, is not JSON, has a key twice, or is no object.
     """
     text = _text(path)
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         where = f", line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise Mistake(f"{path}{where}: not JSON ({_problem(error)}); the file is damaged or cut off") from None
+        raise ValueError(f"{path}{where}: not JSON ({_problem(error)}); the file is damaged or cut off") from None
     if not isinstance(values, dict):
-        raise Mistake(f"{path} holds {type(values).__name__}, not a JSON object")
+        raise ValueError(f"{path} holds {type(values).__name__}, not a JSON object")
     try:  # JSON is YAML, but for tabs; this gives the lines
         marks = yaml.load(text.replace("\t", " "), Loader=_Loader)
     except _Twice as error:
-        raise Mistake(f"{path}, {error}") from None
+        raise ValueError(f"{path}, {error}") from None
     except (yaml.YAMLError, ValueError):
         marks = None
     return _mark(values, marks)
@@ -128,11 +128,11 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Mistake(
+        raise ValueError(
             f"{path} is not text in UTF-8 (byte {error.start}: {error.reason}); is it the right file?"
         ) from None
     except OSError as error:
-        raise Mistake(f"cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _where(error: Exception) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 
 if TYPE_CHECKING:
     from pretraining.run.arguments import ModelArguments
@@ -24,14 +24,14 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2L
         end_of_text: id of the end-of-text token.
 
     Raises:
-        Mistake: the vocabulary does not fit, `n_head` does not divide `n_embd`, or a package is missing.
+        ValueError: the vocabulary does not fit, `n_head` does not divide `n_embd`, or a package is missing.
     """
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
-        raise Mistake(
+        raise ValueError(
             f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out to use that"
         )
     if arguments.n_embd % arguments.n_head:
-        raise Mistake(f"n_embd={arguments.n_embd} is not a multiple of n_head={arguments.n_head}")
+        raise ValueError(f"n_embd={arguments.n_embd} is not a multiple of n_head={arguments.n_head}")
     config = GPT2Config(
         vocab_size=arguments.vocab_size or vocab_size,
         n_positions=arguments.block_size,
@@ -49,7 +49,7 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2L
     try:
         model = GPT2LMHeadModel._from_config(config, attn_implementation=arguments.attn_implementation)
     except (ImportError, ValueError) as error:
-        raise Mistake(
+        raise ValueError(
             f"attn_implementation={arguments.attn_implementation}: {one_line(error)}; sdpa and eager need nothing"
         ) from error
     if not arguments.bias:

@@ -10,7 +10,7 @@ from torch import nn
 import mars_hf
 from mars_hf.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, read
 from mars_hf.settings import check as check_settings
-from pretraining.run.mistakes import Mistake, one_line
+from pretraining.run.errors import one_line
 from pretraining.run.muon import SCALES, MuonWithAdamW
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _is_transposed(group: dict[str, Any]) -> bool:
 
 
 def check(arguments: OptimizerArguments, origins: Origins) -> None:
-    """Raise Mistake for settings that the chosen optimizer does not have."""
+    """Raise ValueError for settings that the chosen optimizer does not have."""
     chosen = arguments.optimizer
     given = [name for name, value in vars(arguments).items() if name != "optimizer" and value is not None]
     if chosen in _OF_TORCH:
@@ -105,12 +105,12 @@ def check(arguments: OptimizerArguments, origins: Origins) -> None:
         has = f", which {' and '.join(_ORTHOGONAL_OPTIMIZERS)} have"
     falls = arguments.gamma_schedule in ("linear", "cosine")
     if falls and vars(arguments)["clip_threshold"] == 0 and not _keeps_last_gradient(arguments):
-        raise Mistake(
+        raise ValueError(
             f"{origins('gamma_schedule')}: without clipping {chosen} keeps no last gradient, so gamma cannot change; "
             "leave out --clip_threshold 0"
         )
     if foreign:
-        raise Mistake(f"{origins(foreign[0])}: optimizer {chosen} has no {', '.join(foreign)}{has}")
+        raise ValueError(f"{origins(foreign[0])}: optimizer {chosen} has no {', '.join(foreign)}{has}")
 
 
 def _keeps_last_gradient(arguments: OptimizerArguments) -> bool:
@@ -121,7 +121,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     """Return the value for `Trainer(optimizer_cls_and_kwargs=...)`, from arguments that `check` has passed.
 
     Raises:
-        Mistake: MARS cannot use a setting's value, or two of them together.
+        ValueError: MARS cannot use a setting's value, or two of them together.
     """
     ours = ("optimizer", "gamma_schedule")
     settings = {name: value for name, value in vars(arguments).items() if name not in ours and value is not None}
@@ -133,7 +133,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     if arguments.optimizer in _OF_TORCH:
         foreign = {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH
         if foreign:
-            raise Mistake(
+            raise ValueError(
                 f"param_rules: optimizer {arguments.optimizer} has no {', '.join(sorted(foreign))} of its own for some "
                 f"parameters; it takes {', '.join(sorted(_RULE_OF_TORCH))}"
             )
@@ -145,7 +145,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     try:
         return mars_hf.factory(training, mars_type=arguments.optimizer.replace("_", "-"), **shared, **settings)
     except ValueError as error:
-        raise Mistake(one_line(error)) from error
+        raise ValueError(one_line(error)) from error
 
 
 def _torch_settings(optimizer: str, settings: dict[str, Any], training: PretrainingArguments) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 from transformers.hf_argparser import string_to_bool
 
 from mars_hf.settings import SETTINGS, check, read
+from pretraining.run.errors import did_you_mean, one_line
 from pretraining.run.marked import Marked
-from pretraining.run.mistakes import Mistake, did_you_mean, one_line
 from pretraining.run.ranges import FINITE, NUMBERS, Range
 
 _WHOLE = Range("a whole number", lambda number: True, is_whole=True)
@@ -69,14 +69,14 @@ def from_file(settings: Marked, path: str, section: str = "") -> dict[str, Value
 
 
 def refuse_unknown(names: dict[str, Value], accepted: Iterable[str], what: str) -> None:
-    """Raise Mistake at the first name that is not accepted."""
+    """Raise ValueError at the first name that is not accepted."""
     accepted = list(accepted)
     for name, given in names.items():
         if name not in accepted:
             listed = f"; accepted: {', '.join(accepted)}" if len(accepted) < 10 else "; --help lists the settings"
             hint = did_you_mean(str(name), accepted)
             where = given.where.removesuffix(str(name)).removesuffix(": ")
-            raise Mistake(f"{where}: unknown {name}, which is no {what}{hint}{listed}")
+            raise ValueError(f"{where}: unknown {name}, which is no {what}{hint}{listed}")
 
 
 def as_on_command_line(action: argparse.Action, given: Value, hint: Any) -> Any:
@@ -88,26 +88,26 @@ def as_on_command_line(action: argparse.Action, given: Value, hint: Any) -> Any:
         hint: type of the dataclass field.
 
     Raises:
-        Mistake: the command line would refuse it, or it is a list, a mapping or null where none is accepted.
+        ValueError: the command line would refuse it, or it is a list, a mapping or null where none is accepted.
     """
     value, text, where = given
     kinds = _kinds(hint)
     if value is None:
         if type(None) not in kinds:
-            raise Mistake(f"{where} has no value; give one, or remove the line")
+            raise ValueError(f"{where} has no value; give one, or remove the line")
         return None
     if action.dest == "param_rules" and isinstance(value, (dict, list)):
         return _rules(value, where)
     if isinstance(value, dict):
         if dict not in kinds:
-            raise Mistake(f"{where} is a mapping, not {_in_words(kinds)}")
+            raise ValueError(f"{where} is a mapping, not {_in_words(kinds)}")
         _refuse_infinite(value, where)
         return dict(value)
     if isinstance(value, list):
         if list not in kinds:
-            raise Mistake(f"{where} is a list, not {_in_words(kinds)}")
+            raise ValueError(f"{where} is a list, not {_in_words(kinds)}")
         if not all(isinstance(item, str) for item in value):
-            raise Mistake(f"{where}: {value!r} is not a list of words; put each in quotes")
+            raise ValueError(f"{where}: {value!r} is not a list of words; put each in quotes")
         return value
     if isinstance(value, bool) and bool in kinds:
         return value
@@ -115,9 +115,9 @@ def as_on_command_line(action: argparse.Action, given: Value, hint: Any) -> Any:
     try:
         made = action.type(text) if callable(action.type) else text
     except (argparse.ArgumentTypeError, ValueError, TypeError) as error:
-        raise Mistake(f"{where}: {one_line(error)}") from None
+        raise ValueError(f"{where}: {one_line(error)}") from None
     if action.choices is not None and made not in action.choices:
-        raise Mistake(f"{where}: {text!r} is unknown; accepted: {', '.join(map(str, action.choices))}")
+        raise ValueError(f"{where}: {text!r} is unknown; accepted: {', '.join(map(str, action.choices))}")
     return [made] if list in kinds and str not in kinds else made
 
 
@@ -140,7 +140,7 @@ def _in_words(kinds: set[Any]) -> str:
 def _refuse_infinite(settings: dict[Any, Any], where: str) -> None:
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise Mistake(f"{where}: {name}: {value} is not a finite number")
+            raise ValueError(f"{where}: {name}: {value} is not a finite number")
 
 
 def _flag(text: str) -> bool:
@@ -179,7 +179,7 @@ def _rules(value: Any, where: str) -> list[Any]:
     try:
         check({"param_rules": value})
     except ValueError as error:
-        raise Mistake(f"{where}: {one_line(error)}") from None
+        raise ValueError(f"{where}: {one_line(error)}") from None
     return [dict(rule) if isinstance(rule, dict) else rule for rule in value]
 
 

@@ -13,7 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from pretraining.run import checkpoints, identity, run_folder
 from pretraining.run.foreign_files import foreign_files
-from pretraining.run.mistakes import Mistake, Told
 from pretraining.run.run_folder import Run
 
 # What a complete run has left beside its checkpoints; metrics.json is written last.
@@ -47,14 +46,14 @@ def on_main(training: TrainingArguments, work: Callable[[], T]) -> T | None:
     if training.process_index == 0:
         try:
             result = work()
-        except Mistake as error:
+        except ValueError as error:
             refusal = str(error)
     if training.world_size > 1:
         [refused] = broadcast_object_list([refusal is not None])
     else:
         refused = refusal is not None
     if refused:
-        raise Mistake(refusal) if refusal else Told("the main process refused to start")
+        raise ValueError(refusal or "the main process refused to start")
     return result
 
 
@@ -70,7 +69,7 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
         settings: see `identity.settings_of`.
 
     Raises:
-        Mistake: there is nothing to resume from, the settings are others, or the folder holds a finished run.
+        ValueError: there is nothing to resume from, the settings are others, or the folder holds a finished run.
     """
     start = on_main(training, lambda: _choose(training, output, settings))
     if training.world_size > 1:
@@ -90,13 +89,13 @@ def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
 
 def _begin(training: Any, output: Path, settings: dict[str, Any]) -> Run:
     if (output / "metrics.json").exists() and not training.overwrite_output_dir:
-        raise Mistake(
+        raise ValueError(
             f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start again"
         )
     foreign = foreign_files(output)
     if foreign:
         names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise Mistake(
+        raise ValueError(
             f"--output_dir {output} holds files that no run of this recipe made: {names}; give another folder"
         )
     run, aside = run_folder.begin(output, settings)
@@ -109,7 +108,7 @@ def _newest(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     run = run_folder.read(output)
     if run is None:
         there = "has checkpoints, but no run.json that names their run" if checkpoints.checkpoints(output) else "is new"
-        raise Mistake(
+        raise ValueError(
             f"--resume_from_checkpoint true: no checkpoint in {output}, which {there}; start without it, or give a "
             "checkpoint's path"
         )
@@ -121,7 +120,7 @@ def _newest(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     for line in passed_over:
         print(line)
     if folder is None:
-        raise Mistake(
+        raise ValueError(
             f"--resume_from_checkpoint true: no checkpoint in {output} "
             + (f"is whole, of {len(passed_over)}" if passed_over else "(a run saves some with --save_strategy steps)")
             + "; start without it"
@@ -131,7 +130,7 @@ def _newest(training: Any, output: Path, settings: dict[str, Any]) -> Start:
 
 def _from_path(training: Any, output: Path, folder: Path, settings: dict[str, Any]) -> Start:
     if not folder.is_dir():
-        raise Mistake(f"--resume_from_checkpoint {folder}: no such folder; give true or a checkpoint's path")
+        raise ValueError(f"--resume_from_checkpoint {folder}: no such folder; give true or a checkpoint's path")
     try:
         if (folder / checkpoints.MANIFEST).exists():
             manifest = checkpoints.check(folder)
@@ -139,7 +138,7 @@ def _from_path(training: Any, output: Path, folder: Path, settings: dict[str, An
             checkpoints.check_resumable(folder)
             manifest = None
     except ValueError as error:
-        raise Mistake(f"--resume_from_checkpoint {folder} cannot be used: {error}") from None
+        raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: {error}") from None
     if manifest is None:
         _refuse_another_optimizer(folder, settings["optimizer"]["optimizer"])
         print(f"resuming: {folder} has no {checkpoints.MANIFEST}, so its files and settings are taken as they are")
@@ -192,7 +191,7 @@ def _is_complete(training: Any, output: Path) -> bool:
 def _refuse(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
     line = identity.refused(saved, given, where)
     if line:
-        raise Mistake(line)
+        raise ValueError(line)
 
 
 def _refuse_another_optimizer(folder: Path, wanted: str) -> None:
@@ -209,10 +208,10 @@ def _refuse_another_optimizer(folder: Path, wanted: str) -> None:
         }
     except Exception as error:  # whatever a damaged file makes torch raise
         reason = str(error).splitlines()[0]
-        raise Mistake(f"--resume_from_checkpoint {folder} cannot be used: optimizer.pt is damaged ({reason})") from None
+        raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: damaged optimizer.pt ({reason})") from None
     found = rules or {"adamw"}
     if found != {wanted}:
-        raise Mistake(
+        raise ValueError(
             f"--resume_from_checkpoint {folder} was trained with {', '.join(sorted(found))}, not {wanted}; give "
             f"--optimizer {sorted(found)[0]}, or start a new run"
         )

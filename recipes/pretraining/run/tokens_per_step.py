@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers import TrainingArguments
 
 from pretraining.run.arguments import RunArguments
-from pretraining.run.mistakes import Mistake
 
 
 def count(training: TrainingArguments, block_size: int) -> int:
@@ -14,11 +13,11 @@ def count(training: TrainingArguments, block_size: int) -> int:
 
 
 def check(run: RunArguments) -> None:
-    """Raise Mistake if the run's tokens of a step are not its `tokens_per_step`; the message says what to change."""
+    """Raise ValueError if the run's tokens of a step are not its `tokens_per_step`; the message says what to change."""
     training, block, stated = run.training, run.model.block_size, run.training.tokens_per_step
     if not stated or (found := count(training, block)) == stated:
         return
-    raise Mistake(
+    raise ValueError(
         f"a step has {found:,} tokens ({training.train_batch_size} sequences x {training.gradient_accumulation_steps} "
         f"accumulation steps x {training.world_size} processes x {block:,} tokens), but tokens_per_step is {stated:,}; "
         f"{_remedy(training, block, stated)}, or --tokens_per_step 0 for any number"

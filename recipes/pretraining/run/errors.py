@@ -1,0 +1,46 @@
+"""End a program over wrong input or a refusal of the machine with one line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Decorate a program's `main`: ValueError and OSError end it with one line and exit code 2, Ctrl-C with 130.
+
+    Of several processes the first of each machine prints. Other exceptions keep their traceback.
+
+    Args:
+        program: name before the message.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _print(program, one_line(error, 2000))
+        raise SystemExit(2) from error
+    except KeyboardInterrupt as error:
+        _print(program, "interrupted")
+        raise SystemExit(128 + signal.SIGINT) from error
+
+
+def _print(program: str, message: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1"):
+        print(f"{program}: {message.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)
+
+
+def one_line(value: object, length: int = 300) -> str:
+    """Return an error or a value as one line of at most `length` characters."""
+    text = " ".join(str(value).split()) or type(value).__name__
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` with the names close to a wrong one, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -1,0 +1,57 @@
+"""Wrong input and refusals of the machine end a recipe with one line and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pretraining.run.errors import one_line_errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("two\n  lines"), 2, "program: two lines\n"),
+        (OSError(errno.ENOSPC, "No space left", "/disk/x"), 2, "program: [Errno 28] No space left: '/disk/x'\n"),
+        (KeyboardInterrupt(), 130, "program: interrupted\n"),
+    ],
+    ids=["value", "system", "ctrl-c"],
+)
+def test_one_line_of_the_first_process(error, code, line, capsys, monkeypatch):
+    @one_line_errors("program")
+    def main() -> None:
+        raise error
+
+    for rank, printed in (("0", line), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == code and end.value.__cause__ is error
+        assert capsys.readouterr().err == printed
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), KeyError("x"), SystemExit(3)], ids=lambda error: repr(error))
+def test_other_errors_pass(error):
+    @one_line_errors("program")
+    def main() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        main()
+    assert raised.value is error
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_print_one_line(tmp_path):
+    config = str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", config, "recipes/pretrain_gpt2.py"]
+    command = [sys.executable, *launch, "--n_head", "3", "--output_dir", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode != 0
+    assert ended.stderr.count("is not a multiple of --n_head 3") == 1
