@@ -57,7 +57,7 @@ NOT_RUN = {
     "test_state_dict_with_cuda_params": "needs a GPU",
     "test_cpu_load_state_dict": "needs a GPU",
     "test_fused_cpu_matches_cuda": "needs a GPU",
-    "test_foreach_matches_forloop": "no setting of Mars; both kinds of lists: test_golden.py, test_rules.py",
+    "test_foreach_matches_forloop": "no setting of Mars; both kinds of lists: test_golden.py, test_contract.py",
     "test_defaults_changed_to_foreach": "looks for torch's private functions; what None stands for: test_backends.py",
     "test_second_order_optims_return_consistent_types": "Mars is of first order: it calls a closure once",
 }

@@ -1,0 +1,302 @@
+"""rules.py and every kernel do what the contract says, at every flag, dtype, size and offset."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    BACKENDS,
+    INTERPRETED,
+    NAMES,
+    check_sums,
+    check_update,
+    draw,
+    every_implementation,
+    every_kernel,
+    expected_sums,
+    expected_update,
+    problem,
+    run_update,
+    triton,
+)
+from helpers import mars_of
+
+from mars_hf import kernels as backends
+
+SMALL = [5, 0, 1500]
+# Around the blocks, rows and tiles of both kernels.
+EDGES = [0, 1, 2, 7, 1023, 1025, 4095, 4096, 4097, 8191, 8193, 0, 17_411, 20_480, 100_003, 0]
+PLAIN = ("exp_avg_sqs", "max_exp_avg_sqs")
+ALONE = (*PLAIN, "last_grads")
+SCALES = {"scale": torch.tensor(-0.3), "last_scales": torch.tensor([0.5, 2.0, -0.25])}
+FACTORS = {"factors": torch.tensor([0.5, 1.0, 0.01])}
+
+# By case: lists that are not there, and settings.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (("max_exp_avg_sqs",), {}),
+    "adamw, scaled and clipped": (("max_exp_avg_sqs",), {**SCALES, **FACTORS}),
+    "adamw, second moment of the gradient": (("max_exp_avg_sqs",), {**FACTORS, "second_moment": "gradient"}),
+    "adamw, last gradients not kept": (("max_exp_avg_sqs",), {**SCALES, "keep_last": False}),
+    "adamw, without last gradients": (("max_exp_avg_sqs", "last_grads"), {**FACTORS}),
+    "adamw, recursive": (("max_exp_avg_sqs", "last_grads"), {"second_moment": "gradient", "nesterov": 0.3}),
+    "lion": (PLAIN, {"rule": "lion", **SCALES, **FACTORS}),
+    "lion, recursive": (ALONE, {"rule": "lion", "nesterov": 0.3}),
+    "momentum": (PLAIN, {"rule": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
+    "momentum, recursive": (ALONE, {"rule": "momentum", "nesterov": 0.3}),
+    "beta1 of 0": (("max_exp_avg_sqs",), {"beta1": 0.0}),
+}
+
+
+def on(device: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+
+
+@every_implementation
+@pytest.mark.parametrize("case", CASES)
+def test_update(backend, device, case):
+    without, settings = CASES[case]
+    check_update(backend, problem(SMALL, device, without=without), **on(device, settings))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels have no running maximum")
+@pytest.mark.parametrize("backend", ["for-loop", "foreach"])
+def test_amsgrad(backend):
+    check_update(backend, problem(SMALL, "cpu", without=()))
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"params": torch.bfloat16, "gradients": torch.bfloat16},
+        {"last_grads": torch.bfloat16},
+        {"exp_avgs": torch.bfloat16, "exp_avg_sqs": torch.bfloat16, "last_grads": torch.bfloat16},
+        {"exp_avgs": torch.float64, "exp_avg_sqs": torch.float32},
+        {"gradients": torch.float64, "last_grads": torch.float64},
+        dict.fromkeys(NAMES, torch.float64),
+    ],
+    ids=lambda dtypes: ",".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items()),
+)
+def test_update_of_dtypes(backend, device, dtypes):
+    """Arithmetic is float32, or float64 if any tensor is; results are rounded once."""
+    lists = problem([*SMALL, 5000], device, **dtypes)
+    settings = {"last_scales": torch.tensor([0.5, 2.0, 1.0, -3.0], device=device)}
+    tolerance = 1e-13 if len(dtypes) == len(NAMES) else 1e-6
+    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, **settings)
+    check_update(backend, lists, tolerance=tolerance, **settings)
+
+
+@every_implementation
+@pytest.mark.parametrize("beta1", [0.3, 0.999])
+def test_bias_corrections(backend, device, beta1):
+    """In float32, 1 - 0.9999 is wrong in its fourth digit."""
+    check_update(backend, problem([64] * 3, device), steps=[1.0, 10.0, 1e6], beta1=beta1, beta2=0.9999)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_momentum_does_not_read_its_target(backend, device, dtype):
+    lists = problem(SMALL, device, without=PLAIN, params=dtype)
+    for param in lists["params"]:
+        param.fill_(torch.nan)
+    check_update(backend, lists, rule="momentum")
+
+
+@every_kernel
+def test_update_at_the_edges(backend, device):
+    check_update(backend, problem(EDGES, device))
+
+
+@every_implementation
+def test_sums_at_the_edges(backend, device):
+    sizes = EDGES if INTERPRETED else [*EDGES, 768 * 3072]
+    check_sums(backend, draw(sizes, device=device), draw(sizes, device=device, seed=1), k=0.4)
+
+
+@every_kernel
+def test_views_at_odd_offsets(backend, device):
+    """Lists begin at different offsets, and elements around each view stay."""
+    lists, around = problem([1500, 0, 12_289], device), []
+    for shift, tensors in enumerate(lists.values()):
+        for i, tensor in enumerate(tensors):
+            start = 4 if i == 1 else 1 + (shift + i) % 3
+            flat = torch.full((tensor.numel() + 8,), 7.0, device=device)
+            tensors[i] = flat[start : start + tensor.numel()].copy_(tensor)
+            around.append((flat, start, start + tensor.numel()))
+    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4)
+    check_update(backend, lists)
+    assert all((flat[:start] == 7).all() and (flat[end:] == 7).all() for flat, start, end in around)
+
+
+@every_implementation
+@pytest.mark.parametrize("last", [True, False], ids=["last", "no last"])
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_sums(backend, device, scaled, last):
+    """Without last gradients c is g, whatever k and last_scales are."""
+    settings = on(device, SCALES if scaled else {}) | {"k": 0.475}
+    gradients = draw(SMALL, device=device)
+    found = check_sums(backend, gradients, draw(SMALL, device=device, seed=1) if last else [], **settings)
+    assert last or (torch.equal(found[3], found[0]) and not found[1:3].any())
+
+
+@every_implementation
+def test_sums_asked_for(backend, device):
+    g, last = draw(SMALL, device=device), draw(SMALL, device=device, seed=1)
+    whole = check_sums(backend, g, last, k=0.4)
+    implementation = BACKENDS[backend]()
+    assert torch.equal(implementation.run_sums(g, last, k=0.4, corrected=False)[:3], whole[:3])
+    assert torch.equal(implementation.run_sums(g, last, k=0.4, products=False)[3], whole[3])
+
+
+@every_implementation
+def test_sums_of_numbers_whose_squares_overflow(backend, device):
+    g, last = torch.tensor([1e19, 3e20, 0.0], device=device), torch.tensor([2e19, 1e20, 1e30], device=device)
+    assert check_sums(backend, [g], [last], k=0.4).isfinite().all()
+
+
+@every_implementation
+def test_square_of_the_corrected_gradient_does_not_cancel(backend, device):
+    """Gradients and last gradients nearly cancel at a large k: the other sums would lose every digit."""
+    g = draw([9000, 100], device=device)
+    last = [2 * (a + 1e-4 * b) for a, b in zip(g, draw([9000, 100], device=device, seed=1), strict=True)]
+    settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": 1e4}
+    found = BACKENDS[backend]().run_sums(g, last, **settings)[3]
+    torch.testing.assert_close(found, expected_sums(g, last, **settings)[3], rtol=1e-6, atol=0)
+
+
+@every_kernel
+def test_sums_of_nan_and_inf(backend, device):
+    g = [torch.ones(9000, device=device), torch.ones(9001, device=device), torch.ones(5, device=device)]
+    g[0][4096], g[1][-1] = torch.nan, torch.inf
+    found = BACKENDS[backend]().run_sums(g, [x.clone() for x in g], k=0.0)
+    assert found[:, 0].isnan().all() and found[:3, 1].isinf().all() and found[:, 2].isfinite().all()
+
+
+@every_implementation
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_nan_and_inf_spread_as_in_the_formulas(backend, device, rule):
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -2.0])
+    g, m, last = (values.clone() for values in torch.cartesian_prod(special, special, special).T.to(device))
+    without = ("max_exp_avg_sqs",) if rule == "adamw" else PLAIN
+    lists = problem([len(g)], device, without=without)
+    lists |= {"gradients": [g], "exp_avgs": [m], "last_grads": [last]}
+    before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
+    settings = run_update(backend, lists, rule=rule)
+    for name, tensors in expected_update(before, **settings).items():
+        for found, wanted in zip(lists[name], tensors, strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="kernels get copies of such gradients")
+def test_gradient_may_be_the_parameter():
+    results = []
+    for aliased in (False, True):
+        lists = problem([4], "cpu")
+        lists["gradients"] = [lists["params"][0] if aliased else lists["params"][0].clone()]
+        run_update("for-loop", lists)
+        results.append([lists["params"][0], lists["exp_avgs"][0], lists["last_grads"][0]])
+    assert all(map(torch.equal, *results))
+
+
+@every_implementation
+def test_unknown_rule(backend, device):
+    with pytest.raises(ValueError, match="rule='sgd' is unknown; accepted: adamw, lion, momentum"):
+        run_update(backend, problem(SMALL, device), rule="sgd")
+
+
+@every_kernel
+def test_lists_that_do_not_match(backend, device):
+    lists = problem([5, 70], device)
+    lists["last_grads"][1] = lists["last_grads"][1][:60]
+    with pytest.raises(RuntimeError, match=r"\[5, 60\].*\[5, 70\]"):
+        run_update(backend, lists)
+    lists["last_grads"][1] = lists["gradients"][1].double()
+    with pytest.raises(RuntimeError, match="in one list"):
+        run_update(backend, lists)
+
+
+# --- stochastic rounding ---------------------------------------------------------------------------------------------
+
+
+def rounded(backend: str, device: str, sizes: list[int], seeds: list[int], *, value: float = 1.0, lr: float = 2.0**-10):
+    """Return bfloat16 parameters that Lion has moved up by lr from `value`."""
+    lists = problem(sizes, device, without=ALONE, params=torch.bfloat16)
+    for param, gradient, average in zip(lists["params"], lists["gradients"], lists["exp_avgs"], strict=True):
+        param.fill_(value), gradient.fill_(-1.0), average.zero_()
+    run_update(backend, lists, rule="lion", lr=lr, weight_decay=0.0, seeds=seeds)
+    return lists["params"]
+
+
+@every_kernel
+def test_stochastic_rounding_is_right_on_average(backend, device):
+    """1 + 2**-10 lies an eighth of the way from 1 to its upper neighbour, in every part of a tensor."""
+    size = 8192
+    (param,) = rounded(backend, device, [3 * size + 100], [17])
+    up = (param != 1).float()
+    assert set(param.float().tolist()) == {1.0, 1.0 + 2**-7}
+    (repeated,), (other,) = (rounded(backend, device, [3 * size + 100], [seed]) for seed in (17, 18))
+    assert torch.equal(param, repeated)
+    for part in up.split(size)[:3]:
+        assert abs(part.mean().item() - 0.125) < 4 * (0.125 * 0.875 / size) ** 0.5
+    for two in (up[size : 2 * size], (other[:size] != 1).float()):  # noise must not repeat
+        assert abs((up[:size] * two).mean().item() - 0.125**2) < 4 * (0.125**2 / size) ** 0.5
+
+
+@every_kernel
+def test_noise_does_not_depend_on_other_tensors(backend, device):
+    (alone,) = rounded(backend, device, [8292], [7])
+    assert torch.equal(alone, rounded(backend, device, [9000, 0, 8292], [5, 6, 7])[2])
+
+
+@every_kernel
+@pytest.mark.parametrize("value", [torch.inf, torch.nan, 0.0, 2.0])
+def test_stochastic_rounding_keeps_exact_values(backend, device, value):
+    (param,) = rounded(backend, device, [700], [3], value=value, lr=0.0)
+    torch.testing.assert_close(param, torch.full_like(param, value), rtol=0, atol=0, equal_nan=True)
+
+
+@every_kernel
+def test_stochastic_rounding_keeps_nan_of_all_ones(backend, device):
+    """What NVIDIA GPUs produce; a carry would make it -0."""
+    lists = problem([700], device, without=ALONE, params=torch.bfloat16)
+    lists["params"][0].view(torch.int16).fill_(0x7FFF)
+    run_update(backend, lists, rule="lion", lr=0.0, seeds=[1])
+    assert lists["params"][0].isnan().all()
+
+
+# --- in the optimizer -------------------------------------------------------------------------------------------------
+
+
+@every_kernel
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_grad_norm": 0.5, "take_grad": True},
+        {"mars_type": "mars-lion", "optimize_1d": True, "maximize": True},
+        {"second_moment": "gradient", "clip_threshold": None},
+        {"mars_type": "mars-m", "ns_dtype": "float32"},
+        {"mars_type": "mars-shampoo", "ns_dtype": "float32", "max_grad_norm": 0.5, "take_grad": True},
+    ],
+    ids=str,
+)
+def test_optimizer_on_kernels(backend, device, settings, monkeypatch):
+    """Three steps, the rate a number or a tensor, are those of the plain rules."""
+    if backend == "triton":
+        monkeypatch.setattr(backends, "kernels_of", lambda device: triton())
+    results = []
+    for lr, fused in ((0.01, False), (0.01, True), (torch.tensor(0.01, device=device), True)):
+        params = [torch.nn.Parameter(start) for start in draw([(40, 30), (3, 700), (50,)], device=device)]
+        optimizer = mars_of(params, lr=lr, lr_1d=0.005, weight_decay=0.1, fused=fused, **settings)
+        for step in range(3):
+            for param, gradient in zip(params, draw([p.shape for p in params], device=device, seed=step), strict=True):
+                param.grad = gradient.to(device)
+            optimizer.step()
+        results.append(params)
+    for other in results[1:]:
+        for param, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(param, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
