@@ -1,7 +1,7 @@
 """Every private name of another package that mars_hf uses, and what breaks without it.
 
 No other file touches one: a test compares `PRIVATE_NAMES` with what the package accesses, and with what the installed
-packages have. Versions are those in which a name was seen, oldest and newest.
+packages have.
 """
 
 from __future__ import annotations
@@ -15,104 +15,38 @@ import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-
-class PrivateName(NamedTuple):
-    """One private name.
-
-    Attributes:
-        owner: where it is, as `package.module` or `package.module:Class`.
-        name: the name.
-        versions: in which it was seen.
-        without: what breaks, or what happens instead.
-    """
-
-    owner: str
-    name: str
-    versions: str
-    without: str
-
-
-PRIVATE_NAMES = (
-    PrivateName("torch", "_disable_dynamo", "torch 2.9 to 2.13", "`Mars.step` cannot be imported."),
-    PrivateName("torch", "_foreach_add_", "torch 2.9 to 2.13", "No rule runs; `rules.py` and others use this family."),
-    PrivateName("torch:Tensor", "_is_view", "torch 2.9 to 2.13", "`take_grad` cannot tell views from owners."),
-    PrivateName("torch:Tensor", "_is_zerotensor", "torch 2.9 to 2.13", "Zero tensors would be read as memory."),
-    PrivateName(
-        "torch.cpu",
-        "_is_avx512_bf16_supported",
-        "torch 2.9 to 2.13",
-        "The default dtype of Newton-Schulz on a CPU cannot be chosen: mars-shampoo and mars-m need `ns_dtype` there.",
+# What breaks without a private name, or happens instead; seen in torch 2.9 to 2.13, deepspeed 0.18.4 to 0.19.8,
+# transformers 5.19 to 5.23, accelerate 1.10 to 1.15, Python 3.10 to 3.14.
+PRIVATE_NAMES = {
+    "torch._disable_dynamo": "`Mars.step` cannot be imported.",
+    "torch._foreach_add_": "No rule runs; `rules.py` and others use this family.",
+    "torch:Tensor._is_view": "`take_grad` cannot tell views from owners.",
+    "torch:Tensor._is_zerotensor": "Zero tensors would be read as memory.",
+    "torch.cpu._is_avx512_bf16_supported": "On a CPU mars-shampoo and mars-m need `ns_dtype`: it has no default.",
+    "torch.cpu._is_amx_tile_supported": "As the name before.",
+    "torch:ops.mkldnn._is_mkldnn_bf16_supported": "As the name before, on ARM.",
+    "torch.nn:Module._buffers": "The stale pass would leave running statistics.",
+    "torch.distributed.tensor.placement_types._StridedShard": (
+        "Parameters that FSDP2 and tensor parallelism shard along one dimension are refused."
     ),
-    PrivateName("torch.cpu", "_is_amx_tile_supported", "torch 2.9 to 2.13", "As the name before."),
-    PrivateName("torch:ops.mkldnn", "_is_mkldnn_bf16_supported", "torch 2.9 to 2.13", "As the name before, on ARM."),
-    PrivateName("torch.nn:Module", "_buffers", "torch 2.9 to 2.13", "The stale pass would leave running statistics."),
-    PrivateName(
-        "torch.distributed.tensor.placement_types",
-        "_StridedShard",
-        "torch 2.9 to 2.13",
-        "Parameters that FSDP2 and tensor parallelism shard along one dimension are refused.",
+    "parameters under FSDP1._fsdp_flattened": "FSDP1 is told by the class of its parameters alone.",
+    "parameters under DeepSpeed._hp_mapping": "Flat tensors of ZeRO-1/2 cannot be explained: the run stops.",
+    "parameters under DeepSpeed._dp_group": "As `_hp_mapping`.",
+    "parameters under DeepSpeed._z3_optimizer": "Flat tensors of ZeRO-3 cannot be explained: the run stops.",
+    "transformers.trainer_optimizer._OPTIMIZER_HANDLERS": "`register()` fails; `factory()` works.",
+    "transformers:Trainer._defer_fsdp_gradient_reduction": (
+        "The stale pass reduces every micro-batch's gradients under transformers' own FSDP."
     ),
-    PrivateName(
-        "deepspeed, on parameters",
-        "_hp_mapping",
-        "deepspeed 0.18.4 to 0.19.8",
-        "Flat tensors of ZeRO-1/2 cannot be explained: the run stops.",
-    ),
-    PrivateName("deepspeed, on parameters", "_dp_group", "deepspeed 0.18.4 to 0.19.8", "As `_hp_mapping`."),
-    PrivateName(
-        "deepspeed, on parameters",
-        "_z3_optimizer",
-        "deepspeed 0.18.4 to 0.19.8",
-        "Flat tensors of ZeRO-3 cannot be explained: the run stops.",
-    ),
-    PrivateName(
-        "torch.distributed.fsdp, on parameters",
-        "_fsdp_flattened",
-        "torch 2.9 to 2.13",
-        "FSDP1 is told by the class of its parameters alone.",
-    ),
-    PrivateName(
-        "transformers.trainer_optimizer",
-        "_OPTIMIZER_HANDLERS",
-        "transformers 5.19 to 5.23",
-        "`register()` fails; `factory()` works.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
-        "_defer_fsdp_gradient_reduction",
-        "transformers 5.19 to 5.23",
-        "The stale pass reduces every micro-batch's gradients under transformers' own FSDP.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
-        "_clip_grad_norm",
-        "transformers 5.19 to 5.23",
-        "MarsTrainer clips as Trainer does, in passes of its own.",
-    ),
-    PrivateName(
-        "transformers:Trainer",
-        "_get_grad_norm",
-        "transformers 5.19 to 5.23",
-        "NonFiniteCallback takes a norm of its own.",
-    ),
-    PrivateName(
-        "accelerate.state:GradientState",
-        "_set_sync_gradients",
-        "accelerate 1.10 to 1.15",
-        "Exact MARS cannot accumulate gradients.",
-    ),
-    PrivateName(
-        "enum:Enum",
-        "_member_map_",
-        "Python 3.10 to 3.11",
-        "`--optim mars_adamw` is unknown; `register()` says so and `factory()` works.",
-    ),
-)
+    "transformers:Trainer._clip_grad_norm": "MarsTrainer clips as Trainer does, in passes of its own.",
+    "transformers:Trainer._get_grad_norm": "NonFiniteCallback takes a norm of its own.",
+    "accelerate.state:GradientState._set_sync_gradients": "Exact MARS cannot accumulate gradients.",
+    "enum:Enum._member_map_": "`--optim mars_adamw` is unknown; `register()` says so and `factory()` works.",
+}
 
 # What checkpoints of DeepSpeed 0.18.4 to 0.19.8 hold besides tensors and plain values: data, whose making runs nothing
 # of the file's. Without one of them no ZeRO checkpoint that holds it is converted.
