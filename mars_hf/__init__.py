@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mars_hf.optimizer import Mars, create
+from mars_hf.optimizer import EXTENSIONS, Mars, create
 
 if TYPE_CHECKING:
     from mars_hf.training.axolotl import AxolotlPlugin as AxolotlPlugin
@@ -44,3 +45,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f"mars_hf.training.{_LAZY[name]}"), name)
     raise AttributeError(f"module 'mars_hf' has no attribute {name!r}")
+
+
+# Guard the Trainers, and complete the loaders of DeepSpeed, that this process may hand an optimizer to.
+EXTENSIONS["transformers.training_args"] = functools.partial(importlib.import_module, "mars_hf.training.callback")
+EXTENSIONS["deepspeed"] = lambda: importlib.import_module("mars_hf.universal").extend_deepspeed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
 import warnings
@@ -53,6 +52,8 @@ from mars_hf.summary import summary
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
+# By the name of a package: called when a Mars is made while that is imported. Modules above this one fill it in.
+EXTENSIONS: dict[str, Callable[[], Any]] = {}
 
 
 class Mars(torch.optim.Optimizer):
@@ -242,7 +243,9 @@ class Mars(torch.optim.Optimizer):
         self._process_group = process_group
         super().__init__(params, defaults)
         self._is_made = True
-        _extend_engines()
+        for package, extend in EXTENSIONS.items():
+            if package in sys.modules:
+                extend()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, split by role into one group or two.
@@ -598,14 +601,6 @@ class Mars(torch.optim.Optimizer):
             return {}
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
-
-
-def _extend_engines() -> None:
-    """Guard the Trainers, and complete the loaders of DeepSpeed, that this process may hand an optimizer to."""
-    if "transformers.training_args" in sys.modules:
-        importlib.import_module("mars_hf.training.callback")
-    if "deepspeed" in sys.modules:
-        importlib.import_module("mars_hf.universal").extend_deepspeed()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, is_initialized
+from torch import nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -23,7 +24,7 @@ from mars_hf.optimizer import Mars
 from mars_hf.param_groups import takes_mars
 from mars_hf.settings import LR_1D_RATIO
 from mars_hf.summary import line
-from mars_hf.training import adapters, guard, hub
+from mars_hf.training import guard, hub
 
 
 class LastGradientCallback(TrainerCallback):
@@ -73,7 +74,7 @@ class LastGradientCallback(TrainerCallback):
         if self.required or _asks_for_mars(args, self.trainer) or isinstance(guard.innermost(optimizer), Mars):
             self._mars = guard.require_mars(optimizer, self.optimizer)
             self._model = kwargs["model"]
-            self._adapters = adapters.layers(self._model)
+            self._adapted = [layer for layer in self._model.modules() if _is_adapted(layer)]
             self._active = None
             guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
@@ -138,9 +139,14 @@ class LastGradientCallback(TrainerCallback):
 
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
-        if (reason := adapters.why_untrainable(self._adapters)) is not None:
-            raise RuntimeError(reason)
-        active = [tuple(layer.active_adapters) for layer in self._adapters]
+        merged = [layer for layer in self._adapted if layer.merged and _trains_adapters(layer)]
+        if merged:
+            names = sorted({name for layer in merged for name in layer.merged_adapters})
+            raise RuntimeError(
+                f"adapter {', '.join(map(repr, names))} is merged into the base weights of {len(merged)} layers, where "
+                "its parameters get no gradients; call unmerge_adapter() before training"
+            )
+        active = [tuple(layer.active_adapters) for layer in self._adapted]
         if active != self._active:
             guard.require_parameters(optimizer, self._model)
             self._active = active
@@ -157,12 +163,16 @@ def attach(trainer: Trainer) -> None:
     handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
 
 
-def install() -> None:
-    """Give every Trainer made from now on a LastGradientCallback; safe to call twice."""
-    _compat.call_after(Trainer, "__init__", attach)
+_compat.call_after(Trainer, "__init__", attach)
 
 
-install()
+def _is_adapted(layer: nn.Module) -> bool:
+    """Return whether a layer holds adapters of PEFT."""
+    return any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
+
+
+def _trains_adapters(layer: nn.Module) -> bool:
+    return any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
 
 
 def _log(level: int, message: str) -> None:

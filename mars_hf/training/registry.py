@@ -6,10 +6,13 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import transformers.trainer_optimizer
 from torch import Tensor, nn
+from transformers.training_args import OptimizerNames, TrainingArguments
 
+import mars_hf.training.callback  # noqa: F401, guards every Trainer made from now on
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars, create
 from mars_hf.param_groups import param_groups
@@ -24,9 +27,6 @@ from mars_hf.settings import (
     parse_optim_args,
     reject_unknown,
 )
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,6 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
-    from mars_hf.training.callback import install  # imports transformers.trainer
-
-    install()
     if "param_rules" in settings:
         settings["param_rules"] = list(settings["param_rules"])  # an iterator could be read once only
     resolve(settings, args)  # complains here, where the caller can see it
@@ -177,32 +174,13 @@ def register() -> None:
 
     They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
     made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
-
-    Raises:
-        ImportError: transformers is too old to have a registry of optimizers.
     """
-    try:
-        import transformers.trainer_optimizer
-    except ImportError as error:
-        if error.name != "transformers.trainer_optimizer":
-            raise  # transformers, or something that it needs, is missing or broken
-        import transformers
-
-        raise ImportError(
-            f"mars_hf.register() needs transformers >= 5.19 (found {transformers.__version__}); upgrade it, or use "
-            "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...))"
-        ) from error
-    from transformers.training_args import OptimizerNames, TrainingArguments
-
-    from mars_hf.training.callback import install
-
     handlers = _compat.optimizer_handlers(transformers.trainer_optimizer)
     for name in OPTIM_NAMES:
         if name not in [member.value for member in OptimizerNames]:
             _compat.add_enum_member(OptimizerNames, name)
         handlers[OptimizerNames(name)] = _handler
     _compat.call_after(TrainingArguments, "__post_init__", _check_arguments)
-    install()
 
 
 def _check_arguments(args: TrainingArguments) -> None:
@@ -260,8 +238,6 @@ def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], tr
 
 def asking_for_mars(args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None) -> TrainingArguments:
     """Return a copy of the arguments that names MARS, for trainers that choose an optimizer by them."""
-    from transformers.training_args import OptimizerNames
-
     asks: Any = copy.copy(args)
     asks.optim, asks.mars_factory = OptimizerNames(next(iter(OPTIM_NAMES))), MarsFactory(args, settings, model)
     return asks
