@@ -126,7 +126,7 @@ def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activ
         model = GPT2LMHeadModel(config)
     if not model_args["bias"]:
         biases = {name: param.shape for name, param in model.named_parameters() if name.endswith(".bias")}
-        weights |= {name: torch.zeros(shape, dtype=config.dtype) for name, shape in biases.items()}
+        weights |= {name: torch.zeros(shape, dtype=weights[EMBEDDING].dtype) for name, shape in biases.items()}
     if not torch.equal(weights.setdefault(HEAD, weights[EMBEDDING]), weights[EMBEDDING]):
         raise ValueError(f"{HEAD} differs from {EMBEDDING}, and nanoGPT ties them")
     model.load_state_dict(weights, assign=True)

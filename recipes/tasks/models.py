@@ -24,11 +24,12 @@ def load(name: str, dtype: str = "float32") -> Any:
     if (os.path.isabs(name) or name.startswith((".", "~"))) and not Path(name).is_dir():
         raise ValueError(f"{name}: no such folder; give one with config.json and weights, or a name on the Hub")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # safetensors raises Exception itself
         raise ValueError(f"{name}: transformers loads no causal language model from it: {error}") from error
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{name} lacks {len(missing)} weights of {type(model).__name__} (first: {missing[0]}); they would be random"
