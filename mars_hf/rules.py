@@ -16,6 +16,7 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,6 +67,28 @@ def sums(
     return torch.cat(columns, dim=1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one call of `update` does to its lists, here and in kernels."""
+
+    rule: str  # "adamw", "lion", or "momentum", which ignores `steps`, `lr` and `weight_decay`
+    steps: Sequence[float]  # t of each tensor, from 1
+    lr: float | Tensor  # step size
+    beta1: float  # decay rate of e
+    beta2: float  # decay rate of v
+    eps: float  # added to the bias-corrected root of v
+    weight_decay: float  # decoupled; the parameter shrinks by lr * weight_decay
+    k: float = 0.0  # these three: see `sums`
+    scale: Tensor | None = None
+    last_scales: Tensor | None = None
+    factors: Tensor | None = None  # multiply c, one per tensor; None means 1
+    nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
+    second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
+    keep_last: bool = True  # whether to write g into the last gradients
+    clip_threshold: float | None = None  # compiled kernels alone: the largest norm of c, in place of `factors`
+    seeds: Sequence[int] = ()  # kernels alone: one per tensor, new at each step, to round bfloat16 stochastically
+
+
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
@@ -73,21 +96,8 @@ def update(
     exp_avg_sqs: list[Tensor],
     max_exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
+    options: Options,
     *,
-    rule: str,
-    steps: Sequence[float],
-    lr: float,
-    scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
-    factors: Tensor | None = None,
-    k: float = 0.0,
-    nesterov: float = 0.0,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    second_moment: str = "corrected",
-    keep_last: bool = True,
     foreach: bool = False,
 ) -> None:
     """Update parameters and states in place.
@@ -110,77 +120,57 @@ def update(
         exp_avg_sqs: v; modified; empty for lion and momentum.
         max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
         last_grads: modified; empty for a rule without last gradient.
-        rule: `"adamw"`, `"lion"`, or `"momentum"`, which ignores `steps`, `lr` and `weight_decay`.
-        steps: t of each tensor, from 1.
-        lr: step size.
-        scale: see `sums`.
-        last_scales: see `sums`.
-        factors: multiply c, one per tensor; None means 1.
-        k: see `sums`.
-        nesterov: 0, or gamma for the form that needs no last gradient.
-        beta1: decay rate of e.
-        beta2: decay rate of v.
-        eps: added to the bias-corrected root of v.
-        weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
-        second_moment: `"corrected"` averages c^2 in v, `"gradient"` averages g^2.
-        keep_last: whether to write g into `last_grads`.
+        options: the rule and its numbers.
         foreach: see `sums`.
-
-    Raises:
-        ValueError: an unknown rule.
 
     Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
-    check_rule(rule)
+    lr = float(options.lr)
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     for part in _parts(len(params), foreach):
         dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
-        g, _, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), k, dtype)
-        if factors is not None:
+        last_scales = _of(options.last_scales, part)
+        g, _, c = _correct(gradients[part], last_grads[part], options.scale, last_scales, options.k, dtype)
+        if options.factors is not None:
             # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
-            c = list(torch._foreach_mul(c, list(factors[part].to(dtype).unbind())))
+            c = list(torch._foreach_mul(c, list(options.factors[part].to(dtype).unbind())))
         e = _in(exp_avgs[part], dtype)  # written back below
         # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
-        torch._foreach_lerp_(e, c, 1 - beta1)
+        torch._foreach_lerp_(e, c, 1 - options.beta1)
         # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
-        m = list(torch._foreach_lerp(e, c, nesterov)) if nesterov else e
-        if rule == "adamw":
+        m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
+        if options.rule == "adamw":
             v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
-            s = g if second_moment == "gradient" else c  # v averages s²
+            s = g if options.second_moment == "gradient" else c  # v averages s²
             # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, s, s, value=1 - beta2)
+            torch._foreach_mul_(v, options.beta2)
+            torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
             if peak:
                 # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
                 torch._foreach_maximum_(peak, v)
             # √v_t / √(1 - β₂ᵗ) + eps
             denominators = torch._foreach_sqrt(peak or v)
-            torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in steps[part]])
-            torch._foreach_add_(denominators, eps)
+            torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps[part]])
+            torch._foreach_add_(denominators, options.eps)
             _put(v, exp_avg_sqs[part])
             _put(peak, max_exp_avg_sqs[part])
-        if keep_last and last_grads:
+        if options.keep_last and last_grads:
             torch._foreach_copy_(last_grads[part], g)
         # Write parameters last: a gradient may be the parameter itself.
-        if rule == "momentum":
+        if options.rule == "momentum":
             torch._foreach_copy_(params[part], m)
-        elif rule == "lion":
+        elif options.rule == "lion":
             # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion)
-            apply(params[part], [_sign(moment) for moment in m], lr=lr, weight_decay=weight_decay, foreach=True)
+            directions = [_sign(moment) for moment in m]
+            apply(params[part], directions, lr=lr, weight_decay=options.weight_decay, foreach=True)
         else:
             x = _in(params[part], dtype)
             # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
-            torch._foreach_mul_(x, 1 - lr * weight_decay)
-            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - beta1**t) for t in steps[part]])
+            torch._foreach_mul_(x, 1 - lr * options.weight_decay)
+            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps[part]])
             _put(x, params[part])
         _put(e, exp_avgs[part])
-
-
-def check_rule(rule: str) -> None:
-    """Raise ValueError for a rule that is not one of `RULES`."""
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is unknown; accepted: {', '.join(RULES)}")
 
 
 def apply(

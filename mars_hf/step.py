@@ -421,32 +421,31 @@ def _write(
         settings = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
         rules.apply(params, directions, **settings, foreach=own.backend.foreach)
         return
-    options = {"seeds": _seeds(own)} if rounding == "stochastic" else {}
-    _run_rule(own, params, _RULES[rule_of(group)], **options)
+    _run_rule(own, params, _RULES[rule_of(group)], _seeds(own) if rounding == "stochastic" else ())
 
 
-def _run_rule(own: TensorList, params: list[Tensor], rule: str, **options: Any) -> None:
+def _run_rule(own: TensorList, params: list[Tensor], rule: str, seeds: Sequence[int] = ()) -> None:
     group = own.group
-    if own.clips:
-        options["clip_threshold"] = float(group["clip_threshold"])
-    own.backend.run_update(
-        *(params, own.grads, own.exp_avg, own.exp_avg_sq, own.max_exp_avg_sq, own.last_grad),
+    options = rules.Options(
         rule=rule,
-        steps=own.steps,
+        steps=[step.item() for step in own.steps],
         lr=group["lr"],
-        scale=own.scale,
-        last_scales=own.last_scales,
-        factors=own.factors,
-        k=_correction(own),
-        nesterov=0.0 if own.last_grad or not takes_mars(group) else float(group["gamma"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
+        k=_correction(own),
+        scale=own.scale,
+        last_scales=own.last_scales,
+        factors=own.factors,
+        nesterov=0.0 if own.last_grad or not takes_mars(group) else float(group["gamma"]),
         second_moment=group["second_moment"],
         keep_last=group["is_approx"] and not own.takes_grad,
-        **options,
+        clip_threshold=float(group["clip_threshold"]) if own.clips else None,
+        seeds=seeds,
     )
+    lists = (params, own.grads, own.exp_avg, own.exp_avg_sq, own.max_exp_avg_sq, own.last_grad)
+    own.backend.run_update(*lists, options=options)
 
 
 def _correction(own: TensorList) -> float:

@@ -14,7 +14,7 @@ directions, with the backend's `foreach`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -57,14 +57,13 @@ class Backend:
             return self.kernels.sums(gradients, last_grads, **settings)
         return rules.sums(gradients, last_grads, foreach=self.foreach, **settings)
 
-    def run_update(self, *lists: list[Tensor], steps: Sequence[Tensor], lr: float | Tensor, **settings: Any) -> None:
-        """Update; see `rules.update`. Step counts and learning rate come as the optimizer holds them."""
-        counts = [step.item() for step in steps]
+    def run_update(self, *lists: list[Tensor], options: rules.Options) -> None:
+        """Update; see `rules.update`."""
+        params, gradients, exp_avgs, exp_avg_sqs, maxima, last_grads = lists
         if self.kernels is None:
-            rules.update(*lists, steps=counts, lr=float(lr), foreach=self.foreach, **settings)
+            rules.update(params, gradients, exp_avgs, exp_avg_sqs, maxima, last_grads, options, foreach=self.foreach)
             return
-        params, gradients, exp_avgs, exp_avg_sqs, _, last_grads = lists
-        self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, steps=counts, lr=lr, **settings)
+        self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
         # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
         torch.autograd.graph.increment_version(params)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.kernels import cpu_compiler as compiler
-from mars_hf.rules import RULES, check_rule
+from mars_hf.rules import RULES, Options
 
 logger = logging.getLogger(__name__)
 
@@ -72,49 +72,30 @@ def update(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
-    *,
-    rule: str,
-    steps: Sequence[float],
-    lr: float | Tensor,
-    scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
-    factors: Tensor | None = None,
-    k: float = 0.0,
-    nesterov: float = 0.0,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    second_moment: str = "corrected",
-    keep_last: bool = True,
-    clip_threshold: float | None = None,
-    seeds: Sequence[int] = (),
+    options: Options,
 ) -> None:
     """Update dense tensors as `rules.update` does, in memory order.
 
-    Args:
-        clip_threshold: largest norm of c; the kernel computes the factors itself, right before a tensor's update, while
-            its gradients are in the cache. None uses `factors`.
-        seeds: one per tensor, new at each step, for stochastic rounding of bfloat16 parameters (unbiased). Empty rounds
-            to nearest.
+    With `clip_threshold` the kernel computes the factors itself, right before a tensor's update, while its gradients
+    are in the cache.
     """
-    check_rule(rule)
     lists = [params, gradients, exp_avgs, exp_avg_sqs, last_grads]
-    rate, clips = float(lr), clip_threshold is not None
-    corrects = rule == "adamw"  # other rules ignore the counts, which may be 0 then
+    lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
+    clips = options.clip_threshold is not None
+    corrects = options.rule == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
-    rates = {t: rate / (1 - beta1**t) if corrects else rate for t in set(steps)}
+    rates = {t: lr / (1 - beta1**t) if corrects else lr for t in set(steps)}
     scalars = _scalars(
-        *(len(params), scale, last_scales, k, factors),
-        *(1 - beta1, nesterov, beta2, 1 - beta2, 1 - rate * weight_decay),
-        *([rates[t] for t in steps], [roots[t] for t in steps], eps, clip_threshold),
+        *(len(params), options.scale, options.last_scales, options.k, options.factors),
+        *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
+        *([rates[t] for t in steps], [roots[t] for t in steps], options.eps, options.clip_threshold),
     )
     rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64, device="cpu")
-    table = _table(lists, seeds)
+    table = _table(lists, options.seeds)
     _loaded().mars_update(
         len(params), _address(table), _address(scalars), _is_double(lists),
-        RULES.index(rule), second_moment == "gradient", keep_last, clips, bool(seeds), rows.data_ptr(),
-        torch.get_num_threads(),
+        RULES.index(options.rule), options.second_moment == "gradient", options.keep_last, clips, bool(options.seeds),
+        rows.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.rules import check_rule
+from mars_hf.rules import Options
 
 NAME = "triton"
 # Estimated for an H200, not measured: a program moves 295 KB of AdamW's tensors in about 45 us; five of them share a
@@ -91,46 +91,26 @@ def update(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
-    *,
-    rule: str,
-    steps: Sequence[float],
-    lr: float | Tensor,
-    scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
-    factors: Tensor | None = None,
-    k: float = 0.0,
-    nesterov: float = 0.0,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    second_moment: str = "corrected",
-    keep_last: bool = True,
-    seeds: Sequence[int] = (),
+    options: Options,
 ) -> None:
-    """Update dense tensors as `rules.update` does, in memory order.
-
-    Args:
-        steps: t of each tensor, from 1.
-        lr: step size; a tensor is not waited for.
-        seeds: one per tensor, new at each step, for stochastic rounding of bfloat16 parameters (unbiased, so that tiny
-            steps add up). Empty rounds to nearest.
-    """
-    check_rule(rule)
+    """Update dense tensors as `rules.update` does, in memory order; a learning rate in a tensor is not waited for."""
     lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs]
     names = ("GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ")
     types = dict(zip(names, map(_triton_type, lists), strict=True))
     device = params[0].device
-    counts = _to_device(steps, device, torch.float32)
+    counts = _to_device(options.steps, device, torch.float32)
+    lr = options.lr
     rate = lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
-    keys = _to_device(seeds, device) if seeds else None
+    keys = _to_device(options.seeds, device) if options.seeds else None
+    betas = [number for beta in (options.beta1, options.beta2) for number in (beta, _log(beta))]
     with torch.cuda.device_of(counts):
-        words, tiles = _table(lists, (k, nesterov, beta1, _log(beta1), beta2, _log(beta2), eps, weight_decay))
+        words, tiles = _table(lists, (options.k, options.nesterov, *betas, options.eps, options.weight_decay))
         if tiles:
             _device_code().update[(tiles,)](
-                words, len(params), counts, rate, scale, last_scales if last_grads else None, factors, keys, **types,
-                RULE=rule, CORRECTED=second_moment == "corrected", KEEP_LAST=keep_last and bool(last_grads),
-                COMPUTE=_compute(lists), TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                words, len(params), counts, rate, options.scale, options.last_scales if last_grads else None,
+                options.factors, keys, **types, RULE=options.rule, CORRECTED=options.second_moment == "corrected",
+                KEEP_LAST=options.keep_last and bool(last_grads), COMPUTE=_compute(lists),
+                TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
             )  # fmt: skip
 
 

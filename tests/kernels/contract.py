@@ -14,6 +14,7 @@ from helpers import needs_compiler
 from torch import Tensor
 
 from mars_hf.kernels import Backend, cpu
+from mars_hf.rules import Options
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = {
@@ -127,8 +128,7 @@ def run_update(backend: str, lists: dict[str, list[Tensor]], **settings: Any) ->
     """Update; return all settings."""
     steps = [float(t) for t in range(1, len(lists["params"]) + 1)]
     settings = {**STEP, "rule": "adamw", "steps": steps, "lr": 1e-2, **settings}
-    counts = [torch.tensor(step) for step in settings["steps"]]
-    BACKENDS[backend]().run_update(*(lists[name] for name in NAMES), **{**settings, "steps": counts})
+    BACKENDS[backend]().run_update(*(lists[name] for name in NAMES), options=Options(**settings))
     return settings
 
 

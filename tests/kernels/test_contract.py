@@ -202,12 +202,6 @@ def test_gradient_may_be_the_parameter():
     assert all(map(torch.equal, *results))
 
 
-@every_implementation
-def test_unknown_rule(backend, device):
-    with pytest.raises(ValueError, match="rule='sgd' is unknown; accepted: adamw, lion, momentum"):
-        run_update(backend, problem(SMALL, device), rule="sgd")
-
-
 @every_kernel
 def test_lists_that_do_not_match(backend, device):
     lists = problem([5, 70], device)

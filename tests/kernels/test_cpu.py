@@ -24,7 +24,7 @@ def run(lists, **settings):
     """Run `update` on the lists of a problem."""
     count = len(lists["params"])
     settings = {**STEP, "rule": "adamw", "steps": [1.0] * count, "lr": 0.01, **settings}
-    compiled.update(*(lists[name] for name in NAMES if name != "max_exp_avg_sqs"), **settings)
+    compiled.update(*(lists[name] for name in NAMES if name != "max_exp_avg_sqs"), rules.Options(**settings))
     return [tensor for tensors in lists.values() for tensor in tensors]
 
 
@@ -32,7 +32,7 @@ def momentum(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Convert values by the momentum rule, which can copy; return the first moment too."""
     average = torch.zeros(len(values))
     numbers = {**STEP, "beta1": 0.0, "rule": "momentum", "steps": [1.0], "lr": 0.0}
-    compiled.update([target], [values], [average], [], [], **numbers)
+    compiled.update([target], [values], [average], [], [], rules.Options(**numbers))
     return average
 
 
@@ -130,7 +130,7 @@ def test_update_beyond_31_bits():
     g[marked] = 1.0
     param, average = (torch.zeros(LARGE, dtype=torch.bfloat16) for _ in range(2))
     numbers = {**STEP, "weight_decay": 0.0, "rule": "lion", "steps": [1.0], "lr": 0.5}
-    compiled.update([param], [g], [average], [], [], **numbers)
+    compiled.update([param], [g], [average], [], [], rules.Options(**numbers))
     assert torch.nonzero(param).flatten().tolist() == marked
     assert (param[marked] == -0.5).all()
 

@@ -147,7 +147,7 @@ def whole_step(sizes, device):
         factors = rules.clip_factors(sums[3], 1.0)
         settings = {"rule": "adamw", "steps": [1.0] * len(sizes), "lr": 1e-2, "factors": factors}
         names = ("params", "gradients", "exp_avgs", "exp_avg_sqs", "last_grads")
-        kernels.update(*(lists[name] for name in names), **STEP, **settings, **correction)
+        kernels.update(*(lists[name] for name in names), rules.Options(**STEP, **settings, **correction))
 
     return lists, step
 
