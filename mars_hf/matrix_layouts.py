@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,32 +42,22 @@ class MatrixLayout:
     parts: tuple[int, ...] | None = None
     batched: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for fields of other types; `parts` becomes a tuple."""
-        if not isinstance(self.transposed, bool) or not isinstance(self.batched, bool):
-            raise TypeError("transposed and batched are True or False")
-        if self.parts is None:
-            return
-        parts = tuple(self.parts)
-        if not parts or not all(isinstance(size, int) and size > 0 for size in parts):
-            raise ValueError(f"parts={parts!r}: sizes > 0 are needed")
-        object.__setattr__(self, "parts", parts)
-
-
-def from_plain(value: MatrixLayout | Mapping[str, Any] | None) -> MatrixLayout | None:
-    """Return a group's layout; missing fields have their defaults.
-
-    Raises:
-        TypeError: an unknown field, or a value of another type.
-        ValueError: `parts` are not sizes.
-    """
-    return value if value is None or isinstance(value, MatrixLayout) else MatrixLayout(**value)
-
 
 def to_plain(value: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a layout as parameter groups keep it: a dict of its fields, which any checkpoint can hold."""
-    layout = from_plain(value)
-    return None if layout is None else asdict(layout)
+    """Return a layout as parameter groups keep it: a dict of its fields, which any checkpoint can hold.
+
+    Raises:
+        TypeError: an unknown field.
+        ValueError: a field with a value of another type.
+    """
+    if value is None:
+        return None
+    layout = value if isinstance(value, MatrixLayout) else MatrixLayout(**value)
+    parts = None if layout.parts is None else tuple(layout.parts)
+    fits = parts is None or (parts and all(isinstance(size, int) and size > 0 for size in parts))
+    if not (fits and isinstance(layout.transposed, bool) and isinstance(layout.batched, bool)):
+        raise ValueError(f"{layout}: transposed and batched are True or False, parts are sizes > 0")
+    return {"transposed": layout.transposed, "parts": parts, "batched": layout.batched}
 
 
 def of_shape(shape: Sequence[int]) -> MatrixLayout:
@@ -99,8 +89,9 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
     """Return the parts of a parameter-shaped tensor as writable views.
 
     Returns:
-        One view per part, with the elements of `split`'s matrices in the same order but unmerged dimensions:
-        (experts, out, in), (out, in, height, width), and (repeats, size, in) for fused projections.
+        One view per part, with the elements of its matrix in order but unmerged dimensions: (experts, out, in),
+        (out, in, height, width), and (repeats, size, in) for fused projections. `reshape` to one of `matrix_shapes`
+        makes a matrix of it.
     """
     out = int(layout.batched)
     if layout.transposed:
@@ -109,17 +100,6 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
         return [tensor]
     sequence = tensor.unflatten(out, (tensor.shape[out] // sum(layout.parts), sum(layout.parts)))
     return list(sequence.split(layout.parts, dim=out + 1))
-
-
-def split(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
-    """Return the matrices in a parameter-shaped tensor.
-
-    Returns:
-        One (out, in) matrix per part, or (experts, out, in) if batched. They are views, except for parts that repeat
-        and for some transposed or channels-last convolutions, whose strides do not allow it.
-    """
-    shapes = matrix_shapes(tensor.shape, layout)
-    return [view.reshape(shape) for view, shape in zip(views(tensor, layout), shapes, strict=True)]
 
 
 def of_model(

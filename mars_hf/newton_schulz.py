@@ -7,7 +7,7 @@ limit, U Vᵀ, is the polar factor; `QUINTIC` stops within a factor of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,157 +47,88 @@ def muon_scale(rows: int, cols: int) -> float:
     return 0.2 * math.sqrt(max(rows, cols))
 
 
-def newton_schulz(
-    matrices: Tensor,
-    *,
-    steps: int = 5,
-    coefficients: Coefficients | Sequence[Coefficients] = QUINTIC,
-    dtype: torch.dtype = torch.bfloat16,
-    eps: float = 1e-7,
-) -> Tensor:
-    """Orthogonalize matrices by Newton-Schulz steps.
-
-    Args:
-        matrices: (..., rows, cols), floating point; not modified.
-        steps: number of steps.
-        coefficients: a triple (a, b, c), or one for each step.
-        dtype: dtype of the iteration.
-        eps: added to the Frobenius norm; each matrix is divided by the sum first.
-
-    Returns:
-        A tensor with the shape and dtype of `matrices`. Zeros stay zero; a matrix with a NaN or infinity becomes NaN.
-
-    Raises:
-        ValueError: the number of triples is not `steps`.
-    """
-    wide = _wide(matrices)
-    result = _iterate(wide.to(dtype, copy=True), _per_step(coefficients, steps), eps)
-    return _oriented(result.view(wide.shape), matrices).to(matrices.dtype)
-
-
 def orthogonalize(
     matrices: Sequence[Tensor],
     *,
-    steps: int = 5,
-    coefficients: Coefficients | Sequence[Coefficients] = QUINTIC,
+    coefficients: Sequence[Coefficients] = (QUINTIC,) * 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
-    max_elements: int | None = None,
     out_dtype: torch.dtype | None = None,
+    max_elements: int | None = None,
 ) -> list[Tensor]:
-    """Apply `newton_schulz` to each matrix; matrices of one shape run as one batch.
+    """Orthogonalize each matrix; those of one shape (transposed or not) run as one batch.
 
     Args:
-        matrices: each (..., rows, cols), any strides; not modified.
-        steps: see `newton_schulz`.
-        coefficients: see `newton_schulz`.
-        dtype: see `newton_schulz`.
-        eps: see `newton_schulz`.
-        max_elements: largest batch, see `batches`.
+        matrices: each (..., rows, cols), floating point, any strides; not modified.
+        coefficients: a triple (a, b, c) for each step.
+        dtype: dtype of the iteration.
+        eps: added to the Frobenius norm; each matrix is divided by the sum first.
         out_dtype: dtype of the results; None keeps each matrix's own; passing `dtype` saves the conversion.
-
-    Returns:
-        One tensor per matrix, with its shape. Results may share storage with each other, never with `matrices`.
-    """
-    per_step = _per_step(coefficients, steps)
-    results: list[Tensor] = list(matrices)
-    for indices in batches(matrices, max_elements):
-        wide = [_wide(matrices[i]) for i in indices]
-        # The stack has no name here, so that the iteration can free it.
-        batch = _iterate(_stack(wide, dtype), per_step, eps).to(out_dtype or wide[0].dtype)
-        for i, part in zip(indices, batch.split([_count(m) for m in wide]), strict=True):
-            results[i] = _oriented(part, matrices[i])
-    return results
-
-
-def batches(matrices: Iterable[Tensor], max_elements: int | None = None) -> list[list[int]]:
-    """Group matrices into batches of one shape (transposed or not), dtype and device.
-
-    Args:
-        matrices: each (..., rows, cols).
-        max_elements: largest batch, in elements; a larger entry is a batch of its own. None uses `MAX_ELEMENTS`, or
+        max_elements: largest batch; a larger matrix is a batch of its own. None uses `MAX_ELEMENTS`, or
             `MAX_ELEMENTS_CPU` on a CPU.
 
     Returns:
-        One list of indices into `matrices` per batch; each index appears once, in order of first appearance.
+        One tensor per matrix, with its shape. Zeros stay zero; a matrix with a NaN or infinity becomes NaN. Results may
+        share storage with each other, never with `matrices`.
     """
-    full: list[list[int]] = []
-    open_batches: dict[tuple[object, ...], list[int]] = {}
-    elements: dict[tuple[object, ...], int] = {}
-    for i, matrix in enumerate(matrices):
-        key = (*sorted(matrix.shape[-2:]), matrix.dtype, matrix.device)
-        limit = max_elements or (MAX_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS)
-        if key not in open_batches or elements[key] + matrix.numel() > limit:
-            open_batches[key], elements[key] = [], 0
-            full.append(open_batches[key])
-        open_batches[key].append(i)
-        elements[key] += matrix.numel()
-    return full
+    kinds = [(*sorted(matrix.shape[-2:]), matrix.dtype, matrix.device) for matrix in matrices]
+    limits = [
+        max_elements or (MAX_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS) for matrix in matrices
+    ]
+    batches: dict[Hashable, list[int]] = {}
+    for index, chunk in enumerate(chunks_of(kinds, [matrix.numel() for matrix in matrices], limits)):
+        batches.setdefault(chunk, []).append(index)
+    results: list[Tensor] = list(matrices)
+    for indices in batches.values():
+        # With rows <= cols the products are smaller.
+        wide = [
+            matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+            for matrix in map(matrices.__getitem__, indices)
+        ]
+        stacks = [matrix.reshape(matrix.shape[:-2].numel(), *matrix.shape[-2:]) for matrix in wide]
+        batch = _iterate(stacks, coefficients, dtype, eps).to(out_dtype or stacks[0].dtype)
+        for index, part in zip(indices, batch.split(list(map(len, stacks))), strict=True):
+            rows, cols = matrices[index].shape[-2:]
+            results[index] = (part.mT if rows > cols else part).reshape(matrices[index].shape)
+    return results
 
 
-def _per_step(coefficients: Coefficients | Sequence[Coefficients], steps: int) -> Sequence[Coefficients]:
-    if not isinstance(coefficients[0], Sequence):
-        return [coefficients] * steps  # type: ignore[list-item]
-    if len(coefficients) != steps:
-        raise ValueError(f"{len(coefficients)} triples of coefficients for {steps} steps")
-    return coefficients  # type: ignore[return-value]
+def chunks_of(kinds: Iterable[Hashable], sizes: Iterable[int], limits: Iterable[int]) -> list[tuple[Hashable, int]]:
+    """Return the chunk of each item: its kind and a number; a chunk holds up to `limits`, or one item."""
+    chunks = []
+    last: dict[Hashable, tuple[int, int]] = {}
+    for kind, size, limit in zip(kinds, sizes, limits, strict=True):
+        number, total = last.get(kind, (0, 0))
+        if total and total + size > limit:
+            number, total = number + 1, 0
+        last[kind] = number, total + size
+        chunks.append((kind, number))
+    return chunks
 
 
-def _wide(matrices: Tensor) -> Tensor:
-    """Reshape to (n, rows, cols), transposed if needed so that rows <= cols: the products are smaller."""
-    if matrices.shape[-2] > matrices.shape[-1]:
-        matrices = matrices.mT
-    return matrices.reshape(_count(matrices), *matrices.shape[-2:])
-
-
-def _oriented(wide: Tensor, like: Tensor) -> Tensor:
-    """Undo `_wide`."""
-    tall = like.shape[-2] > like.shape[-1]
-    return (wide.mT if tall else wide).reshape(like.shape)
-
-
-def _count(matrices: Tensor) -> int:
-    return math.prod(matrices.shape[:-2])
-
-
-def _stack(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if len(matrices) == 1:
-        return matrices[0].to(dtype, copy=True)  # keeps its strides: no need to transpose it in memory
-    counts = [_count(m) for m in matrices]
-    stacked = torch.empty(sum(counts), *matrices[0].shape[1:], dtype=dtype, device=matrices[0].device)
-    torch._foreach_copy_(list(stacked.split(counts)), list(matrices))
-    return stacked
-
-
-def _iterate(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
-    """Iterate on x, a batch (n, rows, cols) with rows <= cols; overwrites `x`."""
-    if len(x) == 1:
-        return _iterate_one(x[0], coefficients, eps).unsqueeze(0)
+def _iterate(stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dtype: torch.dtype, eps: float) -> Tensor:
+    """Iterate on matrices of one shape, each (n, rows, cols) with rows <= cols; returns them in one tensor."""
+    if len(stacks) == 1:
+        x = stacks[0].to(dtype, copy=True)  # keeps its strides: no need to transpose it in memory
+    else:
+        counts = list(map(len, stacks))
+        x = torch.empty(sum(counts), *stacks[0].shape[1:], dtype=dtype, device=stacks[0].device)
+        torch._foreach_copy_(list(x.split(counts)), list(stacks))
+    single = len(x) == 1  # faster than a batch of one
+    turned = single and not x[0].is_contiguous()  # then work on xᵀ: same Gram matrix, multiplied from the right
+    if single:
+        x = x[0].mT if turned else x[0]
+    # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(dtype, torch.float32))
     # X = M / (‖M‖_F + eps)
-    x.div_(torch.linalg.vector_norm(_row_norms(x), dim=-2, keepdim=True) + eps)
+    x.div_((torch.linalg.vector_norm(norms) if single else torch.linalg.vector_norm(norms, dim=-2, keepdim=True)) + eps)
+    multiply, add = (torch.mm, torch.addmm) if single else (torch.bmm, torch.baddbmm)
     for a, b, c in coefficients:
         # A = X Xᵀ
-        gram = torch.bmm(x, x.mT)
+        gram = multiply(x.mT, x) if turned else multiply(x, x.mT)
         # B = b A + c A²
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = add(gram, gram, gram, beta=b, alpha=c)
         # X = a X + B X
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x
-
-
-def _iterate_one(x: Tensor, coefficients: Iterable[Coefficients], eps: float) -> Tensor:
-    """Iterate on one matrix (rows, cols), faster than a batch of one; the result has the strides of `x`."""
-    turned = not x.is_contiguous()  # then work on xᵀ: same Gram matrix, multiplied from the right
+        x = add(x, x, gram, beta=a) if turned else add(x, gram, x, beta=a)
     x = x.mT if turned else x
-    x.div_(torch.linalg.vector_norm(_row_norms(x)) + eps)
-    for a, b, c in coefficients:
-        gram = torch.mm(x.mT, x) if turned else torch.mm(x, x.mT)
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, x, gram, beta=a) if turned else torch.addmm(x, gram, x, beta=a)
-    return x.mT if turned else x
-
-
-def _row_norms(x: Tensor) -> Tensor:
-    # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
-    precise = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
+    return x.unsqueeze(0) if single else x

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -318,7 +317,7 @@ class Orthogonalizer:
             if not orthogonalizes(group):
                 index += len(group["params"])
                 continue
-            layout = matrix_layouts.from_plain(group["layout"])
+            layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
             for param in group["params"]:
                 index += 1
                 shared = self._groups_of(param, group, specs.get(param), process_group)
@@ -435,25 +434,24 @@ class Orthogonalizer:
         return self._exchanges[key]
 
 
-@dataclass(frozen=True)
-class NewtonSchulz:
-    """How one parameter's first moment becomes its direction."""
+class NewtonSchulz(NamedTuple):
+    """How one parameter's first moment becomes its direction; without a layout its shape decides."""
 
     rule: str
-    layout: MatrixLayout
+    layout: MatrixLayout | None
     coefficients: tuple[Any, ...]
     eps: float
     dtype: torch.dtype
 
 
-def newton_schulz_of(group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> NewtonSchulz:
-    """Return the settings for a parameter of this shape.
+def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
+    """Return the settings for the parameters of a group.
 
     mars-shampoo orthogonalizes m / (1 - beta1). Newton-Schulz normalizes its input, so only eps sees the factor: eps is
     multiplied by 1 - beta1 instead.
     """
     eps = 1e-7 if group["mars_type"] == "mars-m" else group["eps"] * (1 - group["betas"][0])
-    layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(shape)
+    layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     return NewtonSchulz(group["mars_type"], layout, ns_coefficients(group), float(eps), dtype)
 
 
@@ -485,16 +483,21 @@ def compute_directions(
         New tensors with the shapes and strides of `momenta`.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for place, how in enumerate(settings):
-        alike.setdefault((how.coefficients, how.eps, how.dtype), []).append(place)
+    layouts = []
+    for place, (momentum, setting) in enumerate(zip(momenta, settings, strict=True)):
+        alike.setdefault((setting.coefficients, setting.eps, setting.dtype), []).append(place)
+        layouts.append(setting.layout or matrix_layouts.of_shape(momentum.shape))
     results = list(momenta)
     for (coefficients, eps, dtype), places in alike.items():
-        matrices = [part for place in places for part in matrix_layouts.split(momenta[place], settings[place].layout)]
-        options = {"steps": len(coefficients), "coefficients": coefficients, "eps": eps}
-        orthogonal = iter(orthogonalize(matrices, dtype=dtype, out_dtype=out_dtype, **options))
+        matrices: list[Tensor] = []
+        for place in places:
+            shapes = matrix_layouts.matrix_shapes(momenta[place].shape, layouts[place])
+            parts = matrix_layouts.views(momenta[place], layouts[place])
+            matrices += [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, out_dtype=out_dtype))
         for place in places:
             results[place] = torch.empty_like(momenta[place], dtype=out_dtype)
-            for view in matrix_layouts.views(results[place], settings[place].layout):
+            for view in matrix_layouts.views(results[place], layouts[place]):
                 matrix = next(orthogonal)
                 view.copy_(matrix.reshape(view.shape)).mul_(_SCALES[settings[place].rule](*matrix.shape[-2:]))
     return results
@@ -528,7 +531,7 @@ def _kind(shape: torch.Size, layout: MatrixLayout | None) -> frozenset[tuple[int
 
 
 def _cost(group: Mapping[str, Any], shape: torch.Size) -> float:
-    layout = matrix_layouts.from_plain(group["layout"]) or matrix_layouts.of_shape(shape)
+    layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
     return flops(shape, layout, len(ns_coefficients(group)))
 
 

@@ -157,7 +157,7 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
                     "optimizer from the same parameters, in the same order and with the same settings, as when it "
                     "was saved"
                 )
-        if matrix_layouts.from_plain(saved.get("layout")) != matrix_layouts.from_plain(group["layout"]):
+        if matrix_layouts.to_plain(saved.get("layout")) != matrix_layouts.to_plain(group["layout"]):
             raise ValueError(
                 f"param group {index} was saved with layout={saved.get('layout')!r} and is {group['layout']!r} here; "
                 "build the optimizer with the split_fused it was saved with"

@@ -342,7 +342,7 @@ def update_matrices(
         dtype = iteration_dtype(own.group, own.params[0], device)
         momenta += update_momenta(own, dtype)
         if shared is None:
-            settings += [newton_schulz_of(own.group, param.shape, dtype) for param in own.params]
+            settings += [newton_schulz_of(own.group, dtype)] * len(own.params)
     if shared is None:
         wide = torch.float64 if lists[0].params[0].dtype == torch.float64 else torch.float32
         directions = compute_directions(momenta, settings, wide)
@@ -351,7 +351,7 @@ def update_matrices(
 
         def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
             dtype = exchange.groups.dtype
-            settings = [newton_schulz_of(param_groups[matrix.group], matrix.shape, dtype) for matrix in owned]
+            settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
             return compute_directions(wholes, settings, dtype)
 
         indices = [index for own in lists for index in own.indices]

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mars_hf import matrix_layouts
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import muon_scale, newton_schulz, orthogonalize, shampoo_scale
+from mars_hf.newton_schulz import muon_scale, orthogonalize, shampoo_scale
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "hidden_size": 32, **SMALL}
@@ -30,11 +30,22 @@ def layouts_of(model: nn.Module, split_fused: object = "auto") -> dict[str, Matr
     return {name: layouts[param] for name, param in model.named_parameters() if param in layouts}
 
 
+def split(tensor: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
+    """Return the matrices in a parameter-shaped tensor."""
+    shapes = matrix_layouts.matrix_shapes(tensor.shape, layout)
+    return [view.reshape(shape) for view, shape in zip(matrix_layouts.views(tensor, layout), shapes, strict=True)]
+
+
+def newton_schulz(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    (result,) = orthogonalize([matrix], dtype=dtype)
+    return result
+
+
 def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> dict:
     """Return the update of the orthogonalizing rules for each parameter, by its layout."""
     found = {}
     for name, layout in layouts_of(model, **options).items():
-        matrices = matrix_layouts.split(gradients[name], layout)
+        matrices = split(gradients[name], layout)
         results = orthogonalize(matrices, dtype=gradients[name].dtype)
         found[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
     return found
@@ -77,7 +88,7 @@ def test_split_and_join(shape, layout, shapes, strides):
     elif strides == "strided":
         tensor = torch.randn(*shape, 2)[..., 1]
     before = tensor.clone()
-    matrices = matrix_layouts.split(tensor, layout)
+    matrices = split(tensor, layout)
     assert [tuple(m.shape) for m in matrices] == shapes == matrix_layouts.matrix_shapes(shape, layout)
     joined = join([m.clone() for m in matrices], layout, like=tensor)
     torch.testing.assert_close(joined, before, rtol=0, atol=0)
@@ -87,7 +98,7 @@ def test_split_and_join(shape, layout, shapes, strides):
 @pytest.mark.parametrize(("shape", "layout", "shapes"), LAYOUTS, ids=str)
 def test_views_write_through(shape, layout, shapes):
     tensor = torch.randn(shape)
-    matrices = matrix_layouts.split(tensor.clone(), layout)
+    matrices = split(tensor.clone(), layout)
     for view, matrix in zip(matrix_layouts.views(tensor, layout), matrices, strict=True):
         view.sub_(matrix.view_as(view))
     assert not tensor.any()
@@ -95,20 +106,20 @@ def test_views_write_through(shape, layout, shapes):
 
 def test_split_of_one_projection_is_a_view():
     weight = torch.randn(24, 72)
-    for matrix in matrix_layouts.split(weight, MatrixLayout(transposed=True, parts=(24, 24, 24))):
+    for matrix in split(weight, MatrixLayout(transposed=True, parts=(24, 24, 24))):
         assert matrix._base is weight
 
 
 def test_join_keeps_strides_and_takes_the_matrices_dtype():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    joined = join([m.bfloat16() for m in matrix_layouts.split(weight, MatrixLayout())], MatrixLayout(), like=weight)
+    joined = join([m.bfloat16() for m in split(weight, MatrixLayout())], MatrixLayout(), like=weight)
     assert joined.stride() == weight.stride()
     assert joined.dtype == torch.bfloat16
 
 
 def test_interleaved_parts_are_taken_head_by_head():
     weight = torch.arange(12.0)[:, None].expand(12, 2)
-    query, key = matrix_layouts.split(weight, MatrixLayout(parts=(2, 1)))
+    query, key = split(weight, MatrixLayout(parts=(2, 1)))
     assert query[:, 0].tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
     assert key[:, 0].tolist() == [2, 5, 8, 11]
 
@@ -116,7 +127,19 @@ def test_interleaved_parts_are_taken_head_by_head():
 def test_layouts_as_plain_values():
     assert matrix_layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
     for layout in (MatrixLayout(batched=True, transposed=True), MatrixLayout(parts=(2, 1)), MatrixLayout(), None):
-        assert matrix_layouts.from_plain(matrix_layouts.to_plain(layout)) == layout
+        plain = matrix_layouts.to_plain(layout)
+        assert matrix_layouts.to_plain(plain) == plain and (plain is None or MatrixLayout(**plain) == layout)
+    assert matrix_layouts.to_plain({"parts": [2, 1]})["parts"] == (2, 1)
+    for wrong in (
+        {"parts": (2, 0)},
+        {"parts": ()},
+        {"parts": 2},
+        {"batched": 1},
+        {"transposed": None},
+        {"turned": True},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            matrix_layouts.to_plain(wrong)
 
 
 # Updates through layouts

@@ -33,6 +33,11 @@ def straight_line(matrix: torch.Tensor, coefficients: list, eps: float = 1e-7) -
     return reference.newton_schulz(matrix, eps, coefficients)
 
 
+def newton_schulz(matrix: torch.Tensor, schedule: str = "quintic", **settings) -> torch.Tensor:
+    (result,) = ns.orthogonalize([matrix], coefficients=per_step(schedule), **settings)
+    return result
+
+
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
@@ -67,7 +72,7 @@ def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
     if schedule == "polar-express" and min(shape) == 1:
         bar *= 10  # a singular value of exactly 1, where these polynomials are steep
     matrix = torch.randn(shape)
-    actual = ns.newton_schulz(matrix.double(), coefficients=ns.SCHEDULES[schedule], dtype=dtype)
+    actual = newton_schulz(matrix.double(), schedule=schedule, dtype=dtype)
     assert actual.dtype == torch.float64
     assert distance(actual, straight_line(matrix, per_step(schedule))) < bar
 
@@ -77,7 +82,7 @@ def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
 def test_bf16_is_nearer_to_the_iteration_than_the_official_code(official, shape):
     matrix = torch.randn(shape)
     exact = straight_line(matrix, per_step("quintic"))
-    assert distance(ns.newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
+    assert distance(newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
 
 
 @pytest.mark.parametrize("file", ["small_grads", "clipped_grads"])
@@ -101,8 +106,8 @@ def test_first_update_of_the_official_code(file, case):
         change = tensors[f"{case}.0.p{i}"].double() - (1 - lr * decay) * tensors[f"init.p{i}"].double()
         golden = change / (-lr * scale)
         assert distance(official(momentum, eps), golden) < 1e-4
-        assert distance(ns.newton_schulz(momentum, eps=eps), golden) < 6e-2
-        assert distance(ns.newton_schulz(momentum, eps=eps, dtype=torch.float32), golden) < 7e-2
+        assert distance(newton_schulz(momentum, eps=eps), golden) < 6e-2
+        assert distance(newton_schulz(momentum, eps=eps, dtype=torch.float32), golden) < 7e-2
         compared += 1
     assert compared == 3
 
@@ -110,24 +115,22 @@ def test_first_update_of_the_official_code(file, case):
 @pytest.mark.parametrize("eps", [1e-7, 1.0])
 def test_eps_is_added_to_the_norm(eps):
     matrix = torch.randn(6, 10)
-    actual = ns.newton_schulz(matrix, dtype=torch.float32, eps=eps)
+    actual = newton_schulz(matrix, dtype=torch.float32, eps=eps)
     assert distance(actual, straight_line(matrix, per_step("quintic"), eps)) < 1e-5
 
 
 def test_steps():
     matrix = torch.randn(6, 10)
-    actual = ns.newton_schulz(matrix, dtype=torch.float32, steps=2)
+    (actual,) = ns.orthogonalize([matrix], coefficients=[ns.QUINTIC] * 2, dtype=torch.float32)
     assert distance(actual, straight_line(matrix, [ns.QUINTIC] * 2)) < 1e-5
-    with pytest.raises(ValueError, match="5 triples of coefficients for 4 steps"):
-        ns.newton_schulz(matrix, steps=4, coefficients=ns.POLAR_EXPRESS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_input_is_left_alone_and_its_dtype_returned(dtype):
     matrix = torch.randn(4, 6, dtype=dtype)
     before = matrix.clone()
-    assert ns.newton_schulz(matrix).dtype == dtype
-    assert ns.newton_schulz(matrix.mT).shape == (6, 4)
+    assert newton_schulz(matrix).dtype == dtype
+    assert newton_schulz(matrix.mT).shape == (6, 4)
     [result] = ns.orthogonalize([matrix])
     assert result.dtype == dtype
     result.zero_()
@@ -143,7 +146,7 @@ def test_singular_values_are_bounded(schedule, dtype, condition, shape):
     matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
     rounding = 0.01 if dtype == torch.bfloat16 else 1e-3
     share, low, high = RANGES[schedule]
-    result = ns.newton_schulz(matrix, coefficients=ns.SCHEDULES[schedule], dtype=dtype)
+    result = newton_schulz(matrix, schedule=schedule, dtype=dtype)
     values = torch.linalg.svdvals(result.double())
     large = int((torch.linalg.svdvals(matrix.double()) / matrix.norm() > share).sum())
     assert large >= 40
@@ -165,7 +168,7 @@ def test_bounds_are_those_of_the_polynomial(schedule):
 def test_rank_one_stays_bounded_in_bf16(schedule):
     # The whole norm is in one singular value, at the end of the polynomials' interval.
     matrices = torch.stack([torch.outer(torch.randn(48), torch.randn(80)) for _ in range(20)] + [torch.ones(48, 80)])
-    result = ns.newton_schulz(matrices, coefficients=ns.SCHEDULES[schedule])
+    result = newton_schulz(matrices, schedule=schedule)
     norms = torch.linalg.matrix_norm(result, 2)
     assert norms.min() > 0.6
     assert norms.max() < RANGES[schedule][2] + 0.01
@@ -176,8 +179,8 @@ def test_rank_one_stays_bounded_in_bf16(schedule):
 @pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
 def test_polar_express_is_closer_to_the_polar_factor(dtype, condition, shape):
     matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
-    near = ns.newton_schulz(matrix, coefficients=ns.POLAR_EXPRESS, dtype=dtype)
-    far = ns.newton_schulz(matrix, dtype=dtype)
+    near = newton_schulz(matrix, "polar-express", dtype=dtype)
+    far = newton_schulz(matrix, dtype=dtype)
     assert distance(near, polar(matrix)) < 0.95 * distance(far, polar(matrix))
 
 
@@ -204,7 +207,7 @@ def test_polar_express_is_minimax_on_what_the_steps_before_leave():
 
 
 def test_zeros_stay_zeros():
-    assert not ns.newton_schulz(torch.zeros(2, 3, 4)).any()
+    assert not newton_schulz(torch.zeros(2, 3, 4)).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -219,7 +222,7 @@ def test_what_is_not_finite_spoils_its_own_matrix_only(bad):
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 4, 5), (2, 0, 5)], ids=str)
 def test_no_elements(shape):
-    assert ns.newton_schulz(torch.randn(shape)).shape == shape
+    assert newton_schulz(torch.randn(shape)).shape == shape
     empty, full = ns.orthogonalize([torch.randn(shape), torch.randn(4, 5)])
     assert empty.shape == shape
     assert full.isfinite().all()
@@ -242,7 +245,7 @@ def test_batched_is_one_by_one():
     for matrix, result in zip(matrices, together, strict=True):
         assert result.shape == matrix.shape
         assert result.dtype == matrix.dtype
-        alone = ns.newton_schulz(matrix, dtype=torch.float32)
+        alone = newton_schulz(matrix, dtype=torch.float32)
         torch.testing.assert_close(result, alone, rtol=1e-5, atol=1e-6)
         each = torch.stack([straight_line(m, per_step("quintic")) for m in matrix.reshape(-1, *matrix.shape[-2:])])
         # 1e-7 shows if the matrix itself is as small as 1e-6.
@@ -262,17 +265,20 @@ def test_handful_of_products_for_a_whole_gpt2():
     assert products.count == 4 * 5 * 3
 
 
-def test_batches():
-    matrices = [torch.empty(4, 6), torch.empty(5, 5), torch.empty(6, 4), torch.empty(4, 6), torch.empty(2, 4, 6)]
-    assert ns.batches(matrices) == [[0, 2, 3, 4], [1]]
-    assert ns.batches(matrices, max_elements=48) == [[0, 2], [1], [3], [4]]
-    assert ns.batches(matrices, max_elements=1) == [[0], [1], [2], [3], [4]]
-    assert ns.batches([torch.empty(4, 6), torch.empty(4, 6, dtype=torch.float64)]) == [[0], [1]]
-    assert ns.batches([]) == []
-    large = [torch.empty(2048, 1024, device="meta") for _ in range(65)]
-    assert [len(batch) for batch in ns.batches(large)] == [64, 1]
-    small = [torch.empty(1, 1).expand(256, 512) for _ in range(3)]  # on a CPU
-    assert [len(batch) for batch in ns.batches(small)] == [2, 1]
+@pytest.mark.parametrize(
+    ("max_elements", "products"), [(None, 2), (48, 4), (1, 5)], ids=["two shapes", "two of a shape", "each alone"]
+)
+def test_batches_are_of_one_shape_and_bounded(max_elements, products):
+    matrices = [torch.randn(shape) for shape in [(4, 6), (5, 5), (6, 4), (4, 6), (2, 4, 6)]]
+    with CountProducts() as counted:
+        ns.orthogonalize(matrices, max_elements=max_elements)
+    assert counted.count == products * 5 * 3
+
+
+def test_chunks_hold_one_kind_up_to_their_limit():
+    kinds, sizes = "aabaab", [4, 4, 9, 4, 20, 1]
+    assert ns.chunks_of(kinds, sizes, [8] * 6) == [("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1)]
+    assert ns.chunks_of([], [], []) == []
 
 
 @pytest.mark.parametrize(
