@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
-from pretraining.compare.machine import describe
+from pretraining.compare.launch import describe_machine as describe
 
 __all__ = ["describe", "note"]
 

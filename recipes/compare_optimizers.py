@@ -8,9 +8,8 @@
         --config gpt2-small --output_dir runs/compare-small
 
 All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
-`optimizers` of a config; recipes/presets holds whole comparisons. Table, verdicts and picture go to comparison.json,
-.md and .png in the output folder, and are there from the first runs on. The script skips runs that are finished there,
-so start an interrupted comparison again to resume it.
+`optimizers` of a config; recipes/presets holds whole comparisons. The result, comparison.md, .json and .png in the
+output folder, is there from the first runs on. Start an interrupted comparison again to resume it.
 """
 
 from __future__ import annotations
@@ -19,245 +18,88 @@ import argparse
 import json
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pretraining.compare import comparison, comparison_page, comparison_tables, equal_time, presets
-from pretraining.compare.launch import Diverged, RunFailed, metrics_of, pretrain, words_of
+from pretraining.compare import launch, page, presets
+from pretraining.compare.comparison import Run
 from pretraining.compare.presets import Preset
-from pretraining.run import agreement, checkpoints, folder_lock, identity, ranges, report, run_folder
-from pretraining.run.arguments import OPTIMIZERS, read
+from pretraining.run import checkpoints, folder_lock, report, run_folder
+from pretraining.run.arguments import OPTIMIZERS
 from pretraining.run.errors import one_line_errors
 from tqdm.auto import tqdm
 
-# Contender to its settings, for comparisons without a preset.
-CONTENDERS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS}
-CONTENDERS |= {
-    f"{name}_exact": {"optimizer": name, "is_approx": False} for name in OPTIMIZERS if name.startswith("mars_")
-}
+# Arm to its settings, for comparisons without a preset.
+ARMS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS}
+ARMS |= {f"{name}_exact": {"optimizer": name, "is_approx": False} for name in OPTIMIZERS if name.startswith("mars_")}
 _DEFAULT = ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon"]
 # Turn off output of a single run that this script does not need.
 _QUIET = ["--sample_tokens", "0", "--disable_tqdm", "true"]
-_OURS = {"--optimizer": "--optimizers", "--is_approx": "--optimizers NAME_exact", "--seed": "--seeds"}
 
 
-class _Wanted(NamedTuple):
-    """A run that the comparison needs, and its folder."""
+class _Job(NamedTuple):
+    """A run of the comparison, and its folder."""
 
-    contender: str
+    arm: str
     seed: int
     folder: Path
     launcher: list[str]
     argv: list[str]
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Return what tells it from the other runs."""
-        return self.contender, self.seed
-
-    @property
-    def _command(self) -> dict[str, Any]:
-        return {"launcher": self.launcher, "argv": self.argv}
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """Return all settings, those of a config too, which may have changed under its name."""
-        return identity.chosen(read(self.argv)[0])
-
-    @property
     def is_finished(self) -> bool:
         """Return whether its result is there."""
-        return self._has_diverged or (self.folder / "metrics.json").exists()
+        return (self.folder / "diverged.json").exists() or (self.folder / "metrics.json").exists()
 
-    @property
-    def _has_diverged(self) -> bool:
-        return (self.folder / "diverged.json").exists()
-
-    def refuse_other_settings(self) -> None:
-        """Stop if the folder holds a run with other settings."""
+    def refuse_other_runs(self) -> None:
+        """Raise ValueError if the folder holds somebody else's run, or one with other settings."""
         if not self.is_finished and not checkpoints.checkpoints(self.folder):
             return
-        try:
-            there = _load(self.folder / "arguments.json")
-        except (OSError, ValueError):
-            raise ValueError(
-                f"{self.folder} holds a run that is not of a comparison; give another --output_dir, or move it away"
-            ) from None
-        remedy = "give another --output_dir, or remove that folder"
-        settings = there.pop("settings", {})
-        if there != self._command:
-            raise ValueError(
-                f"{self.folder} holds a run with other settings; {remedy}; there: {_command(there)}; asked: "
-                f"{_command(self._command)}"
-            )
-        now = self._settings
+        if not (self.folder / "arguments.json").is_file():
+            raise ValueError(f"{self.folder} holds a run that is not of a comparison; give another --output_dir")
+        saved, settings = _load(self.folder / "arguments.json"), self._settings()
         changed = [
-            f"{key} {settings[key]}, now {now[key]}" for key in settings if key in now and settings[key] != now[key]
+            f"{key} {saved.get(key)}, now {settings[key]}" for key in settings if saved.get(key) != settings[key]
         ]
         if changed:
-            raise ValueError(f"{self.folder} holds a run with other settings: {'; '.join(changed)}; {remedy}")
+            raise ValueError(
+                f"{self.folder} holds a run with other settings: {'; '.join(changed)}; give another --output_dir, or "
+                "remove that folder"
+            )
 
-    def run(self) -> comparison.Run:
-        """Start or resume the run, and return its result; a finished run is only read."""
-        with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed saves and ends
+    def run(self) -> Run:
+        """Start or resume the run, and return its result."""
+        with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed ends first
             self.folder.mkdir(exist_ok=True)
-        if not self.is_finished:
-            resume = ["--resume_from_checkpoint", "true"] if self._can_resume() else []
-            report.write(self.folder / "arguments.json", {**self._command, "settings": self._settings})
-            try:
-                pretrain([*self.argv, *resume], self.folder, self.launcher or [sys.executable])
-            except Diverged as failure:
-                report.write(self.folder / "diverged.json", {"message": str(failure)})
-        if self._has_diverged:
-            learning_rate = read(self.argv)[0].learning_rate
-            return comparison.Run(self.contender, self.seed, learning_rate, math.nan, math.nan, ())
-        metrics = metrics_of(self.folder)
+        report.write(self.folder / "arguments.json", self._settings())
+        run = run_folder.read(self.folder)
+        can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
+        resume = ["--resume_from_checkpoint", "true"] if can_resume else []
+        try:
+            launch.pretrain([*self.argv, *resume], self.folder, self.launcher)
+        except launch.Diverged as error:
+            report.write(self.folder / "diverged.json", {"message": str(error)})
+        return self.result()
+
+    def result(self) -> Run:
+        """Return the result of a finished run."""
+        if (self.folder / "diverged.json").exists():
+            return Run(self.arm, self.seed, self._settings()["learning_rate"], math.nan, math.nan)
+        metrics = launch.metrics_of(self.folder)
         history = _load(self.folder / "trainer_state.json")["log_history"]
-        return comparison.Run(
-            contender=self.contender,
-            seed=self.seed,
-            learning_rate=metrics["learning_rate"],
-            eval_loss=metrics["eval_loss"],
-            tokens_per_second=metrics["tokens_per_second"],
-            curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
-        )
+        curve = tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row)
+        speed = metrics["tokens_per_second"]
+        return Run(self.arm, self.seed, metrics["learning_rate"], metrics["eval_loss"], speed, curve)
 
     def data(self) -> dict[str, Any]:
         """Return the data of a finished run: name, vocabulary and the hashes of its token files."""
         run = run_folder.read(self.folder)
-        found: dict[str, Any] = run.settings.get("data", {}) if run is not None else {}
-        return found
+        return dict(run.settings.get("data", {})) if run is not None else {}
 
-    def _can_resume(self) -> bool:
-        run = run_folder.read(self.folder)
-        return run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
-
-
-def _command(settings: dict[str, Any]) -> str:
-    return shlex.join([*settings["launcher"], "pretrain_gpt2.py", *settings["argv"]])
-
-
-@one_line_errors("compare_optimizers.py")
-def main(argv: list[str] | None = None) -> None:
-    """Run the missing runs, then report; `argv` is the command line without the program's name."""
-    arguments, preset, rest = _parse(argv)
-    output = Path(arguments.output_dir)
-    launcher = words_of(arguments.launcher)
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        with folder_lock.held(output, "compares"):
-            steps = {}
-            if preset.equal == "seconds":
-                steps = equal_time.steps_of(preset, [*_QUIET, *rest], output, launcher)
-            wanted = [
-                _Wanted(name, seed, output / f"{presets.folder_name(name)}-{seed}", launcher, argv)
-                for seed in arguments.seeds
-                for name in preset.arms
-                for argv in [[*_QUIET, *rest, *preset.argv(name), *steps.get(name, []), "--seed", str(seed)]]
-            ]
-            for one in wanted:
-                one.refuse_other_settings()
-            result = _run(wanted, arguments.jobs, comparison_page.Result(preset, [], len(wanted), [], rest), output)
-            print(f"\n{comparison_page.text(result)}\n\ncomparison.json, .md and .png are in {output}")
-    except RunFailed as failure:
-        raise SystemExit(str(failure)) from None
-
-
-def _run(wanted: Sequence[_Wanted], jobs: int, result: comparison_page.Result, output: Path) -> comparison_page.Result:
-    """Run what is missing; the table so far stands above the progress bar, and the page has it too."""
-    _data([one for one in wanted if one.is_finished])
-    done: dict[tuple[str, int], comparison.Run] = {}
-    waits = [one.key for one in wanted if not one.is_finished]
-    there = len(wanted) - len(waits)
-    with tqdm(total=len(wanted), initial=there, unit="run") as progress, ThreadPoolExecutor(jobs) as pool:
-        try:
-            futures = {pool.submit(one.run): one for one in wanted}
-            for future in as_completed(futures):
-                one = futures[future]
-                done[one.key] = future.result()
-                finished = [known for known in wanted if known.key in done]
-                result = result._replace(runs=[done[known.key] for known in finished], data=_data(finished))
-                if one.key in waits:
-                    progress.update()
-                    progress.set_description(str(done[one.key]))
-                    if result.comparable and len(done) < len(wanted):
-                        progress.write(_so_far(result))
-                        comparison_page.write(result, output)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    comparison_page.write(result, output)
-    return result
-
-
-def _so_far(result: comparison_page.Result) -> str:
-    rows = comparison.summarize(result.comparable, result.baseline)
-    return comparison_tables.table(rows, result.baseline) + "\n"
-
-
-def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
-    """Return this script's arguments, what is compared, and the arguments of all runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        metavar="NAME",
-        help=f"among {', '.join(CONTENDERS)}; default: {' '.join(_DEFAULT)}",
-    )
-    parser.add_argument("--preset", help=f"{', '.join(presets.names())}, or a YAML file; in place of --optimizers")
-    parser.add_argument("--arms", nargs="+", metavar="NAME", help="of the preset, besides its baseline; default: all")
-    parser.add_argument("--seeds", nargs="+", type=ranges.SEED.read, help="default: 1 2, or the preset's")
-    parser.add_argument("--jobs", type=ranges.SIZE.read, default=1, help="runs at a time; default: %(default)s")
-    parser.add_argument("--output_dir", help="default: runs/compare, or runs/PRESET")
-    parser.add_argument("--launcher", help="what starts a run, such as 'accelerate launch'; default: this Python")
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.preset is not None and arguments.optimizers is not None:
-        raise ValueError("--preset and --optimizers both say what is compared; give one")
-    if arguments.arms is not None and arguments.preset is None:
-        raise ValueError("--arms names arms of a preset; give --preset, or --optimizers in place of it")
-    for argument in rest:
-        name = _flag(argument)
-        if name in _OURS:
-            raise ValueError(f"{name} differs between the runs; use {_OURS[name]}")
-        if name == "--resume_from_checkpoint":
-            raise ValueError(f"{name}: an interrupted comparison goes on by itself; leave it out")
-    preset = presets.load(arguments.preset) if arguments.preset is not None else _chosen(arguments.optimizers)
-    stated = {f"--{name}" for settings in preset.arms.values() for name in settings}
-    for argument in rest:
-        if _flag(argument) in stated:
-            raise ValueError(
-                f"{_flag(argument)}: the arms of {arguments.preset} state it themselves; leave it out, or give a YAML "
-                f"file of your own, like those in {presets.FOLDER}"
-            )
-    if arguments.arms is not None:
-        preset = preset.only(arguments.arms)
-    arguments.output_dir = arguments.output_dir or (
-        "runs/compare" if arguments.preset is None else f"runs/{Path(arguments.preset).stem}"
-    )
-    agreement.check_folder(Path(arguments.output_dir))
-    arguments.seeds = list(dict.fromkeys(arguments.seeds or preset.seeds))
-    for name in preset.arms:
-        read([*rest, *preset.argv(name)])  # a mistake ends the comparison before its first run
-    return arguments, preset, rest
-
-
-def _flag(argument: str) -> str:
-    """Return the name of a flag, whose words may be joined by dashes."""
-    name = argument.partition("=")[0]
-    return f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
-
-
-def _chosen(names: Sequence[str] | None) -> Preset:
-    names = names or _DEFAULT
-    unknown = [name for name in names if name not in CONTENDERS]
-    if unknown:
-        raise ValueError(f"--optimizers: unknown {', '.join(unknown)}; accepted are {', '.join(CONTENDERS)}")
-    return Preset({name: CONTENDERS[name] for name in names})
+    def _settings(self) -> dict[str, Any]:
+        return {"launcher": self.launcher, **launch.settings_of(self.argv)}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -265,21 +107,99 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _data(finished: Sequence[_Wanted]) -> list[dict[str, Any]]:
-    """Return each data that finished runs had, once.
+@one_line_errors("compare_optimizers.py")
+def main(argv: list[str] | None = None) -> None:
+    """Run the missing runs, then report; `argv` is the command line without the program's name."""
+    arguments, preset, rest = _parse(argv)
+    output, launcher = Path(arguments.output_dir), shlex.split(arguments.launcher)
+    output.mkdir(parents=True, exist_ok=True)
+    with folder_lock.held(output, "compares"):
+        shared = [*_QUIET, *rest]
+        steps = launch.equal_seconds(preset, shared, output, launcher) if preset.equal == "seconds" else {}
+        jobs = []
+        for seed in dict.fromkeys(arguments.seeds or preset.seeds):
+            for arm in preset.arms:
+                words = [*shared, *preset.argv(arm), *steps.get(arm, []), "--seed", str(seed)]
+                jobs.append(_Job(arm, seed, output / f"{launch.folder_name(arm)}-{seed}", launcher, words))
+        for job in jobs:
+            job.refuse_other_runs()
+        print(f"\n{_run(jobs, arguments.jobs, preset, rest, output)}\n\ncomparison.json, .md and .png are in {output}")
+
+
+def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence[str], output: Path) -> str:
+    """Run what is missing, write the page after every run, and return its tables."""
+    runs = {job.folder: job.result() for job in jobs if job.is_finished}
+    missing = [job for job in jobs if job.folder not in runs]
+
+    def write() -> str:
+        finished = [job for job in jobs if job.folder in runs]
+        if not any(job.arm == preset.baseline for job in finished):
+            return ""
+        results = [runs[job.folder] for job in finished]
+        remaining = len(jobs) - len(finished)
+        return page.write(output, preset, results, missing=remaining, data=_data(finished), arguments=arguments)
+
+    with tqdm(total=len(jobs), initial=len(runs), unit="run") as progress, ThreadPoolExecutor(at_once) as pool:
+        futures = {pool.submit(job.run): job.folder for job in missing}
+        try:
+            for future in as_completed(futures):
+                runs[futures[future]] = future.result()
+                progress.update()
+                write()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return write()
+
+
+def _data(jobs: Sequence[_Job]) -> list[dict[str, Any]]:
+    """Return each data set that finished runs read, once.
 
     Raises:
         ValueError: runs of one arm read different data.
     """
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for one in finished:
-        data = one.data()
-        if not data:
-            continue
-        folder, before = found.setdefault(one.contender, (one.folder, data))
-        if before != data:
-            raise ValueError(f"{folder} and {one.folder} read different data; remove the one whose data are gone")
-    return [json.loads(text) for text in dict.fromkeys(json.dumps(data) for _, data in found.values())]
+    data: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        if data.setdefault(job.arm, job.data()) != job.data():
+            raise ValueError(
+                f"{job.folder} and other runs of {job.arm} read different data; remove those whose data are gone"
+            )
+    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, data.values())) if text != "{}"]
+
+
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
+    """Return this script's arguments, what is compared, and the arguments of all runs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--optimizers", nargs="+", choices=ARMS, metavar="NAME", help=f"among {', '.join(ARMS)}")
+    add("--preset", help=f"{', '.join(presets.names())}, or a YAML file; in place of --optimizers")
+    add("--arms", nargs="+", metavar="NAME", help="of the preset, besides its baseline; default: all")
+    add("--seeds", nargs="+", type=int, help="default: 1 2, or the preset's")
+    add("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
+    add("--output_dir", help="default: runs/compare, or runs/PRESET")
+    add("--launcher", default="", help="what starts a run, such as 'accelerate launch'; default: this Python")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.preset and arguments.optimizers:
+        raise ValueError("--preset and --optimizers both say what is compared; give one")
+    if arguments.preset:
+        preset = presets.load(arguments.preset)
+    else:
+        preset = Preset({name: ARMS[name] for name in arguments.optimizers or _DEFAULT})
+    if arguments.arms:
+        preset = preset.only(arguments.arms)
+    stated = {name for settings in preset.arms.values() for name in settings}
+    for argument in rest:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in presets.RESERVED:
+            raise ValueError(f"--{name} differs between the runs; leave it out: {presets.RESERVED[name]}")
+        if argument.startswith("--") and name in stated:
+            raise ValueError(f"--{name}: the arms state it themselves; leave it out, or write a preset of your own")
+    for arm in preset.arms:
+        launch.settings_of([*rest, *preset.argv(arm)])  # wrong arguments end the comparison before its first run
+    arguments.output_dir = arguments.output_dir or f"runs/{Path(arguments.preset or 'compare').stem}"
+    return arguments, preset, rest
 
 
 if __name__ == "__main__":

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from pretraining.compare import figures, tracking_probe
-from pretraining.run import arguments, ranges, report
+from matplotlib import pyplot as plt
+from pretraining.compare import figures, launch, tracking
+from pretraining.compare.tracking import Moment, TrackingProbe
+from pretraining.run import report
 from pretraining.run.errors import one_line_errors
 from transformers import Trainer
 
@@ -27,22 +30,22 @@ from transformers import Trainer
 def main(argv: list[str] | None = None) -> None:
     """Train and measure; `argv` is the command line without the program's name."""
     settings, rest = _parse(argv)
-    _check(settings, rest)
-    moments = tracking_probe.grid(settings.betas, settings.gammas, settings.forms, [c or None for c in settings.clips])
-    probes: list[tracking_probe.TrackingProbe] = []
+    _check(settings, launch.settings_of(rest))
+    moments = tracking.grid(settings.betas, settings.gammas, settings.forms, [clip or None for clip in settings.clips])
+    probes: list[TrackingProbe] = []
 
     def add_probe(trainer: Trainer) -> None:
-        probes.append(tracking_probe.TrackingProbe(trainer, moments, settings.every, settings.batches))
+        probes.append(TrackingProbe(trainer, moments, settings.every, settings.batches))
         trainer.add_callback(probes[0])
 
     run = pretrain_gpt2.train(rest, add_probe)
-    rows = probes[0].rows
+    rows = probes[0].rows if probes else []
     if not rows:
-        raise ValueError(f"--every {settings.every}: the run ended before step {settings.every}; give fewer steps")
+        raise ValueError(f"--every {settings.every}: nothing was measured; start a new run of at least that many steps")
     output = Path(str(run.training.output_dir))
-    conclusion = tracking_probe.conclusion(rows, probes[0].beta1)
+    conclusion = tracking.conclusion(rows, probes[0].beta1)
     write(rows, conclusion, output)
-    print(f"\n{tracking_probe.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
+    print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
 
 
 def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
@@ -54,26 +57,59 @@ def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
         "Medians over the measured steps. error, lag and noise are relative to the squared norm of the gradient of the "
         "whole training set.",
         "![Error along the run](tracking.png)",
-        *(f"## {scope}\n\n{tracking_probe.table(rows, scope)}" for scope in scopes),
+        *(f"## {scope}\n\n{tracking.table(rows, scope)}" for scope in scopes),
     ]
     report.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
     report.write(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
-    figures.tracking(rows, output / "tracking.png")
+    draw(tracking.medians(rows), output / "tracking.png")
 
 
-def _check(settings: argparse.Namespace, rest: list[str]) -> None:
+def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
+    """Draw the tracking error over gamma, split in lag and noise, and the cosine, for each beta1 and form, as a PNG."""
+    clip = tracking.shown_clip(medians)
+    drawn = {moment: numbers for moment, numbers in medians.items() if moment.clip == clip}
+    betas = sorted({moment.beta1 for moment in drawn})
+    forms = sorted({moment.form for moment in drawn if moment.gamma} or {moment.form for moment in drawn})
+    # An estimate of lag may be below 0.
+    is_positive = all(not numbers[name] <= 0 for numbers in drawn.values() for name in ("error", "lag", "noise"))
+    figure, panels = plt.subplots(
+        2, len(betas), figsize=(max(5.5, 3.4 * len(betas)), 6), layout="constrained", sharex=True, squeeze=False
+    )
+    for beta1, (upper, lower) in zip(betas, panels.T, strict=True):
+        for index, form in enumerate(forms):
+            line = {
+                moment.gamma: numbers
+                for moment, numbers in sorted(drawn.items())
+                if moment.beta1 == beta1 and (moment.form == form or not moment.gamma)
+            }
+            for name, style in (("error", ".-"), ("lag", ".--"), ("noise", ".:")):
+                values = [numbers[name] for numbers in line.values()]
+                upper.plot(list(line), values, style, color=f"C{index}", label=f"{form}: {name}")
+            lower.plot(list(line), [numbers["cosine"] for numbers in line.values()], ".-", color=f"C{index}")
+        upper.set(title=f"beta1 {beta1:g}", yscale="log" if is_positive else "linear")
+        lower.set(xlabel="gamma")
+        for axes in (upper, lower):
+            axes.axvline(1 - beta1, color=figures.BASELINE_COLOR, linewidth=0.8, linestyle=(0, (1, 3)))
+            axes.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("relative squared error")
+    panels[1, 0].set_ylabel("cosine with gradient")
+    legend = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=3, title="vertical line: gamma = 1 - beta1 (Nesterov)")
+    figures.save(figure, path)
+
+
+def _check(settings: argparse.Namespace, run: Mapping[str, Any]) -> None:
     """Stop before the run if it cannot be measured."""
-    run = arguments.read(rest)[0]
-    if settings.batches % 2:
-        raise ValueError(f"--batches {settings.batches}: give an even number, for two independent halves")
-    if run.resume_from_checkpoint is not None:
-        raise ValueError("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+    if settings.every < 1 or settings.batches < 2 or settings.batches % 2:
+        raise ValueError(f"--every {settings.every} --batches {settings.batches}: give 1 or more, and an even number")
+    if not all(0 <= beta1 < 1 for beta1 in settings.betas):
+        raise ValueError(f"--betas {settings.betas}: give numbers from 0 to below 1")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
-    if run.per_device_train_batch_size * run.gradient_accumulation_steps < 2:
+    if run["per_device_train_batch_size"] * run["gradient_accumulation_steps"] < 2:
         raise ValueError("--per_device_train_batch_size 1: a measurement halves each step's samples; give 2 or more")
-    if 0 < run.max_steps < settings.every:
-        raise ValueError(f"--every {settings.every}: the run has {run.max_steps} steps; give {run.max_steps} or fewer")
+    if 0 < run["max_steps"] < settings.every:
+        raise ValueError(f"--every {settings.every}: the run has {run['max_steps']} steps; give that or fewer")
 
 
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -81,15 +117,17 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
-    number, forms = ranges.NOT_NEGATIVE.read, ["approx", "exact"]
-    add("--every", type=ranges.SIZE.read, default=50, help="steps between measurements; default: %(default)s")
-    add("--batches", type=ranges.SIZE.read, default=64, help="micro-batches of a measurement; default: %(default)s")
-    add("--betas", nargs="+", type=ranges.BELOW_ONE.read, default=[0.9, 0.95, 0.99], help="default: %(default)s")
-    add("--gammas", nargs="+", type=number, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
+    add, forms = parser.add_argument, ["approx", "exact"]
+    add("--every", type=int, default=50, help="steps between measurements; default: %(default)s")
+    add("--batches", type=int, default=64, help="micro-batches of a measurement; default: %(default)s")
+    add("--betas", nargs="+", type=float, default=[0.9, 0.95, 0.99], help="default: %(default)s")
+    add("--gammas", nargs="+", type=float, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
     add("--forms", nargs="+", choices=forms, default=forms, help="default: %(default)s")
-    add("--clips", nargs="+", type=number, default=[0.0, 1.0], help="clip thresholds, 0 for none; default: %(default)s")
-    return parser.parse_known_args(argv)
+    add("--clips", nargs="+", type=float, default=[0.0, 1.0], help="clip thresholds, 0 for none; default: %(default)s")
+    settings, rest = parser.parse_known_args(argv)
+    if any(word.partition("=")[0] in ("--resume_from_checkpoint", "--resume-from-checkpoint") for word in rest):
+        raise ValueError("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+    return settings, rest
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import measure_tracking
-from pretraining.compare import tracking_probe
+from pretraining.compare import tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
@@ -21,8 +21,8 @@ ROWS = [{**row, **{name: math.nan for name in NUMBERS if row[name] is None}} for
 
 def test_it_has_the_whole_grid():
     settings, _ = measure_tracking._parse([])
-    moments = tracking_probe.grid(settings.betas, settings.gammas, settings.forms, [None, 1.0])
-    assert set(tracking_probe.medians(ROWS)) == set(moments) and len(moments) == 54
+    moments = tracking.grid(settings.betas, settings.gammas, settings.forms, [None, 1.0])
+    assert set(tracking.medians(ROWS)) == set(moments) and len(moments) == 54
     assert {"matrix", "embedding", "vector", "layer 0", "layer 3"} <= set(RESULT["medians"])
     assert len({row["step"] for row in ROWS}) == 10
     flags = RESULT["arguments"].removeprefix("--").split(" --")
@@ -30,10 +30,8 @@ def test_it_has_the_whole_grid():
 
 
 def test_the_page_shows_moments_without_clipping():
-    assert tracking_probe.conclusion(ROWS, 0.9) == RESULT["conclusion"]
-    shown = [
-        line for line in tracking_probe.table(ROWS).splitlines() if line.startswith("| beta1") and " clip " not in line
-    ]
+    assert tracking.conclusion(ROWS, 0.9) == RESULT["conclusion"]
+    shown = [line for line in tracking.table(ROWS).splitlines() if line.startswith("| beta1") and " clip " not in line]
     wanted = [line for line in shown if " 0.0125" not in line and " gamma 0.05" not in line]
     assert len(wanted) == 15
     assert [line for line in wanted if line not in PAGE] == []
@@ -48,6 +46,6 @@ def test_the_page_shows_every_role_and_layer():
         errors = " | ".join(f"{own[column]['error']:.3f}" for column in columns)
         return f"| {name} | {errors} | {own[columns[0]]['noise_scale']:.0f} |"
 
-    whole = [{**moment._asdict(), **numbers} for moment, numbers in tracking_probe.medians(ROWS).items()]
+    whole = [{**moment._asdict(), **numbers} for moment, numbers in tracking.medians(ROWS).items()]
     rows = [row("all", whole), *(row(scope, medians) for scope, medians in RESULT["medians"].items())]
     assert [line for line in rows if line not in PAGE] == []

@@ -1,95 +1,145 @@
-"""Run the recipe in a process of its own."""
+"""Run the recipe in processes of its own."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import platform
 import re
-import shlex
-import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from tqdm.auto import tqdm
+
+import mars_hf
+from pretraining.compare.presets import Preset
+from pretraining.run import identity, report
+from pretraining.run.arguments import read
 from pretraining.run.environment import LAUNCHED_BY
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "pretrain_gpt2.py"
-_TAIL_LINES = 30
+SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 # Of mars_hf.NonFiniteError; launchers do not hand on exit codes.
 _DIVERGED = "steps in a row with a non-finite loss or gradient"
+# Long enough that the first steps, which compile and warm up, weigh little.
+_SPEED_STEPS, _SPEED_RUNS = 60, 3
+_SHORT = [
+    *("--max_steps", str(_SPEED_STEPS), "--warmup_steps", "0", "--eval_on_start", "false"),
+    *("--eval_strategy", "steps", "--eval_steps", str(_SPEED_STEPS), "--overwrite_output_dir", "true"),
+]
 
 
-class RunFailed(RuntimeError):
-    """Raised when a run fails; the message has its command and the end of its output."""
-
-
-class Diverged(RunFailed):
+class Diverged(Exception):
     """Raised when a run ends because its loss or gradients stayed non-finite."""
 
 
-def words_of(text: str | None) -> list[str]:
-    """Return the words of a command that starts a Python script; none for this Python.
-
-    Raises:
-        ValueError: a quotation is open, or there is no such program.
-    """
-    try:
-        words = shlex.split(text or "")
-    except ValueError as error:
-        raise ValueError(f"--launcher {text!r}: {error}; close every quote") from None
-    places = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    if words and shutil.which(words[0], path=places) is None:
-        raise ValueError(f"--launcher {text!r}: no program {words[0]!r}; give a command, such as 'accelerate launch'")
-    return words
-
-
-def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = (sys.executable,)) -> dict[str, Any]:
-    """Run recipes/pretrain_gpt2.py and append its output to OUTPUT.log.
+def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = ()) -> dict[str, Any]:
+    """Run recipes/pretrain_gpt2.py, append what it prints to OUTPUT.log, and return its metrics.json.
 
     Args:
         argv: the recipe's arguments, without --output_dir.
         output: the recipe's output folder.
-        launcher: command that starts a Python script.
-
-    Returns:
-        The run's metrics.json.
+        launcher: command that starts a Python script; empty: this Python.
 
     Raises:
         Diverged: its loss or gradients stayed non-finite.
-        ValueError: the run was refused; the message is its own.
-        RunFailed: the run ended with an error.
+        ValueError: the run was refused, failed or was stopped.
     """
-    command = [*launcher, str(SCRIPT), *argv, "--output_dir", str(output)]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    log = output.parent / f"{output.name}.log"
-    # Unbuffered, so that a traceback is at the log's end.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
-    with log.open("a", encoding="utf-8") as file:
-        begin = log.stat().st_size  # an earlier attempt may have logged another end
-        try:
-            finished = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        except OSError as error:
-            raise ValueError(
-                f"cannot start {launcher[0]!r} ({error.strerror}); give a command, such as 'accelerate launch'"
-            ) from None
-    if finished.returncode:
-        text = log.read_bytes()[begin:].decode("utf-8", errors="replace")
-        lines = re.split(r"[\r\n]+", text.strip())
-        for line in reversed(lines):  # a launcher adds reports of its own
-            if line.startswith(f"{SCRIPT.name}: "):
-                said = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
-                raise (Diverged if _DIVERGED in line else ValueError)(said)
-        tail = "\n".join(lines[-_TAIL_LINES:])
-        raise RunFailed(f"{' '.join(command)} ended with code {finished.returncode}; {log} ends with:\n{tail}")
-    if not (output / "metrics.json").is_file():
-        raise RunFailed(f"the run in {output} was stopped before its end; start again to go on from where it is")
-    return metrics_of(output)
+    command = [*(launcher or [sys.executable]), str(SCRIPT), *argv, "--output_dir", str(output)]
+    log = output.with_name(f"{output.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        begin = file.tell()  # an earlier attempt may have logged another end
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+    if not code and (output / "metrics.json").is_file():
+        return metrics_of(output)
+    if not code:
+        raise ValueError(f"the run in {output} was stopped before its end; start again to go on from where it is")
+    printed = log.read_bytes()[begin:].decode("utf-8", errors="replace")
+    for line in reversed(re.split(r"[\r\n]+", printed)):  # a launcher adds reports of its own
+        if line.startswith(f"{SCRIPT.name}: "):
+            message = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
+            raise (Diverged if _DIVERGED in line else ValueError)(message)
+    raise ValueError(f"the run in {output} ended with code {code}; see {log}")
 
 
 def metrics_of(output: Path) -> dict[str, Any]:
     """Return a finished run's metrics.json; a held-out loss that is not finite is NaN."""
     metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     return {**metrics, "eval_loss": math.nan if metrics["eval_loss"] is None else metrics["eval_loss"]}
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Return all settings of a run by name, those of its config too.
+
+    Raises:
+        ValueError: the recipe would refuse the arguments.
+    """
+    return identity.chosen(read(argv)[0])
+
+
+def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:
+    """Return `--max_steps` with which each arm trains for as long as the baseline, and `--warmup_steps` in proportion.
+
+    Speeds are medians of short runs, arm after arm in turn, so that a machine that slows down slows all of them.
+    speeds.json keeps them, so that a resumed comparison agrees.
+
+    Raises:
+        ValueError: the baseline trains by epochs.
+    """
+    argv = {arm: [*shared, *preset.argv(arm)] for arm in preset.arms}
+    settings = {arm: settings_of(words) for arm, words in argv.items()}
+    steps = settings[preset.baseline]["max_steps"]
+    if steps < 1:
+        raise ValueError(
+            f"max_steps {steps}: equal seconds are counted in steps of {preset.baseline}; give --max_steps"
+        )
+    file = output / "speeds.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    commands = {arm: [*launcher, *words] for arm, words in argv.items()}
+    missing = [arm for arm in preset.arms if known.get(arm, {}).get("command") != commands[arm]]
+    if missing:
+        measured: dict[str, list[float]] = {arm: [] for arm in dict.fromkeys([preset.baseline, *missing])}
+        for repeat, arm in tqdm([(repeat, arm) for repeat in range(_SPEED_RUNS) for arm in measured], "speeds"):
+            folder = output / "speeds" / f"{folder_name(arm)}-{repeat}"
+            measured[arm].append(pretrain([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
+        medians = {arm: statistics.median(speeds) for arm, speeds in measured.items()}
+        for arm, speed in medians.items():
+            known[arm] = {"command": commands[arm], "speed": speed / medians[preset.baseline]}
+        report.write(file, known)
+    budgets = {}
+    for arm in preset.arms:
+        own_steps = max(1, round(steps * known[arm]["speed"]))
+        budgets[arm] = ["--max_steps", str(own_steps)]
+        warmup, planned = settings[arm]["warmup_steps"], settings[arm]["max_steps"]
+        if warmup >= 1 and planned >= 1:  # else it is a share of the steps
+            budgets[arm] += ["--warmup_steps", str(round(warmup * own_steps / planned))]
+    return budgets
+
+
+def folder_name(arm: str) -> str:
+    """Return the name of the folder for an arm's runs."""
+    return arm.replace(" ", "_").replace("/", "_")
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Return processor, cores, accelerator and versions, for results."""
+    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.is_file():
+        cpu = next((line.partition(": ")[2] for line in info.read_text().splitlines() if "model name" in line), cpu)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count() or 1,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "mars_hf": mars_hf.__version__,
+    }

@@ -57,9 +57,10 @@ def grid(
     betas: Iterable[float], gammas: Sequence[float], forms: Sequence[str], clips: Sequence[float | None]
 ) -> list[Moment]:
     """Return all combinations, each once; without a correction both forms are one."""
-    combinations = itertools.product(betas, clips, gammas, forms)
-    moments = (Moment(beta1, gamma, form if gamma else forms[0], clip) for beta1, clip, gamma, form in combinations)
-    return list(dict.fromkeys(moments))
+    moments = itertools.product(betas, clips, gammas, forms)
+    return list(
+        dict.fromkeys(Moment(beta1, gamma, form if gamma else forms[0], clip) for beta1, clip, gamma, form in moments)
+    )
 
 
 class ShadowMoments:
@@ -297,25 +298,21 @@ def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
 
 def medians(rows: Iterable[Row], scope: str = "all") -> dict[Moment, dict[str, float]]:
     """Return each moment's medians over the measured steps; NaN if no step gave a number."""
-    of_moment: dict[Moment, list[Row]] = {}
+    measured: dict[Moment, list[Row]] = {}
     for row in rows:
         if row["scope"] == scope:
-            of_moment.setdefault(Moment(*(row[name] for name in Moment._fields)), []).append(row)
-    return {
-        moment: {name: median(row[name] for row in measured) for name in _MEASURED}
-        for moment, measured in of_moment.items()
-    }
+            measured.setdefault(Moment(*(row[name] for name in Moment._fields)), []).append(row)
+    return {moment: {name: _median(own, name) for name in _MEASURED} for moment, own in measured.items()}
 
 
-def median(values: Iterable[float]) -> float:
-    """Return the median of the finite values; NaN without any."""
-    return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
+def _median(rows: Iterable[Row], name: str) -> float:
+    return statistics.median([row[name] for row in rows if math.isfinite(row[name])] or [math.nan])
 
 
-def shown_clip(rows: Iterable[Mapping[str, Any]]) -> float | None:
+def shown_clip(moments: Iterable[Moment]) -> float | None:
     """Return the clip threshold of the moments that stand for all: None, or else the largest."""
-    clips = {row["clip"] for row in rows}
-    return None if None in clips else max(clips)
+    clips = {moment.clip for moment in moments}
+    return None if None in clips else max(clip for clip in clips if clip is not None)
 
 
 def table(rows: Sequence[Row], scope: str = "all") -> str:
@@ -340,10 +337,11 @@ def conclusion(rows: Sequence[Row], beta1: float | None = None) -> str:
         rows: of a TrackingProbe.
         beta1: what the run trained with; only its moments are compared, if it is in the grid.
     """
-    clip, is_followed = shown_clip(rows), any(row["beta1"] == beta1 for row in rows)
+    values = medians(rows)
+    clip, is_followed = shown_clip(values), any(moment.beta1 == beta1 for moment in values)
     errors = {
         moment: numbers["error"]
-        for moment, numbers in medians(rows).items()
+        for moment, numbers in values.items()
         if moment.clip == clip and (moment.beta1 == beta1 or not is_followed) and math.isfinite(numbers["error"])
     }
     if not errors:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import gpt2
-from pretraining.compare import tracking_probe
-from pretraining.compare.tracking_probe import Moment, ShadowMoments, TrackingProbe, grid
+from pretraining.compare import tracking
+from pretraining.compare.tracking import Moment, ShadowMoments, TrackingProbe, grid
 from torch import nn
 from transformers import TrainerControl, TrainerState, default_data_collator
 
@@ -33,7 +33,7 @@ def follow(moments, speed=0.0, steps=STEPS):
         noise = NOISE * torch.randn(2, SIZE, generator=generator)
         shadow.update(noise + speed * step, noise + speed * (step - 1) if step else None, samples=4)
     truth = torch.full((2, SIZE), speed * (steps - 1))
-    return tracking_probe.medians({"step": steps, **row} for row in shadow.measure(truth, WHOLE))
+    return tracking.medians({"step": steps, **row} for row in shadow.measure(truth, WHOLE))
 
 
 def noise_of(moment: Moment) -> float:
@@ -141,16 +141,12 @@ def batches(*sizes):
     ],
 )
 def test_split(sizes, halves, samples):
-    parts = tracking_probe.split(batches(*sizes))
+    parts = tracking.split(batches(*sizes))
     assert [[part["labels"].tolist() for part in half] for half in parts] == [list(half) for half in halves]
     # Of samples with variance 1, the mean of the halves has variance 1 / samples.
     weights = [1 / (2 * len(half) * len(part)) for half in halves for part in half for _ in part]
     assert sum(weight**2 for weight in weights) == pytest.approx(1 / samples)
-    assert tracking_probe.samples_of(parts) == pytest.approx(samples)
-
-
-def test_a_single_sample_has_no_halves():
-    assert tracking_probe.split(batches(1)) is None
+    assert tracking.samples_of(parts) == pytest.approx(samples)
 
 
 def trainer_of(model: nn.Module, size: int = 4) -> SimpleNamespace:
@@ -214,13 +210,14 @@ def test_stale_gradients_are_those_of_the_same_batch_at_the_previous_parameters(
     torch.testing.assert_close(probe._moments.value(moment).mean(0), (first / 4 + corrected / 2) / 0.75)
 
 
-@pytest.mark.parametrize(("sizes", "followed"), [((1,), 0), ((1, 1), 1), ((3,), 1)])
-def test_steps_of_few_samples(sizes, followed):
+@pytest.mark.parametrize(("sizes", "measured"), [((1,), 0), ((1, 1), 1), ((3,), 1)])
+def test_steps_of_few_samples(sizes, measured):
+    """A single sample has no halves, and its step is left out."""
     trainer = trainer_of(gpt2(), size=2)
     trainer.step_batches = [default_data_collator(trainer.train_dataset[:size]) for size in sizes]
     probe = TrackingProbe(trainer, grid((0.9,), (0.0,), ("approx",), (None,)), every=1, batches=2)
     step(probe, trainer, 1)
-    assert len({row["step"] for row in probe.rows}) == followed
+    assert len({row["step"] for row in probe.rows}) == measured
 
 
 @pytest.mark.parametrize(
@@ -242,16 +239,16 @@ def row(step: int, gamma: float, error: float) -> dict:
 def test_steps_whose_gradient_drowns_in_noise_are_left_out():
     rows = [row(step, 0.0, error) for step, error in enumerate((1.0, math.nan, 2.0, 0.5))]
     rows += [row(step, 0.1, math.nan) for step in range(4)]
-    assert tracking_probe.medians(rows)[Moment(0.9, 0.0, "approx", None)]["error"] == 1.0
-    assert tracking_probe.conclusion(rows) == "beta1 0.9 gamma 0 would have tracked the gradient best here: error 1"
-    assert tracking_probe.conclusion(rows[4:]).startswith("the gradient drowned in its noise: measure with more")
-    assert "At 4 of the measured steps the gradient drowned in its noise." in tracking_probe.table(rows[4:])
+    assert tracking.medians(rows)[Moment(0.9, 0.0, "approx", None)]["error"] == 1.0
+    assert tracking.conclusion(rows) == "beta1 0.9 gamma 0 would have tracked the gradient best here: error 1"
+    assert tracking.conclusion(rows[4:]).startswith("the gradient drowned in its noise: measure with more")
+    assert "At 4 of the measured steps the gradient drowned in its noise." in tracking.table(rows[4:])
 
 
 def test_conclusion_compares_moments_at_the_beta1_of_the_run():
     rows = [row(1, 0.0, 0.9), row(1, 0.05, 0.7), row(1, 0.1, 0.8), {**row(1, 0.1, 0.1), "beta1": 0.99}]
     best = "would have tracked the gradient best here: error"
     compared = f"beta1 0.9 gamma 0.05 approx {best} 0.7 (beta1 0.9 gamma 0 0.9)"
-    assert tracking_probe.conclusion(rows, 0.9) == compared
+    assert tracking.conclusion(rows, 0.9) == compared
     for beta1 in (None, 0.5):
-        assert tracking_probe.conclusion(rows, beta1).startswith(f"beta1 0.99 gamma 0.1 approx {best} 0.1")
+        assert tracking.conclusion(rows, beta1).startswith(f"beta1 0.99 gamma 0.1 approx {best} 0.1")

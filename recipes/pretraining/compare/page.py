@@ -1,0 +1,173 @@
+"""Write the result of a comparison: a page of tables, its numbers as JSON and its pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretraining.compare import comparison, figures
+from pretraining.compare.comparison import Difference, Row, Run
+from pretraining.compare.launch import describe_machine
+from pretraining.compare.presets import Preset
+from pretraining.run import report
+
+Lines = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
+
+
+def write(
+    output: Path,
+    preset: Preset,
+    runs: Sequence[Run],
+    *,
+    missing: int = 0,
+    data: Sequence[Mapping[str, Any]] = (),
+    arguments: Sequence[str] = (),
+) -> str:
+    """Write comparison.json, .md and .png, and axis.png along an axis; return the tables.
+
+    Args:
+        output: folder to write to.
+        preset: the arms.
+        runs: finished ones; those of seeds that the baseline has finished are compared.
+        missing: number of runs that are not finished.
+        data: name and hashes of each data set that runs read.
+        arguments: of all runs, from the command line.
+    """
+    seeds = [run.seed for run in runs if run.contender == preset.baseline]
+    compared = [run for run in runs if run.seed in seeds]
+    rows = comparison.summarize(compared, preset.baseline)
+    gaps = comparison.differences(compared, preset.baseline, preset.pairs)
+    lines = lines_of(compared, preset)
+    costs = _sensitivities(compared, preset, lines)
+    tables = [
+        grid_table(lines, str(preset.axis)) if lines else "",
+        rows_table(rows, gaps, preset.baseline),
+        differences_table(gaps) if gaps else "",
+        "\n".join(f"- {name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in costs.items()),
+    ]
+    text = "\n\n".join(filter(None, tables))
+    machine = describe_machine()
+    about = f"Seeds {', '.join(map(str, seeds))}; settings: {shlex.join(arguments) or 'those of the default job'}."
+    about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
+    if preset.equal == "seconds":
+        about += f" Arms train for as long as {preset.baseline} does."
+    about += f" {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}."
+
+    figures.comparison(compared, gaps, preset.baseline, output / "comparison.png")
+    pictures = "![Losses](comparison.png)"
+    if lines:
+        figures.along_axis(lines, str(preset.axis), output / "axis.png")
+        pictures += "\n\n![Losses along the axis](axis.png)"
+    unfinished = f"{len(runs)} of {len(runs) + missing} runs so far." if missing else ""
+    page = [preset.about, unfinished, text, about, pictures]
+    report.write_text(output / "comparison.md", "\n\n".join(filter(None, page)) + "\n")
+    report.write(
+        output / "comparison.json",
+        {
+            "machine": machine,
+            "arguments": list(arguments),
+            "data": list(data),
+            "arms": {name: dict(settings) for name, settings in preset.arms.items()},
+            "rows": [row._asdict() for row in rows],
+            "differences": [{**gap._asdict(), "shown": gap.shown} for gap in gaps],
+            "sensitivity": costs,
+            "runs": [dataclasses.asdict(run) for run in runs],
+        },
+    )
+    return text
+
+
+def lines_of(runs: Sequence[Run], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
+    """Return the lines of a picture over the preset's axis: places and the losses of all seeds."""
+    lines: dict[str, list[tuple[float, list[float]]]] = {}
+    for name, members in comparison.by_contender(runs).items():
+        if place := preset.place(name):
+            lines.setdefault(place[0], []).append((place[1], [run.eval_loss for run in members]))
+    return lines
+
+
+def _sensitivities(runs: Sequence[Run], preset: Preset, lines: Lines) -> dict[str, float]:
+    """Return `comparison.sensitivity` of each line along learning rates, if the loss before training is known."""
+    start = max((run.curve[0][1] for run in runs if run.curve and run.curve[0][0] == 0), default=None)
+    if start is None or preset.axis != "learning_rate":
+        return {}
+    means = {name: {place: statistics.fmean(losses) for place, losses in line} for name, line in lines.items()}
+    return {name: comparison.sensitivity(losses, start) for name, losses in means.items()}
+
+
+def rows_table(rows: Sequence[Row], gaps: Sequence[Difference], baseline: str) -> str:
+    """Return the result of each arm as a Markdown table."""
+    cells = [
+        (
+            "optimizer",
+            "learning rate",
+            "held-out loss (lowest-highest)",
+            f"against {baseline} (95% interval)",
+            f"steps to {baseline}'s loss",
+            f"tokens per second against {baseline}",
+        )
+    ]
+    against = {gap.contender: gap for gap in gaps if gap.against == baseline}
+    for row in rows:
+        rate, spread = f"{row.learning_rate:g}", f"{row.lowest:.3f}-{row.highest:.3f}"
+        if row.diverged:
+            count = f"{row.diverged} of {row.seeds} diverged"
+            others = f" (others {spread})" if row.diverged < row.seeds else ""
+            cells.append((row.contender, rate, count + others, "-", "-", "-"))
+            continue
+        step, gap = row.steps_to_baseline, against.get(row.contender)
+        cells.append(
+            (
+                row.contender,
+                rate,
+                f"{row.loss:.3f}" + (f" ({spread})" if row.seeds > 1 else ""),
+                _interval(gap) if gap else "-",
+                f"not reached in {row.steps}" if step is None else f"{step} of {row.steps} ({step / row.steps:.0%})",
+                f"{row.speed:.2f}x" if gap and math.isfinite(row.speed) else "-",
+            )
+        )
+    return markdown(cells)
+
+
+def differences_table(gaps: Sequence[Difference]) -> str:
+    """Return differences as a Markdown table; the last column is what these seeds show four times out of five."""
+    cells = [("arm", "measured against", "difference (95% interval)", "shown", "would show")]
+    for gap in gaps:
+        has_interval = math.isfinite(gap.low)
+        last = (gap.shown, f"{gap.detectable:.3f}") if has_interval else ("", "")
+        one_seed = " (one seed)" if math.isfinite(gap.mean) and not has_interval else ""
+        cells.append((gap.contender, gap.against, _interval(gap) + one_seed, *last))
+    return markdown(cells, left=2)
+
+
+def _interval(gap: Difference) -> str:
+    if not math.isfinite(gap.mean):
+        return "diverged"
+    return f"{gap.mean:+.3f}" + (f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else "")
+
+
+def grid_table(lines: Lines, axis: str) -> str:
+    """Return the mean losses along an axis as a Markdown table: one row for each line, one column for each place."""
+    places = sorted({place for line in lines.values() for place, _ in line})
+    cells = [(axis, *(f"{place:g}" for place in places))]
+    for name, line in lines.items():
+        means = {place: statistics.fmean(losses) for place, losses in line}
+        texts = {place: f"{mean:.3f}" if math.isfinite(mean) else "diverged" for place, mean in means.items()}
+        cells.append((name, *(texts.get(place, "") for place in places)))
+    return markdown(cells)
+
+
+def markdown(cells: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a padded Markdown table whose first columns, as many as `left`, are words."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = ["-" * width if index < left else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
+    padded = [
+        [cell.ljust(width) if index < left else cell.rjust(width) for index, (cell, width) in enumerate(row)]
+        for row in (list(zip(line, widths, strict=True)) for line in cells)
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
