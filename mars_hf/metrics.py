@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.shards import Group
-from mars_hf.rules import sum_dtype
+from mars_hf.rules import SUM_DTYPES
 
 HERE = object()  # stands for this rank alone; None is the default process group
 
@@ -60,7 +60,7 @@ class StepMetrics:
 
     def add_update(self, update: Tensor, group: Group = HERE) -> None:
         """Add a piece's x_{t+1} - x_t."""
-        square = torch.linalg.vector_norm(update, dtype=sum_dtype(update.device)).square()
+        square = torch.linalg.vector_norm(update, dtype=SUM_DTYPES[update.device.type]).square()
         self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
 
     def read(self) -> dict[str, float]:
@@ -100,4 +100,4 @@ class StepMetrics:
 
 
 def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(9, dtype=sum_dtype(device), device=device)
+    return torch.zeros(9, dtype=SUM_DTYPES[device.type], device=device)

@@ -20,10 +20,9 @@ from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, loc
 from mars_hf.metrics import StepMetrics
 from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
-    orthogonalizes,
     param_groups,
+    rule_of,
     split_by_role,
-    takes_mars,
     warn_of_one_rate,
 )
 from mars_hf.settings import (
@@ -31,6 +30,7 @@ from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     MODEL_DEFAULTS,
+    ORTHOGONAL_TYPES,
     SETTINGS,
     STRUCTURAL_KEYS,
     check,
@@ -180,6 +180,9 @@ class Mars(torch.optim.Optimizer):
     _was_trainable = False
 
     _process_group: Group = None
+
+    # What the groups stated when they were last checked.
+    _structure: list[dict[str, Any]] | None = None
 
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: weakref.ref[nn.Module] | None = None
@@ -360,27 +363,32 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        has_gradients = any(param.grad is not None for group in self.param_groups for param in group["params"])
+        groups = self.param_groups
+        has_gradients = any(param.grad is not None for group in groups for param in group["params"])
         if not (has_gradients and self.state):
             self._reject_replaced()
-            warn_of_one_rate(self.param_groups, self.defaults)
-        specs, chunk_of, whole = self._locate()
+            warn_of_one_rate(groups, self.defaults)
+        update_rules = list(map(rule_of, groups))
+        specs, chunk_of, whole = self._locate(update_rules)
         if not has_gradients and whole is None:
             self._reject_frozen()
             return loss
-        with _full_precision(self.param_groups):
-            self._step(specs, chunk_of, whole)
+        with contextlib.ExitStack() as stack:
+            for device in {"cpu", *(param.device.type for group in groups for param in group["params"])} - {"meta"}:
+                if torch.is_autocast_enabled(device):  # the arithmetic of a step is not the model's
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            self._step(update_rules, specs, chunk_of, whole)
         return loss
 
-    def _locate(self) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
+    def _locate(self, update_rules: Sequence[str]) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
         """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
         max_grad_norm, groups = self.max_grad_norm, self.param_groups
         assert self._shards is not None
-        wanted = [max_grad_norm is not None or takes_mars(group) for group in groups]
+        wanted = [max_grad_norm is not None or rule != "adamw" for rule in update_rules]
         specs = self._shards.locate(groups, wanted, self._model)
         chunk_of: dict[int, Any] = {}
         shares = False
-        if any(map(orthogonalizes, groups)):
+        if not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
             self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
             chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self._process_group)
             shares = self._orthogonalizer.shares
@@ -392,8 +400,8 @@ class Mars(torch.optim.Optimizer):
         measures = max_grad_norm is not None or self._metrics is not None
         normed = [
             param
-            for group, is_wanted in zip(groups, wanted, strict=True)
-            if is_wanted and (measures or group["clip_threshold"] is not None or orthogonalizes(group))
+            for group, rule, is_wanted in zip(groups, update_rules, wanted, strict=True)
+            if is_wanted and (measures or group["clip_threshold"] is not None or rule in ORTHOGONAL_TYPES)
             for param in group["params"]
             if param in specs
         ]
@@ -420,19 +428,28 @@ class Mars(torch.optim.Optimizer):
         """Return the first parameter."""
         return next(param for group in self.param_groups for param in group["params"])
 
-    def _step(self, specs: Mapping[Tensor, ShardSpec], chunk_of: Mapping[int, Any], whole: WholeSums | None) -> None:
+    def _step(
+        self,
+        update_rules: Sequence[str],
+        specs: Mapping[Tensor, ShardSpec],
+        chunk_of: Mapping[int, Any],
+        whole: WholeSums | None,
+    ) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
-        max_grad_norm, lists, moving = self.max_grad_norm, list[TensorList](), list[dict[str, Any]]()
+        groups, max_grad_norm = self.param_groups, self.max_grad_norm
+        is_exact = not all(group["is_approx"] for group in groups)
+        lists, moving = list[TensorList](), list[dict[str, Any]]()
         error: Exception | None = None
         if dist.is_available() and dist.is_initialized():
-            place_gradients(self.param_groups)
+            place_gradients(groups)
         try:
-            for group in self.param_groups:
-                check({name: group[name] for name in STRUCTURAL_KEYS})
-            if self.is_exact:
-                given = self._stale_gradients_given
-                exact.require_stale_gradients(self.param_groups, self.state, given=given)
-            lists, moving = build_lists(self.param_groups, self.state, specs, chunk_of, self.take_grad)
+            structure = [{name: group[name] for name in STRUCTURAL_KEYS} for group in groups]
+            if structure != self._structure:  # somebody has edited the groups
+                list(map(check, structure))
+                self._structure = structure
+            if is_exact:
+                exact.require_stale_gradients(groups, self.state, given=self._stale_gradients_given)
+            lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
         except (RuntimeError, ValueError) as wrong:
             if whole is None:
                 raise
@@ -447,23 +464,26 @@ class Mars(torch.optim.Optimizer):
         norm = set_factors(lists, sums, whole, max_grad_norm, self._metrics)
         if norm is not None:
             self.grad_norm.copy_(norm)
-        if self.is_exact and moving:
-            exact.keep_params(self.param_groups, self.state)
+        if is_exact and moving:
+            exact.keep_params(groups, self.state)
         if moving:
             torch._foreach_add_([state["step"] for state in moving], 1)
         rounds: dict[Any, Any] = {}
-        if whole is not None and self._orthogonalizer is not None and any(map(orthogonalizes, self.param_groups)):
+        if (
+            whole is not None
+            and self._orthogonalizer is not None
+            and not set(update_rules).isdisjoint(ORTHOGONAL_TYPES)
+        ):
             rounds = self._orthogonalizer.rounds(whole)
-        for own in lists:
-            if own.chunk is None:
-                update(own, metrics=self._metrics)
+        for tensors in lists:
+            if tensors.chunk is None:
+                update(tensors, metrics=self._metrics)
             else:
-                rounds.setdefault(own.chunk, None)
+                rounds.setdefault(tensors.chunk, None)
         for chunk, shared in rounds.items():
-            together = [own for own in lists if own.chunk == chunk]
-            update_matrices(together, self.param_groups, shared, self._metrics)
-        if self.is_exact:
-            exact.drop_stale_gradients(self.param_groups, self.state)
+            update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
+        if is_exact:
+            exact.drop_stale_gradients(groups, self.state)
             self._stale_gradients_given = False
 
     def _reject_replaced(self) -> None:
@@ -601,17 +621,6 @@ class Mars(torch.optim.Optimizer):
             return {}
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
-
-
-@contextlib.contextmanager
-def _full_precision(param_groups: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Turn autocast off: the arithmetic of a step is not the model's."""
-    devices = {"cpu", *(param.device.type for group in param_groups for param in group["params"])} - {"meta"}
-    with contextlib.ExitStack() as stack:
-        for device in devices:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def create(

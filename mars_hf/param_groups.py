@@ -51,7 +51,7 @@ def takes_mars(group: Mapping[str, Any]) -> bool:
 
 def rule_of(group: Mapping[str, Any]) -> str:
     """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
-    if not takes_mars(group):
+    if group["role"] == "adamw" or (group["role"] == "vector" and not group["optimize_1d"]):
         return "adamw"
     if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
         return "mars-adamw"  # as in the official code

@@ -15,6 +15,7 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 RULES = ("adamw", "lion", "momentum")
+# Dtype of sums by type of device: Apple GPUs lack float64.
+SUM_DTYPES = defaultdict(lambda: torch.float64, mps=torch.float32)
 
 
 def sums(
@@ -33,7 +36,6 @@ def sums(
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
-    foreach: bool = False,
 ) -> Tensor:
     """Sum products over each tensor; all norms of a step follow from these sums.
 
@@ -45,26 +47,24 @@ def sums(
         k: weight of the correction, c = g + k (g - last).
         products: whether the caller needs the first three rows; otherwise they may be zero.
         corrected: whether the caller needs the fourth row; otherwise it may be zero.
-        foreach: True passes whole lists to `torch._foreach_*` (fewer launches, the same arithmetic in the same order,
-            temporaries for all tensors at once); False handles one tensor at a time.
 
     Returns:
-        float64 (see `sum_dtype`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
+        float64 (see `SUM_DTYPES`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
         of a float32 never overflows there.
     """
-    columns = []
-    for part in _parts(len(gradients), foreach):
-        own_k = k if corrected else None  # None skips the computation of c
-        g, last, c = _correct(gradients[part], last_grads[part], scale, _of(last_scales, part), own_k)
-        cc = _squares(c) if corrected or not last else None
-        gg = _squares(g) if products and (last or cc is None) else cc
-        rows = [gg, None, None, cc]
-        if products and last:
-            rows[1] = torch.stack([_product(a, b) for a, b in zip(g, last, strict=True)])
-            rows[2] = _squares(last)
-        zeros = torch.zeros_like(next(row for row in rows if row is not None))
-        columns.append(torch.stack([zeros if row is None else row for row in rows]))
-    return torch.cat(columns, dim=1)
+    wide = SUM_DTYPES[gradients[0].device.type]
+    dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)} else torch.float32
+    g, last, c = _correct(gradients, last_grads, scale, last_scales, k if corrected else None, dtype)
+    rows: list[Tensor | None] = [None] * 4
+    if corrected or not last:
+        rows[3] = torch.stack(torch._foreach_norm(c, 2, wide)).square()
+    if products:
+        rows[0] = torch.stack(torch._foreach_norm(g, 2, wide)).square() if last else rows[3]
+    if products and last:
+        rows[1] = torch.stack([torch.sum(a.to(wide) * b) for a, b in zip(g, last, strict=True)])
+        rows[2] = torch.stack(torch._foreach_norm(last, 2, wide)).square()
+    zeros = torch.zeros(len(gradients), dtype=wide, device=gradients[0].device)
+    return torch.stack([zeros if row is None else row for row in rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,6 @@ def update(
     max_exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
     options: Options,
-    *,
-    foreach: bool = False,
 ) -> None:
     """Update parameters and states in place.
 
@@ -121,61 +119,58 @@ def update(
         max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
         last_grads: modified; empty for a rule without last gradient.
         options: the rule and its numbers.
-        foreach: see `sums`.
 
     Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
     lr = float(options.lr)
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
-    for part in _parts(len(params), foreach):
-        dtype = _arithmetic([tensor for own in lists for tensor in own[part]])
-        last_scales = _of(options.last_scales, part)
-        g, _, c = _correct(gradients[part], last_grads[part], options.scale, last_scales, options.k, dtype)
-        if options.factors is not None:
-            # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
-            c = list(torch._foreach_mul(c, list(options.factors[part].to(dtype).unbind())))
-        e = _in(exp_avgs[part], dtype)  # written back below
-        # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
-        torch._foreach_lerp_(e, c, 1 - options.beta1)
-        # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
-        m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
-        if options.rule == "adamw":
-            v, peak = _in(exp_avg_sqs[part], dtype), _in(max_exp_avg_sqs[part], dtype)
-            s = g if options.second_moment == "gradient" else c  # v averages s²
-            # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
-            torch._foreach_mul_(v, options.beta2)
-            torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
-            if peak:
-                # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
-                torch._foreach_maximum_(peak, v)
-            # √v_t / √(1 - β₂ᵗ) + eps
-            denominators = torch._foreach_sqrt(peak or v)
-            torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps[part]])
-            torch._foreach_add_(denominators, options.eps)
-            _put(v, exp_avg_sqs[part])
-            _put(peak, max_exp_avg_sqs[part])
-        if options.keep_last and last_grads:
-            torch._foreach_copy_(last_grads[part], g)
-        # Write parameters last: a gradient may be the parameter itself.
-        if options.rule == "momentum":
-            torch._foreach_copy_(params[part], m)
-        elif options.rule == "lion":
-            # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion)
-            directions = [_sign(moment) for moment in m]
-            apply(params[part], directions, lr=lr, weight_decay=options.weight_decay, foreach=True)
-        else:
-            x = _in(params[part], dtype)
-            # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
-            torch._foreach_mul_(x, 1 - lr * options.weight_decay)
-            torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps[part]])
-            _put(x, params[part])
-        _put(e, exp_avgs[part])
+    is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    g, _, c = _correct(gradients, last_grads, options.scale, options.last_scales, options.k, dtype)
+    if options.factors is not None:
+        # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
+        c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
+    # Copies in the dtype of the arithmetic, or the tensors themselves.
+    x: list[Tensor] = []
+    e, v, peak = ([tensor.to(dtype) for tensor in tensors] for tensors in (exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
+    # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
+    torch._foreach_lerp_(e, c, 1 - options.beta1)
+    # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
+    m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
+    if options.rule == "adamw":
+        s = g if options.second_moment == "gradient" else c  # v averages s²
+        # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
+        torch._foreach_mul_(v, options.beta2)
+        torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
+        if peak:
+            # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
+            torch._foreach_maximum_(peak, v)
+        # √v_t / √(1 - β₂ᵗ) + eps
+        denominators = torch._foreach_sqrt(peak or v)
+        torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
+        torch._foreach_add_(denominators, options.eps)
+    if options.keep_last and last_grads:
+        torch._foreach_copy_(last_grads, g)
+    # Write parameters last: a gradient may be the parameter itself.
+    if options.rule == "momentum":
+        torch._foreach_copy_(params, m)
+    elif options.rule == "lion":
+        # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
+        signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
+        apply(params, signs, lr=lr, weight_decay=options.weight_decay)
+    else:
+        x = [param.to(dtype) for param in params]
+        # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
+        torch._foreach_mul_(x, 1 - lr * options.weight_decay)
+        torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
+    for values, tensors in ((x, params), (e, exp_avgs), (v, exp_avg_sqs), (peak, max_exp_avg_sqs)):
+        for value, tensor in zip(values, tensors, strict=False):
+            if value is not tensor:
+                tensor.copy_(value)
 
 
-def apply(
-    params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float, foreach: bool = False
-) -> None:
+def apply(params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
     """Step along given directions, in place: x = x (1 - lr weight_decay) - lr direction.
 
     The arithmetic is that of `update`.
@@ -185,15 +180,16 @@ def apply(
         directions: shapes of `params`; not modified.
         lr: step size.
         weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
-        foreach: see `sums`.
     """
-    for part in _parts(len(params), foreach):
-        dtype = _arithmetic([*params[part], *directions[part]])
-        x = _in(params[part], dtype)
-        # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
-        torch._foreach_mul_(x, 1 - lr * weight_decay)
-        torch._foreach_add_(x, _in(list(directions[part]), dtype), alpha=-lr)
-        _put(x, params[part])
+    is_double = any(tensor.dtype == torch.float64 for tensor in (*params, *directions))
+    dtype = torch.float64 if is_double else torch.float32
+    x = [param.to(dtype) for param in params]
+    # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
+    torch._foreach_mul_(x, 1 - lr * weight_decay)
+    torch._foreach_add_(x, [direction.to(dtype) for direction in directions], alpha=-lr)
+    for value, param in zip(x, params, strict=True):
+        if value is not param:
+            param.copy_(value)
 
 
 def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
@@ -252,78 +248,24 @@ def round_compensated(values: Tensor, compensation: Tensor) -> Tensor:
     return rounded
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums on a device: float64, or float32 on Apple GPUs, which lack float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    """Return the squared norm of each tensor."""
-    device = tensors[0].device
-    if device.type == "cpu":
-        return torch.stack([_square(tensor) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(tensors, 2, sum_dtype(device))).square()
-
-
-def _square(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.sum(a.to(sum_dtype(a.device)) * b)
-
-
-def _sign(tensor: Tensor) -> Tensor:
-    """Return torch.sign, except that NaN stays NaN."""
-    return torch.where(tensor.isnan(), tensor, tensor.sign())
-
-
-def _parts(count: int, foreach: bool) -> list[slice]:
-    """Return the slices to process: everything at once, or one tensor at a time."""
-    return [slice(0, count)] if foreach else [slice(index, index + 1) for index in range(count)]
-
-
-def _of(values: Tensor | None, part: slice) -> list[Tensor]:
-    return [] if values is None else list(values[part].unbind())
-
-
 def _correct(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     scale: Tensor | None,
-    last_scales: list[Tensor],
+    last_scales: Tensor | None,
     k: float | None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return g, last and c in the dtype of the arithmetic; c is g without last gradients or k."""
-    dtype = _arithmetic([*gradients, *last_grads]) if dtype is None else dtype
-    g, last = _in(gradients, dtype), _in(last_grads, dtype)
+    """Return g, last and c in a dtype; c is g without last gradients or k."""
+    g, last = ([tensor.to(dtype) for tensor in tensors] for tensors in (gradients, last_grads))
     if scale is not None:
         g = list(torch._foreach_mul(g, scale.to(dtype)))
-    if not last:
-        return g, last, g
-    if last_scales:
-        last = list(torch._foreach_mul(last, [value.to(dtype) for value in last_scales]))
-    if k is None:
+    if last and last_scales is not None:
+        last = list(torch._foreach_mul(last, list(last_scales.to(dtype).unbind())))
+    if not last or k is None:
         return g, last, g
     # c_t = g_t + k (g_t - last_t)    (Algorithm 2)
     c = list(torch._foreach_sub(g, last))
     torch._foreach_mul_(c, k)
     torch._foreach_add_(c, g)
     return g, last, c
-
-
-def _arithmetic(tensors: list[Tensor]) -> torch.dtype:
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def _in(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of this dtype: the given ones where they match, copies otherwise."""
-    return [t.to(dtype) for t in tensors]
-
-
-def _put(results: list[Tensor], tensors: list[Tensor]) -> None:
-    """Round results back into the tensors they came from; a no-op where they are the same tensors."""
-    for result, tensor in zip(results, tensors, strict=True):
-        if result is not tensor:
-            tensor.copy_(result)

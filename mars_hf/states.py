@@ -41,13 +41,6 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> t
     return keys
 
 
-def usual_buffers(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of the buffers of a group's float32 parameters after their first steps."""
-    buffers = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
-    keys = buffers.get(rule_of(group), ("exp_avg", "last_grad"))
-    return (*keys[:2], "max_exp_avg_sq", *keys[2:]) if group["amsgrad"] and "exp_avg_sq" in keys else keys
-
-
 def buffers_of(param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
     """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
     keys, rule = ["exp_avg"], rule_of(group)

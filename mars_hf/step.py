@@ -27,13 +27,14 @@ from mars_hf.orthogonalize import (
     iteration_dtype,
     newton_schulz_of,
 )
-from mars_hf.param_groups import orthogonalizes, rule_of, takes_mars
+from mars_hf.settings import ORTHOGONAL_TYPES
 
 _PLAIN = {Tensor, nn.Parameter}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Rows of the sums.
 GG, GL, LL, CC = range(4)
-_RULES = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
+# The arithmetic of each rule (see `rules.update`); mars-shampoo and mars-m do not stop at the momentum.
+_ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
 
 
 @dataclass
@@ -45,6 +46,7 @@ class TensorList:
     """
 
     group: dict[str, Any]
+    rule: str  # of the group: "adamw", or a `mars_type`
     backend: Backend
     takes_grad: bool = False  # the gradients become the last gradients
     chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
@@ -62,10 +64,10 @@ class TensorList:
     indices: list[int] = field(default_factory=list)  # of the parameters
     offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
     fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
-    # Set between norms and update: 0-d, one per entry, one per entry; None means 1.
-    scale: Tensor | None = None
-    last_scales: Tensor | None = None
-    factors: Tensor | None = None
+    correction: float = 0.0  # k
+    scale: Tensor | None = None  # 0-d; None means 1
+    last_scales: Tensor | None = None  # one per entry; None means 1
+    factors: Tensor | None = None  # the same; set between norms and update
     clips: bool = False  # the update computes the factors itself
 
     def singles(self) -> Iterator[TensorList]:
@@ -78,6 +80,7 @@ class TensorList:
 
 def build_lists(
     param_groups: Sequence[dict[str, Any]],
+    update_rules: Sequence[str],
     all_states: MutableMapping[Tensor, Any],
     specs: Mapping[Tensor, ShardSpec],
     chunk_of: Mapping[int, Any],
@@ -87,6 +90,7 @@ def build_lists(
 
     Args:
         param_groups: the optimizer's groups.
+        update_rules: their update rules.
         all_states: the optimizer's states; those of new parameters are stored if no check fails.
         specs: specs of the sharded tensors.
         chunk_of: the chunk of each matrix to orthogonalize, by its index.
@@ -98,20 +102,20 @@ def build_lists(
     Raises:
         RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
     """
-    entries = _collect(param_groups, all_states)
-    looks: list[tuple[bool, bool]] = [(True, True)] * len(entries)
+    entries = _collect_ordinary(param_groups, update_rules, all_states)
+    fits = [(True, True)] * len(entries)
     overlapping: set[int] = set()
-    if not _are_ordinary(entries):
-        entries = _collect_checked(param_groups, all_states)
+    if not entries:
+        entries = _collect_any(param_groups, all_states)
         spans: list[tuple[int, int, int]] = []
-        looks = [_look(entry.tensors, entry.param_index, spans) for entry in entries]
+        fits = [_look(entry.tensors, entry.param_index, spans) for entry in entries]
         overlapping = _overlapping(spans)
-    averaging = {e.place for e in entries if "last_grad" not in e.keys and takes_mars(param_groups[e.place])}
+    # Groups whose first moments are averages of the gradients, for one gamma.
+    averaging = {e.place for e in entries if "last_grad" not in e.keys and update_rules[e.place] != "adamw"}
     for place in averaging:
         _check_gamma(param_groups[place])
-    orthogonal = {place for place, group in enumerate(param_groups) if orthogonalizes(group)}
     alike: dict[Any, list[tuple[_Entry, Shard | None, bool]]] = {}
-    for entry, (dense, grad_fits) in zip(entries, looks, strict=True):
+    for entry, (dense, grad_fits) in zip(entries, fits, strict=True):
         place, index, param, state, keys, tensors = entry
         spec = specs.get(param) if specs else None
         takes = take_grad and param_groups[place]["is_approx"] and spec is None and _may_take(param.grad, state)
@@ -121,14 +125,15 @@ def build_lists(
         kind = (place, tensors[0].device, *[tensor.dtype for tensor in tensors], keys, dense, takes, process_group)
         for shard in (None,) if spec is None else spec.shards:
             # Tensors of ZeRO that nobody located are not at their parameters' indices.
-            chunk = chunk_of.get(index if shard is None else shard.param_index) if place in orthogonal else None
+            index = index if shard is None else shard.param_index
+            chunk = chunk_of.get(index) if update_rules[place] in ORTHOGONAL_TYPES else None
             alike.setdefault((*kind, chunk), []).append((entry, shard, grad_fits))
     total = sum(entry.tensors[0].numel() for entry in entries)
     lists = []
     for (place, device, *_, dense, takes, process_group, chunk), parts in alike.items():
         dtypes = [tensor.dtype for tensor in parts[0][0].tensors]
         backend = choose_backend(param_groups[place], device, dtypes, total, dense=dense)
-        lists.append(TensorList(param_groups[place], backend, takes, chunk, process_group))
+        lists.append(TensorList(param_groups[place], update_rules[place], backend, takes, chunk, process_group))
         _fill(lists[-1], parts)
     for entry in entries:
         all_states[entry.param] = entry.state
@@ -148,54 +153,50 @@ class _Entry(NamedTuple):
     tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
 
 
-def _collect(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
-    """Return the entries of a step like most: whole parameters that have states; empty for any other step."""
+def _collect_ordinary(
+    param_groups: Sequence[dict[str, Any]], update_rules: Sequence[str], all_states: Mapping[Tensor, Any]
+) -> list[_Entry]:
+    """Return the entries of a step like most; empty if any tensor needs the closer look of `_collect_any` and `_look`.
+
+    All tensors are plain, floating point, on one device and contiguous, have the parameters' shapes, and lie apart.
+    """
     entries: list[_Entry] = []
     index = -1
-    for place, group in enumerate(param_groups):
-        keys = states.usual_buffers(group)
-        needed, has_last = {*keys, "step"}, "last_grad" in keys
-        if group["rounding"] == "kahan":
+    for place, (group, rule) in enumerate(zip(param_groups, update_rules, strict=True)):
+        if group["rounding"] == "kahan" or group["amsgrad"]:
             return []
+        keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "last_grad")
+        keys = keys[:2] if rule == "adamw" else keys if rule == "mars-adamw" else keys[::2]
         for param in group["params"]:
             index += 1
             if param.grad is None:
                 continue
             state = all_states.get(param)
-            if state is None or not state.keys() >= needed or ("last_grad" in state) is not has_last:
+            if state is None or not state.keys() >= {*keys, "step"} or ("last_grad" in state) is (rule == "adamw"):
                 return []
             entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
-    return entries
-
-
-def _are_ordinary(entries: Sequence[_Entry]) -> bool:
-    """Return whether no tensor needs a closer look: a fast test of all that `_collect_checked` and `_look` find.
-
-    All are plain, floating point, on one device and contiguous, have the parameters' shapes, and lie apart.
-    """
     tensors = [tensor for entry in entries for tensor in entry.tensors]
     steps = [entry.state["step"] for entry in entries]
-    if not (entries and set(map(type, tensors)) <= _PLAIN and set(map(type, steps)) == {Tensor}):
-        return False
+    if not (set(map(type, tensors)) <= _PLAIN and set(map(type, steps)) == {Tensor}):
+        return []
     if not {tensor.dtype for tensor in tensors} <= _FLOATS or len({tensor.device for tensor in tensors}) > 1:
-        return False
+        return []
     if {tensor.layout for tensor in tensors} != {torch.strided} or any(map(Tensor.is_neg, tensors)):
-        return False
+        return []
     for entry in entries:
         shapes = [tensor.shape for tensor in entry.tensors]
         if shapes.count(shapes[0]) < len(shapes):
-            return False
+            return []
     if not all(map(Tensor.is_contiguous, tensors)) or {step.shape for step in steps} != {torch.Size()}:
-        return False
+        return []
     starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.element_size, tensors))
-    bytes_ = map(operator.mul, map(Tensor.numel, tensors), sizes)
     # Apart are spans whose n-th end is not behind the next start, in order.
-    ends = sorted(map(operator.add, starts, bytes_))
-    apart = not any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
-    return apart and all(starts) and not any(map(operator.mod, starts, sizes))
+    ends = sorted(map(operator.add, starts, map(operator.mul, map(Tensor.numel, tensors), sizes)))
+    overlap = any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
+    return [] if overlap or not all(starts) or any(map(operator.mod, starts, sizes)) else entries
 
 
-def _collect_checked(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
+def _collect_any(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
     """Return the entries of any step, after checks of each gradient and state."""
     entries: list[_Entry] = []
     index = -1
@@ -219,7 +220,7 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
     rows = []
     for entry, shard, grad_fits in parts:
         param, grad = entry.tensors[:2]
-        if not (grad_fits if target.backend.is_flat else not grad.is_neg()):
+        if not (grad_fits if target.backend.kernels is not None else not grad.is_neg()):
             # With the parameter's strides; PyTorch loses the neg bit between float16 and float32.
             entry.tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
         row = entry.tensors
@@ -235,6 +236,16 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
     target.indices = [entry.param_index if shard is None else shard.param_index for entry, shard, _ in parts]
     target.offsets = [0 if shard is None else shard.region.offset for _, shard, _ in parts]
     target.fractions = [1.0 if shard is None else shard.numel / shard.whole for _, shard, _ in parts]
+    if target.group["maximize"]:
+        target.scale = torch.full((), -1.0, device=target.params[0].device)
+    if not target.last_grad:
+        return
+    beta1 = float(target.group["betas"][0])
+    target.correction = float(target.group["gamma"]) * beta1 / (1 - beta1)
+    scales = [state.get("last_grad_scale") for state in target.states]
+    known = next((scale for scale in scales if scale is not None), None)
+    if known is not None:
+        target.last_scales = torch.stack([torch.ones_like(known) if scale is None else scale for scale in scales])
 
 
 def take_sums(
@@ -242,29 +253,26 @@ def take_sums(
 ) -> dict[int, Tensor]:
     """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
 
-    Sets the sign of the gradients, the scales that the last step left, and `clips` where clipping is all and the update
-    takes the norms itself.
+    Sets `clips` where clipping is all and the update takes the norms itself.
     """
     folded = max_grad_norm is not None
     sums = {}
-    for place, own in enumerate(lists):
-        threshold, mars = own.group["clip_threshold"], takes_mars(own.group)
-        own.scale = torch.full((), -1.0, device=own.params[0].device) if own.group["maximize"] else None
-        own.last_scales = _last_scales(own.states) if own.last_grad else None
-        if not folded and not (mars and (threshold is not None or metrics is not None)):
+    for place, tensors in enumerate(lists):
+        threshold = tensors.group["clip_threshold"]
+        if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
             continue
-        if not folded and metrics is None and own.backend.clips and own.process_group is None:
-            own.clips = True
+        if not folded and metrics is None and tensors.backend.clips and tensors.process_group is None:
+            tensors.clips = True
             continue
         needs_last = not folded or threshold is not None or metrics is not None
-        sums[place] = own.backend.run_sums(
-            own.grads,
-            own.last_grad if needs_last else [],
+        sums[place] = tensors.backend.run_sums(
+            tensors.grads,
+            tensors.last_grad if needs_last else [],
             products=folded or metrics is not None,
             corrected=not folded,
-            scale=own.scale,
-            last_scales=own.last_scales,
-            k=_correction(own),
+            scale=tensors.scale,
+            last_scales=tensors.last_scales,
+            k=tensors.correction,
         )
     return sums
 
@@ -285,40 +293,33 @@ def set_factors(
         max_grad_norm: largest global norm; None for no scaling, and no norm.
         metrics: receives the sums; None measures nothing.
     """
-    norm = scale = None
+    norm = global_scale = None
     if max_grad_norm is not None:
-        squares = [own[GG].sum() for place, own in sums.items() if lists[place].process_group is None]
+        squares = [rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None]
         squares += [] if whole is None else [whole.total(GG)]
         squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
         norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-        scale = rules.global_scale(norm, max_grad_norm)
+        global_scale = rules.global_scale(norm, max_grad_norm)
     for place, part in sums.items():
-        own = lists[place]
-        own_scale = None if scale is None else scale.to(part.device, part.dtype, non_blocking=True)
-        if takes_mars(own.group):
+        tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
+        scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
+        if tensors.rule != "adamw":
             rows = part[CC:] if scale is None else part[: LL + 1]
-            if own.process_group is not None and whole is not None:
-                rows = whole.of(own.process_group, own.indices).to(part)
-            square = rows[0] if own_scale is None else rules.corrected_square(rows, _correction(own), own_scale)
-            threshold = own.group["clip_threshold"]
+            if tensors.process_group is not None and whole is not None:
+                rows = whole.of(tensors.process_group, tensors.indices).to(part)
+            square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
             if metrics is not None:
-                if own_scale is not None:
-                    corrected = rules.corrected_square(part, _correction(own), own_scale)
-                    part = torch.stack([part[GG] * own_scale**2, part[GL] * own_scale, part[LL], corrected])
-                group = HERE if own.process_group is None else own.process_group
-                metrics.add(part, square, own.fractions, threshold, has_last=bool(own.last_grad), group=group)
+                if scale is not None:
+                    corrected = rules.corrected_square(part, k, scale)
+                    part = torch.stack([part[GG] * scale**2, part[GL] * scale, part[LL], corrected])
+                group = HERE if tensors.process_group is None else tensors.process_group
+                has_last = bool(tensors.last_grad)
+                metrics.add(part, square, tensors.fractions, threshold, has_last=has_last, group=group)
             if threshold is not None:
-                own.factors = rules.clip_factors(square, threshold)
-        if own_scale is not None:
-            own.scale = own_scale if own.scale is None else own.scale * own_scale
+                tensors.factors = rules.clip_factors(square, threshold)
+        if scale is not None:
+            tensors.scale = scale if tensors.scale is None else tensors.scale * scale
     return norm
-
-
-def update_momenta(own: TensorList, dtype: torch.dtype) -> list[Tensor]:
-    """Advance the first moments of a list, and return m for each entry, with its shape and strides, in this dtype."""
-    momenta = [torch.empty_like(param, dtype=dtype) for param in own.params]
-    _run_rule(own, momenta, "momentum")
-    return momenta
 
 
 def update_matrices(
@@ -337,12 +338,14 @@ def update_matrices(
     """
     momenta: list[Tensor] = []
     settings: list[NewtonSchulz] = []
-    for own in lists:
-        device = own.params[0].device if shared is None else shared[0].groups.device
-        dtype = iteration_dtype(own.group, own.params[0], device)
-        momenta += update_momenta(own, dtype)
+    for tensors in lists:
+        device = tensors.params[0].device if shared is None else shared[0].groups.device
+        dtype = iteration_dtype(tensors.group, tensors.params[0], device)
+        part = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
+        _write(tensors, part, arithmetic="momentum")
+        momenta += part
         if shared is None:
-            settings += [newton_schulz_of(own.group, dtype)] * len(own.params)
+            settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
     if shared is None:
         wide = torch.float64 if lists[0].params[0].dtype == torch.float64 else torch.float32
         directions = compute_directions(momenta, settings, wide)
@@ -354,52 +357,52 @@ def update_matrices(
             settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
             return compute_directions(wholes, settings, dtype)
 
-        indices = [index for own in lists for index in own.indices]
+        indices = [index for tensors in lists for index in tensors.indices]
         results = exchange.run(matrices, dict(zip(indices, momenta, strict=True)), work)
         directions = [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
     del momenta
-    for own in lists:
-        update(own, directions[: len(own.params)], metrics)
-        del directions[: len(own.params)]
+    for tensors in lists:
+        update(tensors, directions[: len(tensors.params)], metrics)
+        del directions[: len(tensors.params)]
 
 
-def update(own: TensorList, directions: Sequence[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
+def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
     """Move the parameters of a list by one step, and keep its gradients as last gradients.
 
     Args:
-        own: the list; its steps have been counted.
+        tensors: the list; its steps have been counted.
         directions: one per entry if the rule orthogonalizes; None if not.
         metrics: receives the change, entry by entry, which copies one at a time; None skips it.
     """
-    rounding = own.group["rounding"] if own.params[0].dtype == torch.bfloat16 else "nearest"
-    kernel_rounds = rounding == "stochastic" and own.backend.rounds and directions is None
-    rounds_itself = rounding == "nearest" or kernel_rounds
-    if rounds_itself and (metrics is None or not takes_mars(own.group)):
-        _write(own, own.params, directions, rounding)
+    rounding = tensors.group["rounding"] if tensors.params[0].dtype == torch.bfloat16 else "nearest"
+    kernel_rounds = rounding == "stochastic" and tensors.backend.kernels is not None and directions is None
+    metrics = None if tensors.rule == "adamw" else metrics
+    if metrics is None and (rounding == "nearest" or kernel_rounds):
+        _write(tensors, tensors.params, directions, seeded=kernel_rounds)
     else:
-        for place, single in enumerate(own.singles()):
+        for place, single in enumerate(tensors.singles()):
             (param,) = single.params
             direction = None if directions is None else directions[place : place + 1]
             before = None if metrics is None else param.clone()
-            if rounds_itself:
-                _write(single, [param], direction, rounding)
+            if rounding == "nearest" or kernel_rounds:
+                _write(single, [param], direction, seeded=kernel_rounds)
             else:
                 _write_rounded(single, direction, rounding)
-            if metrics is not None and before is not None and takes_mars(own.group):
+            if metrics is not None and before is not None:
                 dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
-                group = HERE if own.process_group is None else own.process_group
+                group = HERE if tensors.process_group is None else tensors.process_group
                 metrics.add_update(param.to(dtype) - before.to(dtype), group)
-    scale = None if own.scale is None else own.scale.float()
-    stale = own.takes_grad or own.last_scales is not None
-    for param, state in zip(own.owners, own.states, strict=True) if stale else ():
+    scale = None if tensors.scale is None else tensors.scale.float()
+    stale = tensors.takes_grad or tensors.last_scales is not None
+    for param, state in zip(tensors.owners, tensors.states, strict=True) if stale else ():
         state.pop("last_grad_scale", None)
-        if own.takes_grad:
+        if tensors.takes_grad:
             state["last_grad"], param.grad = param.grad, None
             if scale is not None:
                 state["last_grad_scale"] = scale
 
 
-def _write_rounded(single: TensorList, direction: Sequence[Tensor] | None, rounding: str) -> None:
+def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
     """Update a float32 copy of one entry, then round it into the bfloat16 parameter."""
     (param,) = single.params
     values = param.float()
@@ -414,59 +417,44 @@ def _write_rounded(single: TensorList, direction: Sequence[Tensor] | None, round
 
 
 def _write(
-    own: TensorList, params: list[Tensor], directions: Sequence[Tensor] | None, rounding: str = "nearest"
+    tensors: TensorList,
+    params: list[Tensor],
+    directions: list[Tensor] | None = None,
+    *,
+    arithmetic: str | None = None,
+    seeded: bool = False,
 ) -> None:
-    group = own.group
+    """Write what a list's rule gives into `params`: the moved parameters, or for "momentum" the first moments."""
+    group = tensors.group
     if directions is not None:
-        settings = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
-        rules.apply(params, directions, **settings, foreach=own.backend.foreach)
+        rules.apply(params, directions, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
         return
-    _run_rule(own, params, _RULES[rule_of(group)], _seeds(own) if rounding == "stochastic" else ())
-
-
-def _run_rule(own: TensorList, params: list[Tensor], rule: str, seeds: Sequence[int] = ()) -> None:
-    group = own.group
     options = rules.Options(
-        rule=rule,
-        steps=[step.item() for step in own.steps],
+        rule=arithmetic or _ARITHMETIC[tensors.rule],
+        steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        k=_correction(own),
-        scale=own.scale,
-        last_scales=own.last_scales,
-        factors=own.factors,
-        nesterov=0.0 if own.last_grad or not takes_mars(group) else float(group["gamma"]),
+        k=tensors.correction,
+        scale=tensors.scale,
+        last_scales=tensors.last_scales,
+        factors=tensors.factors,
+        nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
         second_moment=group["second_moment"],
-        keep_last=group["is_approx"] and not own.takes_grad,
-        clip_threshold=float(group["clip_threshold"]) if own.clips else None,
-        seeds=seeds,
+        keep_last=group["is_approx"] and not tensors.takes_grad,
+        clip_threshold=float(group["clip_threshold"]) if tensors.clips else None,
+        seeds=_seeds(tensors) if seeded else (),
     )
-    lists = (params, own.grads, own.exp_avg, own.exp_avg_sq, own.max_exp_avg_sq, own.last_grad)
-    own.backend.run_update(*lists, options=options)
+    lists = (params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad)
+    tensors.backend.run_update(*lists, options=options)
 
 
-def _correction(own: TensorList) -> float:
-    """Return the weight of the correction, gamma beta1 / (1 - beta1); 0 without last gradients."""
-    beta1 = float(own.group["betas"][0])
-    return float(own.group["gamma"]) * beta1 / (1 - beta1) if own.last_grad else 0.0
-
-
-def _last_scales(all_states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Return the scales that these states' last gradients still need, as one tensor; None means 1."""
-    scales = [state.get("last_grad_scale") for state in all_states]
-    known = [scale for scale in scales if scale is not None]
-    if not known:
-        return None
-    return torch.stack([torch.ones_like(known[0]) if scale is None else scale for scale in scales])
-
-
-def _seeds(own: TensorList) -> list[int]:
+def _seeds(tensors: TensorList) -> list[int]:
     """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
-    steps = [int(step.item()) for step in own.steps]
-    return [rules.noise_seed(*entry) for entry in zip(own.indices, steps, own.offsets, strict=True)]
+    steps = [int(step.item()) for step in tensors.steps]
+    return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, tensors.offsets, strict=True)]
 
 
 def place_gradients(param_groups: Sequence[Mapping[str, Any]]) -> None:

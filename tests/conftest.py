@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # huggingface_hub and datasets read these at import, so set them before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,7 +36,12 @@ def seeded() -> None:
 @pytest.fixture
 def foreach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plain PyTorch take whole lists on the CPU, as it does on accelerators, or one tensor after the other."""
-    monkeypatch.setattr(backends, "takes_lists", lambda device: request.param)
+    choose = backends.choose_backend
+
+    def chosen(*args: Any, **options: Any) -> backends.Backend:
+        return dataclasses.replace(choose(*args, **options), foreach=request.param)
+
+    monkeypatch.setattr("mars_hf.step.choose_backend", chosen)
 
 
 @pytest.fixture(autouse=True, scope="module")

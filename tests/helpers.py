@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.kernels import cpu_compiler as compiler
+from mars_hf.param_groups import rule_of
 from mars_hf.step import build_lists
 
 VOCAB = 64
@@ -89,9 +90,10 @@ def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settin
 
 def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     """The backends that a step with the present gradients takes, list by list."""
-    _, chunk_of, _ = optimizer._locate()
-    lists, _ = build_lists(optimizer.param_groups, dict(optimizer.state), {}, chunk_of)
-    return [own.backend.name for own in lists]
+    rules = list(map(rule_of, optimizer.param_groups))
+    _, chunk_of, _ = optimizer._locate(rules)
+    lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, chunk_of)
+    return [tensors.backend.name for tensors in lists]
 
 
 @contextmanager

@@ -8,14 +8,14 @@
 | for-loop | CPU   | rules.py, one tensor after the other     | otherwise                              |
 
 Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then rules.py applies the
-directions, with the backend's `foreach`.
+directions.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -34,38 +34,43 @@ class Backend:
 
     name: str
     kernels: ModuleType | None = None
-    foreach: bool = False  # rules.py works on whole lists
+    foreach: bool = False  # rules.py gets whole lists: fewer launches, temporaries for all tensors at once
+    clips: bool = False  # `update` clips each tensor itself, given `clip_threshold`
 
-    @property
-    def is_flat(self) -> bool:
-        """Return whether it walks memory in its order."""
-        return self.kernels is not None
-
-    @property
-    def rounds(self) -> bool:
-        """Return whether `update` rounds bfloat16 parameters stochastically itself, with `seeds`."""
-        return self.kernels is not None
-
-    @property
-    def clips(self) -> bool:
-        """Return whether `update` clips each tensor itself, given `clip_threshold`."""
-        return self.name == "compiled"
-
-    def run_sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
+    def run_sums(
+        self, gradients: list[Tensor], last_grads: list[Tensor], *, last_scales: Tensor | None = None, **settings: Any
+    ) -> Tensor:
         """Take the sums; see `rules.sums`."""
         if self.kernels is not None:
-            return self.kernels.sums(gradients, last_grads, **settings)
-        return rules.sums(gradients, last_grads, foreach=self.foreach, **settings)
+            return self.kernels.sums(gradients, last_grads, last_scales=last_scales, **settings)
+        columns = []
+        size = len(gradients) if self.foreach else 1
+        for start in range(0, len(gradients), size):
+            part = slice(start, start + size)
+            scales = None if last_scales is None else last_scales[part]
+            columns.append(rules.sums(gradients[part], last_grads[part], last_scales=scales, **settings))
+        return torch.cat(columns, dim=1)
 
     def run_update(self, *lists: list[Tensor], options: rules.Options) -> None:
         """Update; see `rules.update`."""
-        params, gradients, exp_avgs, exp_avg_sqs, maxima, last_grads = lists
-        if self.kernels is None:
-            rules.update(params, gradients, exp_avgs, exp_avg_sqs, maxima, last_grads, options, foreach=self.foreach)
+        if self.kernels is not None:
+            params, gradients, exp_avgs, exp_avg_sqs, _, last_grads = lists
+            self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
+            # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
+            torch.autograd.graph.increment_version(params)
             return
-        self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
-        # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
-        torch.autograd.graph.increment_version(params)
+        scales, factors = options.last_scales, options.factors
+        size = len(options.steps) if self.foreach else 1
+        for start in range(0, len(options.steps), size):
+            part = slice(start, start + size)
+            part_options = replace(
+                options,
+                steps=options.steps[part],
+                last_scales=None if scales is None else scales[part],
+                factors=None if factors is None else factors[part],
+            )
+            params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads = (tensors[part] for tensors in lists)
+            rules.update(params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, part_options)
 
 
 def choose_backend(
@@ -83,7 +88,8 @@ def choose_backend(
     Raises:
         RuntimeError: `fused=True` where no kernels run.
     """
-    plain = Backend("foreach", foreach=True) if takes_lists(device) else Backend("for-loop")
+    # Whole lists save launches, and leave a CPU's cache.
+    plain = Backend("for-loop") if device.type == "cpu" else Backend("foreach", foreach=True)
     kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes
     if group["fused"] is False or not dense or group["amsgrad"] or kahan:
         return plain
@@ -93,18 +99,13 @@ def choose_backend(
     if not kernels.DTYPES.issuperset(dtypes):
         return plain
     if kernels.is_available(device):
-        return Backend(kernels.NAME, kernels, plain.foreach)
+        return Backend(kernels.NAME, kernels, clips=device.type == "cpu")
     if group["fused"]:
         raise RuntimeError(
             f"fused=True, and no kernels run on {device.type}: GPUs need Triton (pip install triton), CPUs a C++ "
             "compiler; use fused=None"
         )
     return plain
-
-
-def takes_lists(device: torch.device) -> bool:
-    """Return whether plain PyTorch is faster on whole lists there: they save launches, and leave a CPU's cache."""
-    return device.type != "cpu"
 
 
 def kernels_of(device: torch.device) -> ModuleType:

@@ -76,15 +76,11 @@ def test_tensors_that_share_memory():
     assert names(Mars(params)) == ["for-loop"]
 
 
-@needs_compiler
-def test_choice_on_gpus(monkeypatch):
-    """Kernels on a GPU leave whole lists to the rules."""
-    monkeypatch.setattr("mars_hf.kernels.gpu.is_available", lambda device: True)
-    group = {"fused": None, "amsgrad": False, "rounding": "nearest"}
-    backend = backends.choose_backend(group, torch.device("cuda"), [torch.float32], 1, dense=True)
-    assert backend.name == "triton" and backend.foreach
-    backend = backends.choose_backend(group, CPU, [torch.float32], backends.COMPILED_FROM, dense=True)
-    assert backend.name == "compiled" and not backend.foreach
+def test_plain_pytorch_takes_whole_lists_on_gpus_alone():
+    group = {"fused": False, "amsgrad": False, "rounding": "nearest"}
+    for device, foreach in (("cuda", True), ("cpu", False)):
+        backend = backends.choose_backend(group, torch.device(device), [torch.float32], 1, dense=True)
+        assert backend.kernels is None and backend.foreach is foreach
 
 
 @needs_compiler
