@@ -126,7 +126,6 @@ def _train(
             *([GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()] if mars else []),
         ],
         run=start.run,
-        card_facts=facts,
         resumed=start.manifest,
     )
     stopping = Stopping(trainer.accelerator)

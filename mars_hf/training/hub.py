@@ -52,7 +52,6 @@ def attach(trainer: Any) -> None:
     """Make a Trainer save mars.json with the model and complete its model cards; safe to call twice.
 
     The methods are wrapped on the instance: subclasses override them, and runs without MARS stay as they are.
-    `trainer.card_facts` keeps the keyword arguments of `create_model_card` for the next time the card is written.
     """
     save, create = trainer.save_model, trainer.create_model_card
     if hasattr(save, "saves_mars"):
@@ -60,29 +59,21 @@ def attach(trainer: Any) -> None:
 
     @functools.wraps(save)
     def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        output = Path(str(trainer.args.output_dir))
-        folder = Path(str(output_dir or output))
-        rewrites = folder == output and _is_sealed(folder / CARD)  # PEFT edits the card when it saves
         result = save(output_dir, *args, **kwargs)
-        save_settings(trainer, folder)
-        if rewrites:
-            leave(trainer, overwrite=True)
+        save_settings(trainer, Path(str(output_dir or trainer.args.output_dir)))
         return result
 
     @functools.wraps(create)
     def create_model_card(*args: Any, **kwargs: Any) -> Any:
-        if not args:
-            kwargs = trainer.card_facts = {**trainer.card_facts, **kwargs}
         result = create(*args, **kwargs)
         mars = innermost(trainer.optimizer)
         if isinstance(mars, Mars) and trainer.is_world_process_zero():
             with _warning(trainer):
-                _complete_card(trainer, mars)
+                _complete_card(trainer, mars, _listed(kwargs.get("dataset")))
         return result
 
     save_model.saves_mars = True  # type: ignore[attr-defined]
     trainer.save_model, trainer.create_model_card = save_model, create_model_card
-    trainer.card_facts = getattr(trainer, "card_facts", {})
     if hasattr(trainer.model, "add_model_tags"):  # for the cards of PEFT and of `model.push_to_hub`
         trainer.model.add_model_tags(list(TAGS))
 
@@ -95,21 +86,18 @@ def save_settings(trainer: Any, folder: Path) -> None:
         saved_settings.write(folder, mars_hf.__version__, mars.created_with, groups)
 
 
-def leave(trainer: Any, *, overwrite: bool = False) -> None:
-    """Write mars.json and the model card into the output folder; without `overwrite`, a README.md of others stays."""
+def leave(trainer: Any) -> None:
+    """Write mars.json and the model card into the output folder; a card that another has written or edited stays."""
     folder = Path(str(trainer.args.output_dir))
+    card = folder / CARD
     with _warning(trainer):
         save_settings(trainer, folder)
-        push = getattr(trainer, "push_in_progress", None)
-        if push is not None and not push.is_done():  # it reads the card
-            if not _has_ended(trainer):
-                return
-            push.wait_until_done()
-        is_replaceable = overwrite or not (folder / CARD).exists() or _is_sealed(folder / CARD)
-        if is_replaceable and hasattr(trainer.model, "config"):  # which Trainer's card reads
+        has_config = hasattr(trainer.model, "config")  # which Trainer's card reads
+        if has_config and trainer.is_world_process_zero() and (not card.exists() or _is_sealed(card)):
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
-            accepted = inspect.signature(trainer.create_model_card).parameters.keys() - trainer.card_facts.keys()
-            trainer.create_model_card(**({"finetuned_from": ""} if "finetuned_from" in accepted else {}))
+            is_accepted = "finetuned_from" in inspect.signature(trainer.create_model_card).parameters
+            trainer.create_model_card(**({"finetuned_from": ""} if is_accepted else {}))
+            saved_settings.write_whole(card, _sealed(card.read_text(encoding="utf-8")))
 
 
 @contextlib.contextmanager
@@ -122,14 +110,14 @@ def _warning(trainer: Any) -> Iterator[None]:
         logger.warning(f"mars_hf could not describe the run in {trainer.args.output_dir}: {line or repr(error)}")
 
 
-def _complete_card(trainer: Any, mars: Mars) -> None:
+def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     """Add MARS to the card that the Trainer has just written, and correct what it states about optimizer and base."""
     folder = Path(str(trainer.args.output_dir))
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     groups = trained_groups(mars.param_groups, trainer.model)
     main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
     card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
-    _complete_metadata(card.data, trainer, model)
+    _complete_metadata(card.data, trainer, model, dataset)
 
     base = card.data.base_model
     origin = f"is a fine-tuned version of [{base}](https://huggingface.co/{base})"
@@ -147,10 +135,10 @@ def _complete_card(trainer: Any, mars: Mars) -> None:
     if "```python" not in text and (code := _usage(folder, trainer, model, base)):
         parts.append(f"## Usage\n\n```python\n{code}\n```")
     card.text = "\n\n".join([*parts, f"## Citation of MARS\n\n{_CITATION}"]) + "\n"
-    saved_settings.write_whole(folder / CARD, _sealed(str(card)))
+    saved_settings.write_whole(folder / CARD, str(card))
 
 
-def _complete_metadata(data: Any, trainer: Any, model: Any) -> None:
+def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) -> None:
     """Add tags, task and the last evaluation to a card's metadata, and drop names that the Hub refuses: local paths."""
     name = getattr(model.config, "name_or_path", None)
     data.base_model = next((base for base in (data.base_model, name) if _on_hub(base)), None)
@@ -159,23 +147,23 @@ def _complete_metadata(data: Any, trainer: Any, model: Any) -> None:
     data.datasets = [name for name in _listed(data.datasets) if _on_hub(name)] or None
     data.library_name = "peft" if _is_adapter(model) else data.library_name
     data.pipeline_tag = data.pipeline_tag or _task(model)
-    data.eval_results = _eval_results(data, trainer) or None
+    data.eval_results = _eval_results(data, trainer, dataset) or None
     if data.eval_results:
         data.model_name = data.model_name or Path(str(trainer.args.output_dir)).absolute().name
 
 
-def _eval_results(data: Any, trainer: Any) -> list[EvalResult]:
+def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:
     """Return the results in a card's metadata, and the final metrics that they lack."""
     results = [result for result in data.eval_results or () if result.dataset_type]
     known = [result.metric_type for result in results]
     hub_name = data.datasets[0] if data.datasets and len(data.datasets) == 1 else "unknown"
-    dataset = ", ".join(_listed(trainer.card_facts.get("dataset") or data.datasets)) or "unknown"
+    name = ", ".join(dataset or _listed(data.datasets)) or "unknown"
     sets = sorted(trainer.eval_dataset, key=len, reverse=True) if isinstance(trainer.eval_dataset, dict) else ()
     for key, value in _final_metrics(trainer).items():
-        part = next((name for name in sets if key.startswith(f"{name}_")), None)
+        part = next((part for part in sets if key.startswith(f"{part}_")), None)
         metric = key.removeprefix(f"{part}_")
         if metric not in known:
-            place = data.pipeline_tag or "other", hub_name, part or dataset, metric, value
+            place = data.pipeline_tag or "other", hub_name, part or name, metric, value
             # The Hub tells several sets apart by `config`.
             results.append(EvalResult(*place, dataset_config=part, metric_name=metric.replace("_", " ").capitalize()))
     return results
@@ -185,7 +173,8 @@ def _final_metrics(trainer: Any) -> dict[str, float]:
     """Return the finite metrics of the weights that stay: of the best step if that was loaded, else the last ones."""
     state = trainer.state
     steps = [row["step"] for row in state.log_history if any(name.startswith("eval_") for name in row)]
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and _has_ended(trainer):
+    has_ended = any("train_runtime" in row for row in state.log_history)
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and has_ended:
         steps.append(state.best_global_step)
     values = {name: value for row in state.log_history if row["step"] in steps[-1:] for name, value in row.items()}
     return {
@@ -194,10 +183,6 @@ def _final_metrics(trainer: Any) -> dict[str, float]:
         if name.startswith("eval_") and not name.endswith(_TIMES)
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
-
-
-def _has_ended(trainer: Any) -> bool:
-    return any("train_runtime" in row for row in trainer.state.log_history)
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -256,6 +241,6 @@ def _sealed(content: str) -> str:
 
 
 def _is_sealed(path: Path) -> bool:
-    """Return whether a card is as `_complete_card` left it."""
+    """Return whether a card is as `leave` left it."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return text == _sealed(text.rpartition(_SEAL.partition("{")[0])[0])

@@ -100,7 +100,6 @@ def train(trainer: Any, name: str, **card_facts: Any) -> dict[str, Any]:
         ValueError: loss or gradients stayed non-finite.
     """
     training = trainer.args
-    trainer.card_facts = card_facts  # for the cards written during training
     try:
         result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except mars_hf.NonFiniteError as error:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from hub_server import mistakes_in
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator, modelcard
+from transformers import GPT2LMHeadModel, Trainer, default_data_collator, modelcard
 
 import mars_hf
 from mars_hf.training import hub
@@ -152,9 +151,8 @@ def test_usage_needs_weights_beside_the_card(tmp_path, monkeypatch):
     run = trainer(arguments(folder, **BY_NAME))
     run.train()
     assert "## Usage" not in card_of(run)
-    run.save_model(str(tmp_path / "elsewhere"))
-    assert "## Usage" not in card_of(run)
     run.save_model()
+    run.create_model_card()
     code = card_of(run).partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -163,16 +161,15 @@ def test_usage_needs_weights_beside_the_card(tmp_path, monkeypatch):
     assert str(tmp_path) not in card_of(run)
 
 
-def test_facts_given_once_are_kept(tmp_path):
+def test_facts_that_the_user_states(tmp_path):
     run = evaluated(arguments(tmp_path, **BY_NAME, **EVALUATED))
-    run.card_facts = {"language": "en"}
     run.train()
-    assert metadata_of(run).language == ["en"]
     run.create_model_card(license="apache-2.0", dataset="blocks", dataset_tags="me/blocks", tags="tiny")
-    run.save_model()  # rewrites the card
+    run.save_model()
+    run.train()  # leaves the user's card
     card, data = card_of(run), metadata_of(run)
-    assert "## Usage" in card and "This model was trained from scratch on the blocks dataset." in card
-    assert (data.language, data.license, data.datasets) == (["en"], "apache-2.0", ["me/blocks"])
+    assert "This model was trained from scratch on the blocks dataset." in card
+    assert (data.license, data.datasets) == ("apache-2.0", ["me/blocks"])
     assert {"tiny", "generated_from_trainer", "mars"} <= set(data.tags)
     (result,) = data.eval_results
     assert (result.dataset_type, result.dataset_name, result.metric_type) == ("me/blocks", "blocks", "loss")
@@ -207,26 +204,6 @@ def test_a_card_of_the_user_stays(tmp_path, content):
     run.train()
     run.save_model()
     assert (tmp_path / "README.md").read_bytes() == content and saved(tmp_path)["create"]["lr"] == 1e-3
-
-
-def test_a_card_is_not_rewritten_while_it_is_pushed(tmp_path):
-    """A push in the background would upload half of it; only the end of training waits."""
-    run = trainer(arguments(tmp_path, **BY_NAME))
-    run.train()
-    before, run.args.max_steps = card_of(run), 3
-    seen = []
-    run.push_in_progress = SimpleNamespace(is_done=lambda: False, wait_until_done=lambda: seen.append(card_of(run)))
-    run.add_callback(PushEachStep(run))
-    run.train()
-    assert seen[0] == before and "- training_steps: 3\n" in card_of(run)
-
-
-class PushEachStep(TrainerCallback):
-    def __init__(self, run) -> None:
-        self.run = run
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.run.callback_handler.on_push_begin(args, state, control)
 
 
 class Regression(nn.Module):
@@ -349,6 +326,7 @@ def test_adapter_of_peft(tmp_path, base):
     run = trainer(arguments(tmp_path / "out", **BY_NAME, save_strategy="steps", save_steps=2), adapted)
     run.train()
     run.save_model()
+    run.create_model_card()
     card, data = card_of(run), metadata_of(run)
     assert {"lora", "mars"} <= set(data.tags) and not any(tag.endswith(":") for tag in data.tags)
     assert data.library_name == "peft" and data.pipeline_tag == "text-generation"

@@ -42,7 +42,6 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
     Args:
         *args: see MarsTrainer.
         run: the run; checkpoints carry its id and settings.
-        card_facts: keyword arguments of `create_model_card`.
         resumed: manifest of the checkpoint that training goes on from; None for a new run.
         **kwargs: see MarsTrainer.
     """
@@ -51,13 +50,11 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         self,
         *args: Any,
         run: Run,
-        card_facts: dict[str, Any],
         resumed: checkpoints.Manifest | None = None,
         **kwargs: Any,
     ) -> None:
         """Build the Trainer; see the class."""
         super().__init__(*args, **kwargs)
-        self.card_facts = card_facts
         self._run = run
         self._resumed = resumed
         self.step_batches: list[Any] = []
