@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)
     elif options.command == "configs":
-        print(_launch_configs(parser))
+        print(_launch_configs())
     elif options.command == "suggest":
         try:
             print(suggest.run(options))
@@ -75,16 +75,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool) -> None:
     """Run a script or module as `__main__`, after `Trainer` has become MarsTrainer."""
-    if not is_module and not os.path.exists(script):
+    if not is_module and not os.path.isfile(script):
         parser.error(f"no such script: {script!r} (give a path, or -m MODULE)")
-    if not is_module and os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
-        parser.error(f"{script!r} is a folder (give the path of a script, or -m MODULE)")
     replace_trainer()
     sys.argv = [script, *arguments]
     if is_module:
-        # Only now, because looking for a module imports the packages above it, which may import Trainer.
-        if not _is_there(script):
-            parser.error(f"no such module: {script!r} (give a name that python -m can run, or a path without -m)")
+        reason = "give a name that python -m can run, or a path without -m"
+        try:  # only now, because looking for a module imports the packages above it, which may import Trainer
+            spec = importlib.util.find_spec(script)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{script}.__main__")
+        except (ImportError, ValueError) as error:
+            spec, reason = None, str(error)
+        if spec is None:
+            parser.error(f"no such module: {script!r} ({reason})")
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(script))
@@ -103,28 +107,11 @@ def replace_trainer() -> None:
     transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
 
 
-def _is_there(module: str) -> bool:
-    """Return whether `python -m` could run a module; an import that fails inside of a package is its own error."""
-    if module.startswith("."):
-        return False
-    try:
-        spec = importlib.util.find_spec(module)
-    except ValueError:  # an empty name
-        return False
-    except ImportError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        return False
-    return spec is not None and (spec.submodule_search_locations is None or _is_there(f"{module}.__main__"))
-
-
-def _launch_configs(parser: _Parser) -> Path:
+def _launch_configs() -> Path:
     """Return the folder of the launch configs: in the package of a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
-    folder = next((path for path in (package, package.parent) if (path / "accelerate_configs").is_dir()), None)
-    if folder is None:
-        parser.error("this installation lacks accelerate_configs, the launch configs; install mars_hf again")
-    return folder / "accelerate_configs"
+    folder = package / "accelerate_configs"
+    return folder if folder.is_dir() else package.parent / "accelerate_configs"
 
 
 if __name__ == "__main__":
