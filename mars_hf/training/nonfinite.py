@@ -18,8 +18,6 @@ from mars_hf.distributed.shards import local
 
 logger = logging.get_logger(__name__)
 
-_NAMES_SHOWN = 3
-
 
 class NonFiniteError(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient."""
@@ -45,34 +43,29 @@ class NonFiniteCallback(TrainerCallback):
 
     def __init__(self, patience: int = 3) -> None:
         """See the class."""
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        if type(patience) is not int or patience < 1:
             raise ValueError(f"patience={patience!r}: give the number of bad steps in a row that stop a run, >= 1")
         self.patience = patience
         self._bad_in_a_row = 0
-        self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
+        self._values: list[tuple[str, Tensor]] = []
 
-    def watch_loss(self, loss: Tensor) -> None:
-        """Look at the loss of a micro-batch when the step has been taken; MarsTrainer calls this."""
-        self._losses.append(local(loss.detach()))
-
-    def watch_norm(self, norm: Tensor | float) -> None:
-        """Look at a norm of gradients when the step has been taken; MarsTrainer calls this."""
-        self._norms.append(local(torch.as_tensor(norm)))
+    def watch(self, name: str, value: Tensor | float) -> None:
+        """Look at a "loss" or "gradient norm" when the step has been taken; MarsTrainer calls this."""
+        self._values.append((name, local(torch.as_tensor(value).detach())))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count from zero."""
-        self._bad_in_a_row = 0
-        self._losses, self._norms = [], []
+        self._bad_in_a_row, self._values = 0, []
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         """Take the largest gradient, unless the Trainer has handed over a norm."""
-        if not self._norms:
+        if all(name == "loss" for name, _ in self._values):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             grads = [local(param.grad) for param in params if param.grad is not None]
-            self.watch_norm(nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf))
+            norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf)
+            self.watch("gradient norm", norm)
 
     def on_optimizer_step(
         self,
@@ -84,20 +77,19 @@ class NonFiniteCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Report a bad step while its gradients are there, and raise NonFiniteError after too many."""
-        losses, norms = self._losses, self._norms
-        self._losses, self._norms = [], []
+        values, self._values = self._values, []
         was_skipped = getattr(optimizer, "step_was_skipped", False)  # by a gradient scaler, or by DeepSpeed
         if _is_searching_scale(args, optimizer):
-            norms, was_skipped = [], False
-        flags = [torch.isfinite(value).to(args.device) for value in (*losses, *norms)]
-        is_bad = torch.tensor(was_skipped, device=args.device)
-        if flags:
-            is_bad = is_bad | ~torch.stack(flags).all()
-        if not _any_rank(is_bad):
+            values, was_skipped = [(name, value) for name, value in values if name == "loss"], False
+        flags = [~torch.isfinite(value).to(args.device) for _, value in values]
+        is_bad = torch.stack([torch.tensor(was_skipped, device=args.device), *flags]).any().int()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        if not is_bad.item():
             self._bad_in_a_row = 0
             return
         self._bad_in_a_row += 1
-        report = f"step {state.global_step + 1}: non-finite {_describe(losses, norms, model, optimizer)}"
+        report = f"step {state.global_step + 1}: non-finite {_describe(values, model, optimizer)}"
         if state.is_world_process_zero:
             logger.warning(f"{report} ({self._bad_in_a_row} in a row, the run stops at {self.patience})")
         if self._bad_in_a_row >= self.patience:
@@ -116,11 +108,7 @@ class NonFiniteCallback(TrainerCallback):
             if state.is_world_process_zero:
                 logger.warning(f"checkpoint-{state.global_step} is not written: the last step was not finite")
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Turn down a checkpoint after a bad step."""
-        self.on_step_end(args, state, control, **kwargs)
+    on_epoch_end = on_step_end
 
 
 def _is_searching_scale(args: TrainingArguments, optimizer: Any) -> bool:
@@ -129,18 +117,9 @@ def _is_searching_scale(args: TrainingArguments, optimizer: Any) -> bool:
     return args.fp16 if scaler is None else scaler.is_enabled() and scaler.get_scale() >= 1
 
 
-def _any_rank(flag: Tensor) -> bool:
-    """Return whether a flag is set on any rank; waits for the device."""
-    if dist.is_available() and dist.is_initialized():
-        flag = flag.to(torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
-def _describe(losses: list[Tensor], norms: list[Tensor], model: nn.Module, optimizer: Any) -> str:
-    """Return in words what the ranks have found; every rank calls this."""
-    values = [("loss", loss.item()) for loss in losses] + [("gradient norm", norm.item()) for norm in norms]
-    texts = [f"{name} {value:g}" for name, value in values if not abs(value) < float("inf")]
+def _describe(values: list[tuple[str, Tensor]], model: nn.Module, optimizer: Any) -> str:
+    """Return the non-finite values and parameters of all ranks in words; every rank calls this."""
+    texts = [f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value)]
     names = [
         name
         for name, param in model.named_parameters()
@@ -148,8 +127,8 @@ def _describe(losses: list[Tensor], norms: list[Tensor], model: nn.Module, optim
         for grad in (param.grad, optimizer.state.get(param, {}).get("last_grad"))
         if grad is not None and not torch.isfinite(local(grad)).all()
     ]
-    found = gather_object([(texts, names)])
-    texts = list(dict.fromkeys(text for rank_texts, _ in found for text in rank_texts))
-    names = list(dict.fromkeys(name for _, rank_names in found for name in rank_names))
-    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    ranks = gather_object([(texts, names)])
+    texts = list(dict.fromkeys(text for rank_texts, _ in ranks for text in rank_texts))
+    names = list(dict.fromkeys(name for _, rank_names in ranks for name in rank_names))
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return ", ".join(texts or ["gradient"]) + (f" in {len(names)} parameters: {shown}" if names else "")

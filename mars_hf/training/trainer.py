@@ -2,11 +2,216 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.trainer import Trainer
 
-from mars_hf.training.trainer_with_mars import TrainerWithMars
+from mars_hf.optimizer import Mars
+from mars_hf.training.callback import LastGradientCallback
+from mars_hf.training.guard import innermost
+from mars_hf.training.nonfinite import NonFiniteCallback
+from mars_hf.training.registry import asking_for_mars, register, trainer_settings
+from mars_hf.training.stale_pass import StalePass
+
+# A mixin: the methods' `super()` is the trainer class that it is combined with.
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+register()  # TrainingArguments(optim="mars_m") needs no call of it
+
+# Methods of trl's trainers that always generate inside the step. Others are stopped when their inputs differ.
+_GENERATE = ("_generate_and_score_completions", "_generate_student_completions", "_generate")
+
+
+# What MarsTrainer sets in a Mars while it trains.
+_OF_THE_LOOP = ("max_grad_norm", "take_grad", "expects_stale_gradients")
+
+
+class TrainerWithMars(_Base):
+    """The methods that MARS adds to a class of trainers; `with_mars` combines the two, `MarsTrainer` documents them."""
+
+    def __init__(self, *args: Any, mars_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Build the Trainer; see the class."""
+        optimizers: tuple[Any, Any] = kwargs.pop("optimizers", None) or (None, None)
+        self._kept_optimizer, self._kept_scheduler = optimizers
+        if self._kept_optimizer is not None:
+            for name in ("model_init", "optimizer_cls_and_kwargs"):
+                if kwargs.get(name) is not None:
+                    raise ValueError(
+                        f"optimizers=({type(self._kept_optimizer).__name__}, ...) and {name} are both given, and each "
+                        "would make the optimizer; with model_init use optimizer_cls_and_kwargs=mars_hf.factory(...)"
+                    )
+        self._is_training = False
+        self._adopted: Mars | None = None
+        self._adopted_with: dict[str, Any] = {}  # its settings before
+        self._stale_pass = StalePass(self)
+        self._mars_kwargs = mars_kwargs
+        super().__init__(*args, **kwargs)
+        mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
+        callback: LastGradientCallback = self._known(LastGradientCallback)[0]
+        callback.required |= self._own_settings is not None or mars is not None
+        callback.optimizer = callback.optimizer or mars
+        self.add_callback(self._stale_pass)
+        if not self._known(NonFiniteCallback):
+            self.add_callback(NonFiniteCallback())
+
+    @functools.cached_property  # read by __init__, or before by a class that makes its optimizer at once
+    def _own_settings(self) -> dict[str, Any] | None:
+        """The settings of the Mars that this trainer makes; None where an optimizer is given."""
+        if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
+            return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
+        if self._mars_kwargs:
+            raise ValueError(
+                f"mars_kwargs={self._mars_kwargs!r} and an optimizer are both given; give the settings where the "
+                "optimizer is made, or leave the optimizer out"
+            )
+        return None
+
+    @property
+    def in_stale_pass(self) -> bool:
+        """Return whether `compute_loss` runs for the stale gradient; for losses that count something."""
+        return self._stale_pass.running
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does; the optimizer is afterwards set as it was handed over."""
+        self._is_training = True
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._is_training = False
+            self._stale_pass.forget()
+            self._give_back()
+
+    def _known(self, kind: type) -> list[Any]:
+        """Return the callbacks of a class and of its subclasses."""
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
+        settings = self._own_settings
+        if self.optimizer is None and self._kept_optimizer is not None:
+            self.optimizer = self._kept_optimizer
+        args = self.args
+        if settings is not None:
+            self.args = asking_for_mars(args, settings, model or self.model)
+        try:
+            optimizer = super().create_optimizer(model)
+        finally:
+            self.args = args
+        mars = innermost(optimizer)
+        if isinstance(mars, Mars) and self._is_training and self._adopted is None:
+            self._adopt(mars)
+        return optimizer
+
+    def _adopt(self, mars: Mars) -> None:
+        """Apply, for one call of `train()`, the settings of a Mars that only the owner of the loop may use."""
+        if mars.is_exact and self.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and exact "
+                "MARS needs two; use DDP or FSDP2, or is_approx=True"
+            )
+        if mars.is_exact and (method := next((name for name in _GENERATE if hasattr(self, name)), None)):
+            raise NotImplementedError(
+                f"is_approx=False with {type(self).__name__}: exact MARS takes two gradients of one batch, and "
+                f"{method} makes new completions for each; use is_approx=True"
+            )
+        own, given = mars.max_grad_norm, self.args.max_grad_norm
+        unset = given == type(self.args).__dataclass_fields__["max_grad_norm"].default
+        if own is not None and given != own and (not unset or self.is_deepspeed_enabled):
+            raise ValueError(
+                f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
+                + (", in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "")
+            )
+        self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
+        mars.take_grad = True
+        mars.expects_stale_gradients = mars.is_exact
+        if own is not None:  # off until a step in which it can clip
+            mars.max_grad_norm = None
+
+    def _give_back(self) -> None:
+        """Restore the settings of an adopted optimizer."""
+        for name, value in self._adopted_with.items():
+            setattr(self._adopted, name, value)
+        self._adopted, self._adopted_with = None, {}
+
+    def clips_at(self) -> float:
+        """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
+        mars = innermost(self.optimizer)
+        own = mars.max_grad_norm if isinstance(mars, Mars) else None
+        own = self._adopted_with.get("max_grad_norm", own)
+        return self.args.max_grad_norm if own is None else own
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the given scheduler, or the one that Trainer builds."""
+        if self.lr_scheduler is None and self._kept_scheduler is not None:
+            self.lr_scheduler = self._kept_scheduler
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Leave clipping to the step if it can clip; the returned tensor holds the norm after the step."""
+        mars = innermost(self.optimizer)
+        if not isinstance(mars, Mars) or self._adopted is None or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        if self._can_fold(mars, model):
+            mars.max_grad_norm = self.clips_at()
+            return mars.grad_norm
+        mars.max_grad_norm = None
+        given = self.args.max_grad_norm
+        self.args.max_grad_norm = self.clips_at()
+        try:
+            return super()._clip_grad_norm(model)
+        finally:
+            self.args.max_grad_norm = given
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        for callback in self._known(NonFiniteCallback):
+            for norm in (grad_norm, self._stale_pass.norm):
+                if norm is not None:
+                    callback.watch("gradient norm", norm)
+        return grad_norm
+
+    def _can_fold(self, mars: Mars, model: Any) -> bool:
+        # Exact MARS clips two gradients, and both the same way.
+        if mars.is_exact or self.accelerator.scaler is not None or self._clips_by_itself():
+            return False
+        known = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
+        # Trainer's norm is that of the model: not of weights in a loss.
+        return known == {id(param) for param in model.parameters() if param.grad is not None}
+
+    def _clips_by_itself(self) -> bool:
+        """Return whether a class or the instance overrides Trainer's clipping, and may look at clipped gradients."""
+        owners = [vars(kind) for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer)]
+        return any("_clip_grad_norm" in names for names in (vars(self), *owners))
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
+        if self._adopted is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
+            self._adopted.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._stale_pass.hold(batches, num_items)
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of a micro-batch."""
+        with self._stale_pass.micro_batch():
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if not self.in_stale_pass:
+            for callback in self._known(NonFiniteCallback):
+                callback.watch("loss", loss)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log like Trainer, but not from the stale pass: once per batch."""
+        if not self.in_stale_pass:
+            super().log(logs, *args, **kwargs)
 
 
 class MarsTrainer(TrainerWithMars, Trainer):

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
 import mars_hf
-from mars_hf.training.trainer_with_mars import TrainerWithMars
+from mars_hf.training.trainer import TrainerWithMars
 
 ROOT = Path(__file__).resolve().parents[2]
 
