@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mars_hf.param_rules import Rule
 from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, UnknownHyperparameterError, check, reject_unknown, shown
 
 FILE = "mars.json"
 _FORMAT = 1
-_NOT_KEPT = ("max_grad_norm", "fused")  # what the loop and the machine decide
-KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in _NOT_KEPT)
+# Not what the loop and the machine decide.
+KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in ("max_grad_norm", "fused"))
 
 
 def write(
     folder: Path, version: str, created_with: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
-) -> Path:
-    """Write mars.json into a folder; a kill leaves the earlier file or the new one.
+) -> None:
+    """Write mars.json into a folder that exists; a kill leaves the earlier file or the new one.
 
     Args:
-        folder: it exists.
+        folder: where to.
         version: of mars_hf.
         created_with: arguments of the call of `create`; those left out are kept with their defaults. None if no call
             of `create` gives this optimizer.
         groups: what trained each parameter group, for readers.
-
-    Returns:
-        The file.
     """
     content = {"format": _FORMAT, "mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
-    path = folder / FILE
-    write_whole(path, json.dumps(_as_json(content), indent=2) + "\n")
-    return path
+    write_whole(folder / FILE, json.dumps(content, indent=2, default=_plain) + "\n")
 
 
 def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -46,33 +39,24 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if created_with is None:
         return None
     values = check({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
-    values["param_rules"] = [
-        Rule(pattern, {name: value for name, value in settings.items() if name not in _NOT_KEPT})
-        for pattern, settings in values["param_rules"]
-    ]
-    return {name: _as_json(values[name]) for name in KEPT}
+    kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain))
+    return kept
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def _plain(value: Any) -> Any:
+    """Return what JSON holds for a dtype, or for a number of torch or NumPy."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.item()
+
+
+def write_whole(path: Path, content: str) -> None:
     """Write a file under its final name only when it is whole; pushes leave out the name it has before."""
     partial = path.with_name(f"_{path.name}.partial")
     try:
-        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
+        partial.write_text(content, encoding="utf-8")
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _as_json(value: Any) -> Any:
-    """Return a setting, or a container of them, as what JSON holds: dtypes become names, tensors numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(member) for member in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return value.item() if hasattr(value, "item") else value  # of torch and NumPy
 
 
 def read(like: str | os.PathLike[str]) -> dict[str, Any]:
@@ -84,7 +68,7 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: there is none, it cannot be read, or it holds no arguments; one line says what is wrong.
     """
-    where = f"like={shown(os.fspath(like) if isinstance(like, os.PathLike) else like)}"
+    where = f"like={shown(os.fspath(like))}"
     path = _find(like, where)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -102,8 +86,6 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
             f"{where}: its {FILE} holds no arguments of create: the optimizer was made as Mars(params), or a loaded "
             "checkpoint had settings that no call of create gives; give the settings in its 'groups' yourself"
         )
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{where}: its {FILE}: create={shown(arguments)} is not an object of settings")
     try:
         reject_unknown(arguments, KEPT, "create")
         return check(arguments)
@@ -115,8 +97,6 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _find(like: str | os.PathLike[str], where: str) -> Path:
     """Return the path of the mars.json that `like` names, from the Hub's cache if it is there."""
-    if not isinstance(like, (str, os.PathLike)):
-        raise ValueError(f"{where} is no path; accepted: a folder, a {FILE}, or a name on the Hub (user/name)")
     path = Path(like).expanduser()
     if path.is_file():
         return path
@@ -126,8 +106,6 @@ def _find(like: str | os.PathLike[str], where: str) -> Path:
         raise ValueError(
             f"{where}: the folder has no {FILE}, which Trainer leaves beside the weights of a run with MARS"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", os.fspath(like)):
-        raise ValueError(f"{where}: no such folder, and not a name on the Hub (user/name)")
     try:
         import huggingface_hub
 

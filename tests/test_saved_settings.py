@@ -156,7 +156,6 @@ def refusal(like) -> str:
         ({"param_rules": [["*", {"lr": -1}]]}, "param_rules '*': lr=-1 is not valid"),
         ({"warp": 9}, ", of mars_hf 9.1: create: unknown 'warp'; accepted: lr, "),
         ({"max_grad_norm": 1.0}, "unknown 'max_grad_norm'"),
-        ([1, 2], "create=[1, 2] is not an object of settings"),
         (None, "holds no arguments of create: the optimizer was made as Mars(params)"),
     ],
 )
@@ -197,8 +196,7 @@ def test_an_optimizer_made_by_hand_keeps_no_arguments(tmp_path):
 
 def test_a_place_without_settings_is_named(tmp_path):
     assert "the folder has no mars.json, which Trainer leaves" in refusal(tmp_path)
-    assert "no such folder, and not a name on the Hub (user/name)" in refusal(tmp_path / "nowhere")
-    assert "is no path; accepted: a folder" in refusal(5)
+    assert "no such folder, and the Hub does not give" in refusal(tmp_path / "nowhere")
 
 
 def test_offline_and_not_in_the_cache_is_one_line(monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -136,8 +135,7 @@ def _halved(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _class_default(args: TrainingArguments, name: str) -> Any:
     """Return the default that a field has in the arguments' own class: subclasses have others."""
-    field = type(args).__dataclass_fields__[name]
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return type(args).__dataclass_fields__[name].default
 
 
 def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict[str, Any]) -> Mars:
@@ -186,13 +184,13 @@ def register() -> None:
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for settings in TrainingArguments, just made, with which a rule by name could not train."""
     if _optim(args) in OPTIM_NAMES:
-        resolve(settings_by_name(args), args)
+        resolve(settings_by_name(args, {}), args)
 
 
 def _handler(context: Any) -> tuple[MarsFactory, dict[str, Any]]:
     """Return what transformers asks for by an `--optim` name; `lr` is there because other handlers have it too."""
     args = context.args
-    made_by = getattr(args, "mars_factory", None) or MarsFactory(args, settings_by_name(args), context.model)
+    made_by = getattr(args, "mars_factory", None) or MarsFactory(args, settings_by_name(args, {}), context.model)
     return made_by, {"lr": args.learning_rate}
 
 
@@ -200,14 +198,12 @@ def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
 
-def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in `optim_args` and `mars_kwargs`, with the rule that `optim` names, if it names one."""
-    if not isinstance(mars_kwargs, Mapping | None):
-        raise TypeError(f"mars_kwargs={mars_kwargs!r}: give a dict of settings, such as {{'gamma': 0.05}}")
     settings = parse_optim_args(args.optim_args)
-    for name in settings.keys() & (mars_kwargs or {}):
+    for name in settings.keys() & mars_kwargs:
         raise ValueError(f"{name}: given in optim_args={args.optim_args!r} and in mars_kwargs; give one")
-    settings.update(mars_kwargs or {})
+    settings.update(mars_kwargs)
     rule = OPTIM_NAMES.get(_optim(args))
     if rule is None:
         return settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -10,7 +9,7 @@ import textwrap
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, default_data_collator
 
 import mars_hf
 
@@ -212,21 +211,6 @@ def test_a_class_that_makes_its_optimizer_at_once_makes_mars(tmp_path):
     assert {group["gamma"] for group in run.optimizer.optimizer.param_groups} == {0.1}
     with pytest.raises(ValueError, match=r"optim='adafactor' and .*, which trains MARS"):
         make(gpt2(), arguments(tmp_path, optim="adafactor"))
-
-
-def test_a_default_that_is_made_is_no_choice(tmp_path):
-    @dataclasses.dataclass
-    class Own(TrainingArguments):
-        optim: str = dataclasses.field(default_factory=lambda: "adafactor")
-
-    args = Own(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
-    run = mars_trainer(args, gpt2())
-    assert isinstance(run.create_optimizer(), mars_hf.Mars)
-
-
-def test_settings_that_are_no_dict_are_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"mars_kwargs='gamma=0.1': give a dict of settings"):
-        mars_trainer(arguments(tmp_path), gpt2(), mars_kwargs="gamma=0.1")
 
 
 def test_an_override_that_makes_another_optimizer_stops_the_run(tmp_path):
