@@ -1,7 +1,6 @@
 """Every private name of another package that mars_hf uses, and what breaks without it.
 
-No other file touches one: a test compares `PRIVATE_NAMES` with what the package accesses, and with what the installed
-packages have.
+A test compares `PRIVATE_NAMES` with what the package accesses, and with what the installed packages have.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # What breaks without a private name, or happens instead; seen in torch 2.9 to 2.13, deepspeed 0.18.4 to 0.19.8,
 # transformers 5.19 to 5.23, accelerate 1.10 to 1.15, Python 3.10 to 3.14.
@@ -128,11 +126,6 @@ def is_zerotensor(tensor: Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module itself; the dict that it reads them from."""
-    return module._buffers
-
-
 def shard_of(placement: Any) -> tuple[int, int] | None:
     """Return the dimension that a DTensor's placement shards, and its split factor, 1 for Shard; None for others."""
     kind = type(placement).__name__
@@ -196,22 +189,7 @@ def checkpoint_classes(names: Iterable[str]) -> list[Any]:
     return [getattr(importlib.import_module(module), name) for module, _, name in known]
 
 
-# --- transformers and accelerate ------------------------------------------------------------------------------------
-
-
-def optimizer_handlers(trainer_optimizer: Any) -> MutableMapping[Any, Any]:
-    """Return what transformers calls for each `--optim` name, from its module `transformers.trainer_optimizer`."""
-    return trainer_optimizer._OPTIMIZER_HANDLERS
-
-
-def fsdp_reduction_deferred(trainer: Any) -> AbstractContextManager[Any]:
-    """Return the context in which transformers' own FSDP leaves gradients unreduced."""
-    return trainer._defer_fsdp_gradient_reduction()
-
-
-def set_sync_gradients(gradient_state: Any, value: bool) -> None:
-    """Say whether the next backward pass is the last one of a step."""
-    gradient_state._set_sync_gradients(value)
+# --- transformers -----------------------------------------------------------------------------------------------------
 
 
 def add_enum_member(enum: Any, value: str) -> None:
@@ -238,18 +216,12 @@ def add_enum_member(enum: Any, value: str) -> None:
         raise RuntimeError(f"this Python ({sys.version.split()[0]}) does not let {enum.__name__} take {value!r}")
 
 
-# Below 0.18.3 ZeRO-2 is wrong for every loop; 0.18.3 divides by the accumulation steps after Trainer has done so.
-_DEEPSPEED_FLOOR = (0, 18, 4)
-
-
 def refuse_old_deepspeed() -> None:
     """Raise RuntimeError if the DeepSpeed that trains is one whose ZeRO gives wrong gradients to any optimizer."""
-    module = sys.modules.get("deepspeed")
-    version = str(getattr(module, "__version__", ""))
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if numbers and numbers < _DEEPSPEED_FLOOR:
-        floor = ".".join(map(str, _DEEPSPEED_FLOOR))
+    # Below 0.18.3 ZeRO-2 is wrong for every loop; 0.18.3 divides by the accumulation steps after Trainer has done so.
+    version = str(getattr(sys.modules.get("deepspeed"), "__version__", "1"))
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 18, 4):
         raise RuntimeError(
             f"DeepSpeed {version} trains wrong weights under ZeRO, whatever the optimizer; pip install "
-            f"'deepspeed>={floor}'"
+            "'deepspeed>=0.18.4'"
         )

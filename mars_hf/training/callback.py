@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from transformers.training_args import TrainingArguments
 
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars
-from mars_hf.param_groups import takes_mars
-from mars_hf.settings import LR_1D_RATIO
 from mars_hf.summary import line
 from mars_hf.training import guard, hub
 
@@ -81,14 +78,20 @@ class LastGradientCallback(TrainerCallback):
             self._check_parameters(optimizer)
             if self._mars.process_group is None:
                 self._mars.process_group = _data_parallel_group()
-        loaded = guard.follow_checkpoint(state, optimizer)
+        warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
         if self.trainer is not None:
             hub.attach(self.trainer)
         if state.is_world_process_zero:
             _log(logging.INFO, line(self._mars.param_groups, self._model))
-            for warning in (*loaded, *_warnings(self._mars, args, kwargs["lr_scheduler"])):
+            max_grad_norm = self._mars.max_grad_norm
+            if max_grad_norm is not None and 0 < args.max_grad_norm < max_grad_norm:
+                warnings.append(
+                    f"max_grad_norm={max_grad_norm:g} of the optimizer has no effect: Trainer clips at max_grad_norm="
+                    f"{args.max_grad_norm:g} before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
+                )
+            for warning in warnings:
                 _log(logging.WARNING, warning)
 
     def on_step_begin(
@@ -206,23 +209,3 @@ def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
     if args.logging_strategy == IntervalStrategy.STEPS:
         return step % state.logging_steps == 0
     return args.logging_strategy == IntervalStrategy.EPOCH
-
-
-def _warnings(mars: Mars, args: TrainingArguments, scheduler: Any) -> Iterator[str]:
-    """Yield what in the arguments or the schedule takes settings of the optimizer away."""
-    if mars.max_grad_norm is not None and 0 < args.max_grad_norm < mars.max_grad_norm:
-        yield (
-            f"max_grad_norm={mars.max_grad_norm:g} of the optimizer has no effect: Trainer clips at "
-            f"max_grad_norm={args.max_grad_norm:g} before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
-        )
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # below accelerate's
-    peaks = getattr(scheduler, "max_lrs", None) or [group["max_lr"] for group in mars.param_groups if "max_lr" in group]
-    lr, lr_1d = mars.defaults["lr"], mars.defaults["lr_1d"]
-    ratio = LR_1D_RATIO[mars.defaults["mars_type"]] if lr_1d is None else lr_1d / lr if lr else 1
-    if len(set(peaks)) == 1 and ratio != 1 and len({takes_mars(group) for group in mars.param_groups}) == 2:
-        cycles = any("max_momentum" in group for group in mars.param_groups)
-        yield (
-            f"{type(scheduler).__name__} trains every group at one max_lr={peaks[0]:g}, not vectors at lr_1d "
-            f"({ratio:g} of it){', and cycles beta1' if cycles else ''}; give it "
-            f"max_lr=[group['lr'] for group in optimizer.param_groups]{', cycle_momentum=False' if cycles else ''}"
-        )

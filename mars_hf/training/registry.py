@@ -173,7 +173,7 @@ def register() -> None:
     They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
     made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
     """
-    handlers = _compat.optimizer_handlers(transformers.trainer_optimizer)
+    handlers: dict[Any, Any] = transformers.trainer_optimizer._OPTIMIZER_HANDLERS
     for name in OPTIM_NAMES:
         if name not in [member.value for member in OptimizerNames]:
             _compat.add_enum_member(OptimizerNames, name)

@@ -16,7 +16,6 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from mars_hf import _compat
 from mars_hf.distributed.shards import is_dtensor, local
 from mars_hf.optimizer import Mars
 from mars_hf.rules import global_scale
@@ -124,7 +123,7 @@ class StalePass(TrainerCallback):
         trainer = self._trainer
         restore_random_state = _capture_random_state(trainer.args.device)
         seen: list[Any] = []
-        _compat.set_sync_gradients(trainer.accelerator.gradient_state, last)
+        trainer.accelerator.gradient_state._set_sync_gradients(last)
         with self._synchronization(last), self._watching(lambda inputs: seen.append(_copied(inputs))):
             trainer.training_step(trainer.model_wrapped, _copied(inputs), self._num_items)
         return restore_random_state, seen
@@ -162,7 +161,7 @@ class StalePass(TrainerCallback):
                 self.running = False
                 attributes.clear()
                 attributes.update(before)
-                _compat.set_sync_gradients(gradient_state, sync_gradients)
+                gradient_state._set_sync_gradients(sync_gradients)
 
     @contextlib.contextmanager
     def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
@@ -190,7 +189,8 @@ class StalePass(TrainerCallback):
         if getattr(trainer, "is_distributed_loading_by_transformers", False) and is_fsdp_managed_module(
             trainer.model_wrapped
         ):
-            return _compat.fsdp_reduction_deferred(trainer)
+            deferred: contextlib.AbstractContextManager[Any] = trainer._defer_fsdp_gradient_reduction()
+            return deferred
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -223,7 +223,7 @@ def _buffers_kept(*models: nn.Module) -> Iterator[None]:
     modules = {module for model in models for module in model.modules()}
     kept = [
         (buffers, name, buffer, buffer.clone())
-        for buffers in map(_compat.own_buffers, modules)
+        for buffers in (module._buffers for module in modules)
         for name, buffer in buffers.items()
         if buffer is not None
     ]
@@ -257,24 +257,25 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _difference(one: Any, other: Any, where: str = "inputs") -> str | None:
-    """Return where two batches differ in structure or in values of tensors, or None; other objects count as equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        return None if alike and bool(((one == other) | (one != one) & (other != other)).all()) else where
-    if type(one) is not type(other):
-        return where
-    if isinstance(one, Mapping):
-        if set(one) != set(other):
-            return f"the keys of {where}"
-        pairs: Iterable[Any] = [(one[key], other[key], f"{where}[{key!r}]") for key in one]
-    elif isinstance(one, (list, tuple)):
-        if len(one) != len(other):
-            return f"the length of {where}"
-        pairs = [(*pair, f"{where}[{index}]") for index, pair in enumerate(zip(one, other, strict=True))]
-    else:
-        return None
-    return next((place for pair in pairs if (place := _difference(*pair)) is not None), None)
+def _difference(one: Any, other: Any) -> str | None:
+    """Return the place of a tensor in which two batches differ, or None; other objects count as equal."""
+    ones, others = dict(_tensors(one)), dict(_tensors(other))
+    for place in sorted({*ones, *others}):
+        a, b = ones.get(place), others.get(place)
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+            return place
+        if not ((a == b) | (a != a) & (b != b)).all():
+            return place
+    return None
+
+
+def _tensors(value: Any, place: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a batch, each with its place."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(entry, f"{place}[{key!r}]")
 
 
 def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:

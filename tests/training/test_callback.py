@@ -283,39 +283,6 @@ def test_settings_of_a_checkpoint_win_and_are_named(tmp_path, said, make):
     assert "lr=0.01 (given: 0.004)" in resumed and "gamma=0.1 (given: 0.05)" in resumed
 
 
-# --- schedulers ------------------------------------------------------------------------------------------------------
-
-
-def one_cycle(optimizer, rate, **settings):
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=10, **settings)
-
-
-def cyclic(optimizer, rate, **settings):
-    base = [x / 10 for x in rate] if isinstance(rate, list) else rate / 10
-    return torch.optim.lr_scheduler.CyclicLR(optimizer, base_lr=base, max_lr=rate, **settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [one_cycle, cyclic])
-def test_one_rate_for_all_groups_is_pointed_out(tmp_path, said, schedule):
-    kind = {one_cycle: "OneCycleLR", cyclic: "CyclicLR"}[schedule]
-
-    def noted(scheduler_of, **settings) -> list[str]:
-        said.clear()
-        model = gpt2()
-        optimizer = mars_hf.create(model, lr=1e-2, **settings)
-        run = trainer(arguments(tmp_path, max_steps=2), model, optimizers=(optimizer, scheduler_of(optimizer)))
-        run.train()
-        return [line for line in said() if kind in line]
-
-    (line,) = noted(lambda optimizer: schedule(optimizer, 1e-2))
-    assert "trains every group at one max_lr=0.01" in line and "0.5 of it" in line and "cycles beta1" in line
-    (line,) = noted(lambda optimizer: schedule(optimizer, 1e-2, cycle_momentum=False))
-    assert "beta1" not in line
-    assert noted(lambda optimizer: schedule(optimizer, [group["lr"] for group in optimizer.param_groups])) == []
-    assert noted(lambda optimizer: schedule(optimizer, 1e-2), lr_1d=1e-2) == []
-
-
 @pytest.mark.slow
 def test_a_norm_that_trainer_overrules_is_pointed_out(tmp_path, said):
     def noted(make, own, **settings) -> list[str]:
