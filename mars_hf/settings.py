@@ -169,11 +169,7 @@ class UnknownHyperparameterError(TypeError, ValueError):
 
 def shown(value: Any) -> str:
     """Return what an error shows of a value: one line of at most 200 characters."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of 5000 digits
-        text = f"<{type(value).__name__}>"
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:201])
+    text = " ".join(repr(value).split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

@@ -436,14 +436,6 @@ def test_the_card_and_mars_json_name_patterns(tmp_path):
     assert all("pattern" not in group for group in mars_hf.create(gpt2(), like=tmp_path, param_rules=[]).param_groups)
 
 
-def test_mars_json_leaves_out_what_the_machine_decides(tmp_path):
-    rules = [("a.*", {"fused": False, "gamma": 0.1, "state_dtype": torch.bfloat16, "layout": None})]
-    optimizer = mars_hf.create(small(), mars_type="mars-m", param_rules=rules)
-    saved_settings.write(tmp_path, "0.1.0", optimizer.created_with, [])
-    again = mars_hf.create(small(), like=tmp_path)
-    assert again.created_with["param_rules"] == [("a.*", {"gamma": 0.1, "state_dtype": "bfloat16", "layout": None})]
-
-
 @pytest.mark.parametrize(
     ("rules", "line"),
     [

@@ -130,8 +130,6 @@ def test_long_values_and_control_characters_are_shown_in_one_short_line():
         Mars([nn.Parameter(torch.ones(2, 2))], mars_type="a\x1b[31m\n\u2028" + 10_000 * "x")
     line = str(refused.value)
     assert line.startswith(r"mars_type='a\x1b[31m\n\u2028xxx") and line.isprintable() and len(line) < 400
-    with pytest.raises(ValueError, match=r"^gamma=<int> is not valid; accepted: a finite number >= 0$"):
-        check({"gamma": 10**5000})  # which Python does not print
 
 
 @pytest.mark.parametrize(

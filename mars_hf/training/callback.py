@@ -28,24 +28,19 @@ class LastGradientCallback(TrainerCallback):
     """Make sure that MARS steps and trains the model, commit its last gradient and log four metrics.
 
     Every Trainer made after `create`, `factory`, `register` or MarsTrainer has one. Passing it also demands that the
-    run has a Mars, or the one given.
-
-    - At train begin it raises if another optimizer than Mars would step, if Mars lacks trainable parameters of the
-      model, if trainable adapters of PEFT are merged, or if Mars is exact (`is_approx=False`) in a Trainer that takes
-      no stale gradients. Then it logs one line on rank 0.
-    - Before each step it raises if adapters have been merged, or others made active that the optimizer lacks.
-    - After each optimizer step it calls `Mars.update_last_grad()` (nothing to do in approx mode).
-    - To every log line with a training loss it adds `mars/clip_fraction`, `mars/corrected_norm_ratio`,
-      `mars/grad_cosine` and `mars/update_rms` of the step just taken (`metrics.StepMetrics.read` defines them), ahead
-      of the trackers of `report_to`. Only steps that will be logged are measured; with `logging_strategy="epoch"` all.
+    run has a Mars, or the one given. It logs one line about the groups on rank 0, calls `Mars.update_last_grad()` after
+    each step, and adds `mars/clip_fraction`, `mars/corrected_norm_ratio`, `mars/grad_cosine` and `mars/update_rms` of
+    the step just taken (`metrics.StepMetrics.read` defines them) to every log line with a training loss. Only steps
+    that will be logged are measured; with `logging_strategy="epoch"` all.
 
     Args:
         optimizer: the Mars that must be the one that steps; None accepts any Mars.
         required: False leaves runs alone that neither have a Mars nor ask for one.
 
     Raises:
-        RuntimeError: at train begin, when another optimizer would step, parameters are missing, or exact MARS without
-            MarsTrainer; the message says how to mend it.
+        RuntimeError: at train begin, if another optimizer would step, if Mars lacks trainable parameters of the model,
+            if trainable adapters of PEFT are merged, or for exact MARS without MarsTrainer. Also before a step, if
+            adapters have been merged, or others made active that the optimizer lacks.
     """
 
     trainer: Trainer | None = None  # where it is a Trainer's first callback

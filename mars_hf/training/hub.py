@@ -129,9 +129,6 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
     text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
     parts = [text.rstrip(), _optimizer(groups)]
-    rows = modelcard.parse_log_history(trainer.state.log_history)[1]
-    if rows and "### Training results" not in text:  # TRL's cards have none
-        parts.append(f"## Training results\n\n{modelcard.make_markdown_table(rows).rstrip()}")
     if "```python" not in text and (code := _usage(folder, trainer, model, base)):
         parts.append(f"## Usage\n\n```python\n{code}\n```")
     card.text = "\n\n".join([*parts, f"## Citation of MARS\n\n{_CITATION}"]) + "\n"

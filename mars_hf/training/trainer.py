@@ -220,21 +220,16 @@ class MarsTrainer(TrainerWithMars, Trainer):
     Without an optimizer it makes its own as `optimizer_cls_and_kwargs=mars_hf.factory(args, **mars_kwargs)` does:
     learning rate, betas, eps and weight decay are those of TrainingArguments. `TrainingArguments(optim="mars_m")`, or
     another name of `register`, chooses the rule; `optim` left at its default means mars-adamw, or the rule of
-    `mars_kwargs`.
+    `mars_kwargs`. `optimizers=(optimizer, scheduler)` are used under every engine, also where Trainer drops or refuses
+    them (DeepSpeed, FSDP).
 
-    Trainer drops `optimizers=(optimizer, scheduler)` under DeepSpeed and refuses it under FSDP. MarsTrainer uses that
-    optimizer wherever Trainer would build its own. For a Mars it also adds a LastGradientCallback, which stops the run
-    at its start if another optimizer would step.
+    A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway, and turns
+    gradients into last gradients: callbacks see unclipped gradients before the step and none after it. Trainer's own
+    clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, and if the optimizer lacks some of
+    the model's trainable parameters. The optimizer's `max_grad_norm` overrides that of TrainingArguments if the latter
+    is the default. After `train()` the optimizer's own settings are restored.
 
-    A Mars clips by `max_grad_norm` inside its step: it takes the global norm and scales in passes over the gradients
-    that it makes anyway. Trainer logs `grad_norm` as usual. Callbacks see unclipped gradients before the step and none
-    after it, because the step turns them into last gradients (`take_grad`). Trainer's own clipping applies with a
-    gradient scaler (fp16), under DeepSpeed, in exact mode, and if the optimizer lacks some of the model's trainable
-    parameters. The optimizer's `max_grad_norm` overrides that of TrainingArguments if the latter is the default. When
-    `train()` returns or raises, the optimizer's `max_grad_norm` and `take_grad` are restored.
-
-    A NonFiniteCallback, with its defaults unless `callbacks` has one, reports non-finite losses and gradients and stops
-    the run after three in a row.
+    It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
 
     Args:
         *args: see Trainer.
@@ -242,11 +237,10 @@ class MarsTrainer(TrainerWithMars, Trainer):
         **kwargs: see Trainer. The model must be the one that the optimizer was built from.
 
     Raises:
-        ValueError: an optimizer is given together with `model_init` or `optimizer_cls_and_kwargs`, which build others,
-            or with `mars_kwargs`; TrainingArguments name another optimizer in `optim`; a setting as in `factory`;
-            or Mars and TrainingArguments have different values of `max_grad_norm`.
-        RuntimeError: another optimizer would step, such as one that an overridden `create_optimizer` or DeepSpeed's
-            JSON makes; raised when training starts.
+        ValueError: an optimizer is given together with `model_init`, `optimizer_cls_and_kwargs` or `mars_kwargs`;
+            TrainingArguments name another optimizer in `optim`; a setting as in `factory`; or Mars and
+            TrainingArguments have different values of `max_grad_norm`.
+        RuntimeError: another optimizer would step; raised when training starts.
         NotImplementedError: exact MARS under DeepSpeed, or in a trainer that generates its batches; raised when
             training starts.
         NonFiniteError: too many steps in a row with a non-finite loss or gradient; raised in training.
