@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import time
 
@@ -17,7 +18,7 @@ import torch
 
 from mars_hf.distributed.shards import Region
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.orthogonalize import Matrix, Plan, flops
+from mars_hf.orthogonalize import Matrix, Round, flops, pads, plan_rounds
 
 STEPS = 5  # of Newton-Schulz
 BYTES = 2  # bfloat16
@@ -63,6 +64,21 @@ def shard(rows: int, ranks: int, rank: int) -> Region:
     return Region(0, start, min(full, rows - start))
 
 
+def received(rounds: list[Round], replicas: int, replica: int, rank: int) -> tuple[int, int]:
+    """Return the elements that a rank receives from others in a step, and the least that it must receive."""
+    least = padding = 0
+    for matrices in rounds:
+        sizes = [0] * replicas
+        for matrix, (owner, worker) in matrices:
+            region = matrix.region(rank)
+            held = 0 if region is None else region.shape(matrix.shape).numel()
+            sizes[owner] += held
+            least += matrix.shape.numel() - held if (owner, worker) == (replica, rank) else held
+        if replicas > 1 and pads(sizes):
+            padding += sum(max(sizes) - size for owner, size in enumerate(sizes) if owner != replica)
+    return least + padding, least
+
+
 def main() -> None:
     """Plan, and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,17 +95,18 @@ def main() -> None:
     for index, (shape, layout) in enumerate(MODELS[args.model]):
         cost = flops(shape, layout, STEPS)
         matrices.append(Matrix(index, torch.Size(shape), cost, functools.partial(shard, shape[0], ranks)))
-    plan = Plan(matrices, ranks=ranks, replicas=args.ranks // ranks)
+    replicas = args.ranks // ranks
+    rounds = plan_rounds(matrices, ranks=ranks, replicas=replicas)
     seconds = time.perf_counter() - start
     work: dict[tuple[int, int], float] = {}
-    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+    for matrix, owner in itertools.chain(*rounds):
         work[owner] = work.get(owner, 0.0) + matrix.cost
-    owners = [(replica, rank) for replica in range(args.ranks // ranks) for rank in range(ranks)]
-    received, least = max(plan.received(*owner) for owner in owners)
+    owners = itertools.product(range(replicas), range(ranks))
+    most, least = max(received(rounds, replicas, *owner) for owner in owners)
     result = {
         **vars(args),
-        "received_bytes": received * BYTES,
-        "ratio": round(received / least, 4) if least else 1.0,
+        "received_bytes": most * BYTES,
+        "ratio": round(most / least, 4) if least else 1.0,
         "flops_busiest_over_mean": round(max(work.values()) * args.ranks / sum(work.values()), 4),
         "planning_seconds": round(seconds, 4),
     }

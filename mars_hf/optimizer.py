@@ -391,7 +391,7 @@ class Mars(torch.optim.Optimizer):
         if not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
             self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
             chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self._process_group)
-            shares = self._orthogonalizer.shares
+            shares = bool(self._orthogonalizer.shared)
         if max_grad_norm is not None and not all(map(is_dtensor, specs)):
             raise RuntimeError(
                 f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mars_hf import _compat, rules, states
 from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local
+from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local, place_gradient
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
@@ -462,8 +462,6 @@ def place_gradients(param_groups: Sequence[Mapping[str, Any]]) -> None:
     for group in param_groups:
         for param in group["params"]:
             if param.grad is not None and is_dtensor(param):
-                from mars_hf.distributed.dtensors import place_gradient
-
                 place_gradient(param, param.grad)
 
 

@@ -1,14 +1,18 @@
 """Where the parts of a parameter are: `ShardSpec` for each tensor of the optimizer that an engine has sharded.
 
 FSDP2 and tensor parallelism make DTensors, which say it themselves. DeepSpeed ZeRO steps flat tensors that hold parts
-of many parameters; the parameters of the model, which keep their identity there, say which (see `zero`).
+of many parameters; the parameters of the model, which keep their identity there, say which.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import math
+import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +24,8 @@ from mars_hf import _compat
 
 # ProcessGroup, or None for no group.
 Group = Any
+# Types of tensors that are no DTensors, for a fast test.
+PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class Region(NamedTuple):
@@ -82,11 +88,26 @@ class ShardSpec(NamedTuple):
     group: Group
     replicas: Group = None
 
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the shards of a local tensor as views."""
-        if [shard.numel for shard in self.shards] == [tensor.numel()]:
-            return [tensor]
-        return [tensor[shard.start : shard.start + shard.numel] for shard in self.shards]
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a tensor is sharded or replicated by torch.distributed.tensor; imports nothing."""
+    if type(tensor) in PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor; shares its memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def ranks_of(group: Group) -> Sequence[int]:
+    """Return the global ranks of a process group; empty for one that has been destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return []
 
 
 def shape_of(param: Tensor) -> torch.Size:
@@ -128,8 +149,6 @@ class Shards:
         self._indices: dict[int, int] = {}  # by id
         # Parameters that DeepSpeed has put into flat tensors, by index.
         self._originals: dict[int, weakref.ref[Tensor]] = {}
-        # An engine's flat tensor to its spec and the facts that the spec follows from.
-        self._flat: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Mesh to specs, by index, placements and shape of a DTensor.
         self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for group in param_groups:
@@ -142,7 +161,6 @@ class Shards:
             self.shapes.append(shape_of(param))
             self._roles.append(group["role"])
         self._originals.clear()
-        self._flat.clear()
 
     def locate(
         self, param_groups: Iterable[Mapping[str, Any]], wanted: Sequence[bool], model: weakref.ref[nn.Module] | None
@@ -161,7 +179,9 @@ class Shards:
         for group, is_wanted in zip(param_groups, wanted, strict=True):
             for param in group["params"]:
                 index += 1
-                if not is_wanted:
+                known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
+                is_whole = known is not None and self.shapes[known] == param.shape
+                if not is_wanted or (is_whole and (type(param) in PLAIN or not is_dtensor(param))):
                     continue
                 spec = self.spec_of(param, index, model)
                 if spec is not None:
@@ -169,21 +189,35 @@ class Shards:
         return specs
 
     def spec_of(self, param: Tensor, index: int, model: weakref.ref[nn.Module] | None = None) -> ShardSpec | None:
-        """Return the spec of the optimizer's tensor at an index; None for a whole parameter; raises as `locate`."""
+        """Return the spec of a DTensor, or of a tensor that the optimizer was not made from; as `locate`."""
         if is_dtensor(param):
             return self._spec_of_dtensor(param, index)
-        known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
-        if known is not None and self.shapes[known] == param.shape:
-            return None
-        return self._spec_of_unknown(param, index, model)
+        reject_parts(param)
+        is_known = index < len(self.shapes)
+        if param.ndim < 2:
+            spec = self._spec_of_flat(param, model)
+            if spec is not None:
+                return spec
+            # An unknown engine would have flattened matrices too.
+            if self._originals or (is_known and self._roles[index] != "vector"):
+                raise RuntimeError(
+                    f"a flat tensor of shape {tuple(param.shape)} that is none of the parameters Mars was built with: "
+                    "the norm of a corrected gradient cannot be taken over a piece of unknown origin. Supported are "
+                    "DDP, FSDP2 and DeepSpeed ZeRO-1/2/3, with Mars built from the model's own parameters"
+                )
+        elif is_known and param.shape != self.shapes[index]:
+            self._find_originals(model)  # rejects an engine's copy of a part
+        # The user has replaced, resized or added the parameter.
+        self._indices[id(param)] = index
+        if is_known:
+            self.shapes[index] = param.shape
+        return None
 
     def _spec_of_dtensor(self, tensor: Any, index: int) -> ShardSpec | None:
-        from mars_hf.distributed import dtensors
-
         known = self._meshes.setdefault(tensor.device_mesh, {})
         key = (index, tensor.placements, tensor.shape)
         if key not in known:
-            known[key] = dtensors.spec_of(tensor, index)
+            known[key] = spec_of_dtensor(tensor, index)
         spec: ShardSpec | None = known[key]
         if spec is not None:
             part = tensor.to_local().shape
@@ -195,51 +229,27 @@ class Shards:
                 )
         return spec
 
-    def _spec_of_unknown(self, tensor: Tensor, index: int, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
-        reject_parts(tensor)
-        if tensor.ndim > 1:
-            if index < len(self.shapes) and tensor.shape != self.shapes[index]:
-                self._find_originals(model)  # an engine's copy of a part, or the user has resized the parameter
-            self._replace(index, tensor)
-            return None
-        if tensor in self._flat:
-            spec, facts = self._flat[tensor]
-            if facts == self._facts(tensor, spec):
-                return spec
-        self._find_originals(model)
-        spec = self._spec_of_flat(tensor)
-        if spec is not None:
-            self._flat[tensor] = spec, self._facts(tensor, spec)
-            return spec
-        # A vector the user replaced or added; an unknown engine would have flattened matrices too.
-        if not self._originals and (index >= len(self.shapes) or self._roles[index] == "vector"):
-            self._replace(index, tensor)
-            return None
-        raise RuntimeError(
-            f"a flat tensor of shape {tuple(tensor.shape)} that is none of the parameters Mars was built with: the "
-            "norm of a corrected gradient cannot be taken over a piece of unknown origin. Supported are DDP, FSDP2 and "
-            "DeepSpeed ZeRO-1/2/3, with Mars built from the model's own parameters"
-        )
+    def _spec_of_flat(self, tensor: Tensor, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
+        """Return the spec of a flat tensor of ZeRO, from where its parameters are now."""
+        originals = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
+        if not originals:
+            originals = self._find_originals(model)
+        return _spec_of_zero3(tensor, originals) or _spec_of_zero12(tensor, originals)
 
-    def _replace(self, index: int, tensor: Tensor) -> None:
-        """Remember a parameter that the user has replaced or added."""
-        self._indices[id(tensor)] = index
-        if index < len(self.shapes):
-            self.shapes[index] = tensor.shape
-
-    def _find_originals(self, model: weakref.ref[nn.Module] | None) -> None:
+    def _find_originals(self, model: weakref.ref[nn.Module] | None) -> list[tuple[int, Tensor]]:
         """Find the parameters that DeepSpeed has flattened: those of the model, else among all objects, in 50 ms."""
-        candidates = () if model is None or (origin := model()) is None else origin.parameters()
-        originals = self._originals_among(candidates)
+        module = None if model is None else model()
+        originals = self._originals_among(() if module is None else module.parameters())
         if not originals:
             frozen = gc.get_freeze_count()
             gc.unfreeze()  # what is frozen is not listed
-            originals = self._originals_among([one for one in gc.get_objects() if id(one) in self._indices])
+            originals = self._originals_among(one for one in gc.get_objects() if id(one) in self._indices)
             if frozen:
                 gc.freeze()
-        self._originals = dict(sorted(originals.items()))
+        self._originals = {index: weakref.ref(param) for index, param in originals}
+        return originals
 
-    def _originals_among(self, candidates: Iterable[Any]) -> dict[int, weakref.ref[Tensor]]:
+    def _originals_among(self, candidates: Iterable[Any]) -> list[tuple[int, Tensor]]:
         originals = {}
         for param in candidates:
             index = self._indices.get(id(param))
@@ -248,44 +258,229 @@ class Shards:
             reject_parts(param)
             flattened = _compat.is_of_zero12(param) or _compat.zero3_optimizer(param) is not None
             if flattened and shape_of(param) == self.shapes[index]:
-                originals[index] = weakref.ref(param)
-        return originals
-
-    def _spec_of_flat(self, tensor: Tensor) -> ShardSpec | None:
-        from mars_hf.distributed import zero
-
-        originals = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
-        return zero.spec_of_zero3(tensor, originals) or zero.spec_of_zero12(tensor, originals)
-
-    def _facts(self, tensor: Tensor, spec: ShardSpec) -> tuple[Any, ...]:
-        """Return the facts behind a flat tensor's spec, which is valid while they stay the same."""
-        from mars_hf.distributed import zero
-
-        originals = [
-            self._originals[shard.param_index]() if shard.param_index in self._originals else None
-            for shard in spec.shards
-        ]
-        offsets = [None if param is None else zero.offset_in(tensor, param) for param in originals]
-        return (tensor.shape, tensor.storage_offset(), *offsets)
+                originals[index] = param
+        return sorted(originals.items())
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Return whether a tensor is sharded or replicated by torch.distributed.tensor."""
-    if type(tensor) in (Tensor, nn.Parameter) or not dist.is_available():  # the usual case, and a fast test
-        return False
-    from torch.distributed.tensor import DTensor
+# --- DTensors: FSDP2 and tensor parallelism -------------------------------------------------------------------------
 
-    return isinstance(tensor, DTensor)
+# Process groups made here, by their ranks: one serves all optimizers, and all meshes with these ranks.
+_made: dict[tuple[int, ...], Group] = {}
 
 
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor; shares its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+def place_gradient(param: Any, grad: Any) -> None:
+    """Give a DTensor parameter its gradient in its own placements; collective if they differ.
+
+    Tensor parallelism leaves some gradients as partial sums, or whole where the parameter is sharded.
+
+    Raises:
+        RuntimeError: the gradient is not a DTensor on the parameter's mesh.
+    """
+    if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
+        what = f"on {grad.device_mesh}" if is_dtensor(grad) else "no DTensor"
+        raise RuntimeError(
+            f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is {what}, the parameter is on "
+            f"{param.device_mesh}; place the gradient like its parameter before step()"
+        )
+    if grad.placements != param.placements:
+        param.grad = grad.redistribute(placements=param.placements)
 
 
-def ranks_of(group: Group) -> Sequence[int]:
-    """Return the global ranks of a process group; empty for one that has been destroyed."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return []
+def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
+    """Return the spec of a DTensor on a mesh of any number of dimensions; None if it is whole on each rank.
+
+    Its group are the ranks that hold the other shards, and no copies of this one. Collective among them at first where
+    it spans several mesh dimensions.
+
+    Raises:
+        RuntimeError: partial sums, or a placement that mars_hf does not know.
+    """
+    mesh, cuts = tensor.device_mesh, _cuts(tensor)
+    if not cuts:
+        return None
+    region = _region(tensor, cuts, mesh.get_coordinate())
+    numel = region.shape(tensor.shape).numel()
+    shards = (Shard(index, 0, numel, tensor.numel(), region),) if numel else ()
+    return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
+
+
+def regions_of(tensor: Any) -> Callable[[int], Region]:
+    """Return a function from a rank in the group of a DTensor's spec to the region that it holds."""
+    cuts = _cuts(tensor)
+    coordinates = _coordinates(tensor.device_mesh, _mesh_dims(cuts))
+    return lambda rank: _region(tensor, cuts, coordinates[rank])
+
+
+def replicas_in_mesh(tensor: Any) -> Group:
+    """Return the ranks of the longest mesh dimension that a DTensor is replicated over; None if it has one rank.
+
+    Along further dimensions ranks repeat the work, with the same result, since all start from the same values.
+    """
+    mesh = tensor.device_mesh
+    lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}
+    longest = max(lengths, key=lengths.__getitem__, default=None)
+    return None if longest is None or lengths[longest] == 1 else mesh.get_group(longest)
+
+
+# Dimensions of a tensor to the mesh dimensions of several ranks that divide them, in the order of the mesh, each with
+# the split factor of torch's strided shard, else 1.
+_Cuts = Mapping[int, Sequence[tuple[int, int]]]
+
+
+def _cuts(tensor: Any) -> _Cuts:
+    """Return how the mesh dimensions divide a DTensor."""
+    cuts: dict[int, list[tuple[int, int]]] = {}
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or tensor.device_mesh.size(mesh_dim) == 1:
+            continue
+        shard = _compat.shard_of(placement)
+        if shard is None:
+            raise _unsupported(tensor, "a placement other than Shard and Replicate")
+        cuts.setdefault(shard[0] % tensor.ndim, []).append((mesh_dim, shard[1]))
+    return cuts
+
+
+def _mesh_dims(cuts: _Cuts) -> tuple[int, ...]:
+    return tuple(sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs))
+
+
+def _region(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Region:
+    """Return the part of a DTensor that the rank at a coordinate of the mesh holds.
+
+    Along one dimension, each mesh dimension cuts what the ones before have left, but for strided shards, which come
+    after as many later ones as their factor says: `fully_shard` cuts what tensor parallelism has left on a rank, while
+    its mesh dimension comes first. Without later ones, a strided shard takes the same part of each of `factor` blocks,
+    as transformers cuts fused projections.
+    """
+    mesh, region = tensor.device_mesh, None
+    for dim in sorted(cuts, reverse=True):  # from the last one on: each holds the later ones
+        stripes, in_order = 1, list[int]()
+        for mesh_dim, factor in reversed(cuts[dim]):
+            later = math.prod(map(mesh.size, in_order))
+            if factor == 1:
+                in_order.insert(0, mesh_dim)
+            elif factor == later or len(cuts[dim]) == 1:
+                stripes = factor if len(cuts[dim]) == 1 else 1
+                in_order.append(mesh_dim)
+            else:
+                raise _unsupported(tensor, f"a strided shard of factor {factor} with {later} later shards")
+        if stripes > 1 and tensor.shape[dim] % (stripes * mesh.size(in_order[0])):
+            raise _unsupported(tensor, f"an uneven part of each of {stripes} blocks of dimension {dim}")
+        start, length = 0, tensor.shape[dim] // stripes
+        for mesh_dim in in_order:
+            # As torch.chunk cuts: the first parts are full.
+            full = -(-length // mesh.size(mesh_dim))
+            skipped = min(coordinate[mesh_dim] * full, length)
+            start, length = start + skipped, min(full, length - skipped)
+        region = Region(dim, start, length, region, stripes)
+    assert region is not None
+    return region
+
+
+def _unsupported(tensor: Any, kind: str) -> RuntimeError:
+    mesh = tensor.device_mesh
+    return RuntimeError(
+        f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements} on mesh "
+        f"{mesh.mesh_dim_names or tuple(mesh.shape)}: {kind} is not supported; supported are Shard and Replicate over "
+        "any mesh dimensions, as fully_shard, parallelize_module and distribute_tensor place parameters"
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _coordinates(mesh: Any, dims: tuple[int, ...]) -> list[list[int]]:
+    """Return the coordinates of the ranks that differ from this one along these dimensions, in order of their ranks."""
+    coordinates = {}
+    for steps in itertools.product(*(range(mesh.size(dim)) for dim in dims)):
+        coordinate = list(mesh.get_coordinate())
+        for dim, step in zip(dims, steps, strict=True):
+            coordinate[dim] = step
+        coordinates[int(mesh.mesh[tuple(coordinate)])] = coordinate
+    return [coordinates[rank] for rank in ranks_of(_group_over(mesh, dims))]
+
+
+def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
+    """Return the ranks that differ from this one along some dimensions of a mesh and along no others.
+
+    Makes a process group, together with those ranks, if the mesh has none: for several dimensions that are not the
+    whole world.
+
+    Raises:
+        RuntimeError: a process group cannot be made without ranks outside the mesh.
+    """
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    coordinate = mesh.get_coordinate()
+    index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))
+    ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if ranks not in _made or not ranks_of(_made[ranks]):
+        if mesh.size() < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            raise RuntimeError(
+                f"parameters sharded over dimensions {tuple(dims)} of mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, "
+                f"which has {mesh.size()} of {dist.get_world_size()} ranks: their process group cannot be split from "
+                "one with a bound device without the other ranks; leave device_id out of init_process_group"
+            )
+        # Ranks outside the mesh, of other pipeline stages, know nothing of it.
+        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _made[ranks]
+
+
+# --- flat tensors: DeepSpeed ZeRO-1, 2 and 3 ------------------------------------------------------------------------
+
+
+def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> ShardSpec | None:
+    """Return the spec of a flat tensor of ZeRO-1/2 or DeepSpeed's bf16 optimizer; None if it is not one.
+
+    Each rank's tensor is one part of a group's flat buffer. Each parameter is a view of that buffer, so its storage
+    offset is its place there. `_hp_mapping`, which DeepSpeed sets on the parameters, identifies the buffer; its
+    addresses are wrong with `round_robin_gradients`.
+    """
+    linked: list[tuple[int, Any]] = [(index, param) for index, param in originals if _compat.is_of_zero12(param)]
+    if not linked:
+        return None
+    _compat.refuse_old_deepspeed()
+    groups = {id(group): group for group in (_compat.zero12_group(param) for _, param in linked)}
+    if len(groups) > 1:
+        raise RuntimeError(
+            f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "
+            "which is not supported"
+        )
+    group = next(iter(groups.values())) or dist.group.WORLD
+    address = tensor.untyped_storage().data_ptr()
+    buffers = {
+        param.untyped_storage().data_ptr()
+        for _, param in linked
+        if (part := _compat.zero12_fragment(param)) is not None and part.untyped_storage().data_ptr() == address
+    }
+    shards = []
+    first = dist.get_rank(group) * tensor.numel()
+    for index, param in linked:
+        offset = param.storage_offset()
+        start, end = max(offset, first), min(offset + param.numel(), first + tensor.numel())
+        if start < end and param.untyped_storage().data_ptr() in buffers:
+            region = Region(None, start - offset, end - start)
+            shards.append(Shard(index, start - first, end - start, param.numel(), region))
+    return ShardSpec(tuple(shards), group)
+
+
+def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> ShardSpec | None:
+    """Return the spec of a flat tensor of ZeRO-3; None if it is not one.
+
+    `_z3_optimizer` knows each parameter's sub-group and its place there.
+    """
+    shards, group = [], None
+    for index, param in originals:
+        engine = _compat.zero3_optimizer(param)
+        position = None if engine is None else engine.grad_position.get(engine.get_param_id(param))
+        if position is None:  # frozen
+            continue
+        sub_group, start, partition = position
+        if engine.fp32_partitioned_groups_flat[sub_group] is not tensor:
+            continue
+        group = param.ds_process_group
+        first = dist.get_rank(group) * partition
+        numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded
+        if numel:
+            shards.append(Shard(index, start, numel, param.ds_numel, Region(None, first, numel)))
+    return None if group is None else ShardSpec(tuple(shards), group)

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mars_hf
-from mars_hf.distributed import dtensors
+from mars_hf.distributed import shards
 from mars_hf.distributed.norms import group_order
 from mars_hf.distributed.shards import Shards, ShardSpec
 
@@ -151,13 +151,13 @@ def test_each_placement_has_its_group():
 def test_a_group_over_several_dimensions_is_made_once():
     with one_of(8, 5):
         mesh = make_mesh(2, 2, 2)
-        group = dtensors._group_over(mesh, (1, 2))
+        group = shards._group_over(mesh, (1, 2))
         assert dist.get_process_group_ranks(group) == [4, 5, 6, 7]
-        assert dtensors._group_over(mesh[mesh.mesh_dim_names[1:]], (0, 1)) is group
-        assert dtensors._group_over(mesh, (0, 1, 2)) is dist.group.WORLD
-        assert dtensors._group_over(mesh, (2,)) is mesh.get_group(2)
+        assert shards._group_over(mesh[mesh.mesh_dim_names[1:]], (0, 1)) is group
+        assert shards._group_over(mesh, (0, 1, 2)) is dist.group.WORLD
+        assert shards._group_over(mesh, (2,)) is mesh.get_group(2)
     with one_of(8, 5):  # the old one is gone with its world
-        again = dtensors._group_over(make_mesh(2, 2, 2), (1, 2))
+        again = shards._group_over(make_mesh(2, 2, 2), (1, 2))
         assert dist.get_process_group_ranks(again) == [4, 5, 6, 7]
 
 
@@ -167,9 +167,9 @@ def test_a_group_that_other_ranks_would_have_to_help_with_is_refused(monkeypatch
         mesh = make_mesh(2, 2, 2)
         mesh = mesh[mesh.mesh_dim_names[1:]]
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cpu"))))
-        dtensors._made.clear()
+        shards._made.clear()
         with pytest.raises(RuntimeError, match=r"4 of 8 ranks.*leave device_id out of init_process_group"):
-            dtensors._group_over(mesh, (0, 1))
+            shards._group_over(mesh, (0, 1))
 
 
 def test_all_ranks_take_the_groups_of_a_mesh_in_one_order():
@@ -178,7 +178,7 @@ def test_all_ranks_take_the_groups_of_a_mesh_in_one_order():
     for rank in range(8):
         with one_of(8, rank):
             mesh = make_mesh(2, 2, 2)
-            groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] + [dtensors._group_over(mesh, (1, 2))]
+            groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] + [shards._group_over(mesh, (1, 2))]
             orders.append(sorted(range(4), key=lambda index, own=groups: group_order(own[index])))
     assert all(order == orders[0] for order in orders)
 
@@ -191,7 +191,7 @@ def test_peers_hold_what_they_say():
         ranks = from_all_ranks(shape, mesh_shape, place)
         with one_of(8, 3):
             param = place(count_to(shape), make_mesh(*mesh_shape))
-            region_of = dtensors.regions_of(param)
+            region_of = shards.regions_of(param)
             for number, rank in enumerate(ranks[3].shards):
                 expected = [piece.region for piece in ranks[rank].placement.shards]
                 assert expected in ([region_of(number)], [])
@@ -215,6 +215,22 @@ def test_fused_projections_are_blocks_of_which_each_rank_has_a_part():
     for region in held:
         region.of(covered).add_(1)
     assert (covered == 1).all()
+
+
+def test_a_part_of_a_dtensor_that_torch_would_not_cut_is_refused():
+    with one_of(2, 0):
+        odd = DTensor.from_local(torch.randn(2, 4), make_mesh(2), [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
+        with pytest.raises(RuntimeError, match=r"part of shape \(2, 4\) on this rank"):
+            Shards([{"params": [odd], "role": "matrix"}]).spec_of(odd, 0)
+
+
+def test_a_parameter_may_have_another_index_than_at_first():
+    """As after a group was removed."""
+    with one_of(2, 1):
+        params = [nn.Parameter(distribute_tensor(torch.ones(6, 4), make_mesh(2), [Shard(0)])) for _ in range(2)]
+        layout = Shards([{"params": params, "role": "matrix"}])
+        for index in (1, 0):
+            assert [shard.param_index for shard in layout.spec_of(params[1], index).shards] == [index]
 
 
 @pytest.mark.parametrize(

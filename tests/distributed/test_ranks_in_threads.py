@@ -107,7 +107,7 @@ def test_every_rank_gets_its_part_of_every_result(layout, ranks, replicas, dtype
             if held is not None and (part := held.of(whole(index))).numel():
                 pieces[index] = part.reshape(held.shape(torch.Size(SHAPES[index]))).to(dtype)
         seen, found = [], {}
-        for matrices_of_round in exchange.plan.rounds:
+        for matrices_of_round in exchange.rounds:
             moving = [(matrix, owner) for matrix, owner in matrices_of_round if matrix.param_index in present]
 
             def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
