@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
-from pretraining.data import data_folder
+from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run.errors import one_line_errors
 from tasks import evaluation, models
@@ -108,8 +108,8 @@ def held_out_loss(args: Arguments, model: Any, tokenizer: Any | None, accelerato
         else:  # where pretrain_gpt2.py puts it: beside the run
             run = Path(args.model).absolute()
             runs = run.parent.parent if run.name.startswith("checkpoint-") else run.parent
-            directory = data_folder.prepare_embedded((runs if run.is_dir() else Path("runs")) / "data", 4096)
-    data = data_folder.load(directory)
+            directory = embedded.prepare((runs if run.is_dir() else Path("runs")) / "data", 4096)
+    data = token_files.load(directory)
     vocabulary = data.tokenizer.get_vocab()
     if tokenizer is not None and not vocabulary.items() <= tokenizer.get_vocab().items():
         raise ValueError(f"--model {args.model} has another tokenizer than {directory}; give data of its own tokenizer")

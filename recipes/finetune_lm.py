@@ -159,7 +159,7 @@ def load(script: ScriptArguments) -> tuple[str, datasets.Dataset, datasets.Datas
         corpus = embedded.read_corpus("torch-headers")
         parts = (corpus.train[::_ONE_IN], corpus.val)
         train, held_out = (datasets.Dataset.from_dict({script.text_column: documents}) for documents in parts)
-        return embedded.SOURCES["torch-headers"].dataset, train, held_out
+        return embedded.NAMES["torch-headers"], train, held_out
     return running.load_splits(
         script.dataset_name,
         script.dataset_config,

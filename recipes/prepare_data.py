@@ -5,177 +5,172 @@
     python recipes/prepare_data.py --dataset fineweb-edu --max_tokens 50000000000 --output_dir data/fineweb-edu
     python recipes/prepare_data.py --dataset roneneldan/TinyStories --output_dir data/tinystories
     python recipes/prepare_data.py --files corpus/*.jsonl --text_column body --output_dir data/mine
+    python recipes/prepare_data.py --files shakespeare.txt --test_size 0.1 --output_dir data/shakespeare
 
 The folder gets train.bin and val.bin (GPT-2's token ids, uint16, little endian, each document followed by the
 end-of-text token: nanoGPT's format), meta.json (counts, hashes, settings) and tokenizer/ (for AutoTokenizer). It
-appears under its name only when complete. A killed run leaves OUTPUT_DIR.partial-* and OUTPUT_DIR.lock, which the next
-run removes. A second run for the same folder is refused while the first one lives.
+appears under its name only when complete. A killed run leaves .NAME.partial beside it, which the next run removes. A
+second run for the same folder is refused while the first one lives.
 
-The split is nanoGPT's: a shuffled share of the documents, at least one, is held out. Documents are rows of a data set
-on the Hub, rows of .parquet, lines of .jsonl (or .json), or whole .txt files; empty ones count. Files of a folder that
-hold no text (empty, binary, not UTF-8, unreadable, of another kind) are skipped, counted and named. GPT-2's vocabulary
-comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: the result and up to 4 GB more while
-it is made; local files also need a temporary copy of their text. For OpenWebText (8 million documents) the result is
-18 GB, and the Hub's cache (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count. FineWeb-Edu's sample of 10^11
-tokens needs several times that, see docs/recipes.md; --max_tokens makes its result smaller, not its download.
+The split is nanoGPT's: a shuffled share of the documents, at least one, is held out. Documents are rows of a data set,
+of .parquet, .jsonl or .json, or whole .txt files; empty ones count. Of a single document the end is held out. GPT-2's
+vocabulary comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: the result, and for local
+files a temporary copy of their text. For OpenWebText (8 million documents) the result is 18 GB, and the Hub's cache
+(HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count. FineWeb-Edu's sample of 10^11 tokens needs several times
+that, see docs/recipes.md; --max_tokens makes its result smaller, not its download.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import threading
-import time
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pretraining.data import gpt2_tokenizer, meta_file, sources
-from pretraining.run import ranges
+import datasets
+import numpy as np
+import tiktoken
+from pretraining.data import gpt2_tokenizer, sources, token_files
 from pretraining.run.errors import one_line_errors
+from tqdm.auto import tqdm
 
-_MADE_HERE = {"train.bin", "val.bin", "meta.json", "tokenizer"}
+_BATCH = 1000  # documents
 
 
 @one_line_errors("prepare_data.py")
 def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
-    settings = parse(argv)
-    from pretraining.data import preparation  # imports for seconds, which a mistake need not wait for
-
-    meta, skipped = preparation.prepare(settings)
-    if skipped:
-        print(skipped)
-    for split in meta_file.SPLITS:
-        entry = meta[split]
+    args = parse(argv)
+    with token_files.writing(args.output_dir, overwrite=args.overwrite) as partial:
+        tokenizer = gpt2_tokenizer.build()
+        tokenizer.save_pretrained(partial / "tokenizer")
+        with tempfile.TemporaryDirectory(dir=partial) as scratch:
+            name, documents = load(args, Path(scratch))
+            print(f"data  {len(documents):,} documents of {name}")
+            parts = sources.split(documents, test_size=args.test_size, seed=args.seed, cache_dir=Path(scratch))
+            train = token_files.write_tokens(
+                partial / "train.bin", tokenize(parts["train"], args.num_proc), args.max_tokens
+            )
+            val = token_files.write_tokens(partial / "val.bin", tokenize(parts["val"], args.num_proc))
+        settings = ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
+        meta = {
+            "dataset": name,
+            "settings": {key: getattr(args, key) for key in settings},
+            "tokenizer": gpt2_tokenizer.NAME,
+            "vocab_size": len(tokenizer),
+            "end_of_text": gpt2_tokenizer.END_OF_TEXT_ID,
+            "versions": {"datasets": datasets.__version__, "tiktoken": tiktoken.__version__},
+            "train": train,
+            "val": val,
+        }
+        token_files.write_meta(partial, meta)
+    for split, entry in (("train", train), ("val", val)):
         print(f"{split:<6}{entry['tokens']:,} tokens, {entry['documents']:,} documents, {entry['bytes']:,} bytes")
         if entry["tokens"] < gpt2_tokenizer.CONTEXT:
             print(f"      less than one block of {gpt2_tokenizer.CONTEXT}: train with a smaller --block_size")
-    print(f"ready: --data_dir {settings.output_dir}")
+    print(f"ready: --data_dir {args.output_dir}")
+
+
+def load(args: argparse.Namespace, scratch: Path) -> tuple[str, datasets.Dataset]:
+    """Return the name of the documents, in printable characters, and the documents."""
+    if args.files:
+        name = Path(args.files[0]).resolve().name + (f" and {len(args.files) - 1} more" if args.files[1:] else "")
+        files = sources.find_files(args.files)
+        documents = sources.load_files(files, text_column=args.text_column, cache_dir=scratch)
+    else:
+        name = Path(args.dataset).resolve().name if sources.is_saved(args.dataset) else args.dataset
+        documents = sources.load_named(
+            args.dataset,
+            config=args.dataset_config,
+            split=args.train_split,
+            text_column=args.text_column,
+            num_proc=args.num_proc if args.num_proc > 1 else None,
+        )
+    return repr(name)[1:-1][:200], documents
+
+
+def tokenize(documents: datasets.Dataset, num_threads: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield each document's token ids, the end-of-text token last, and the bytes of its text."""
+    encoding = tiktoken.get_encoding(gpt2_tokenizer.NAME)
+
+    def encode(text: str) -> tuple[np.ndarray, int]:
+        ids = encoding.encode_ordinary(text)  # special tokens in a document are plain text
+        return np.array([*ids, gpt2_tokenizer.END_OF_TEXT_ID]), len(text.encode())
+
+    with (
+        ThreadPoolExecutor(num_threads) as pool,
+        tqdm(total=len(documents), desc="tokenizing", unit=" documents") as bar,
+    ):
+        for batch in documents.iter(_BATCH):
+            yield from pool.map(encode, batch[sources.TEXT])
+            bar.update(len(batch[sources.TEXT]))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: it is invalid, or the output folder holds other files.
+        ValueError: a value is out of bounds, or would be ignored.
     """
-    parser = _parser()
-    settings = parser.parse_args(argv)
-    # datasets would read a path its own way and copy it to its cache.
-    if settings.dataset and settings.dataset not in sources.ALIASES and Path(settings.dataset).exists():
-        settings.dataset, settings.files = None, [settings.dataset]
-    output = settings.output_dir.resolve()
-    if settings.files:
-        given = [name for name in ("dataset_config", "train_split") if getattr(settings, name) is not None]
-        if given:
-            raise ValueError(f"--{given[0]} goes with --dataset, not with --files; leave it out")
-        for path in map(Path, settings.files):
-            if path.is_dir() and output.is_relative_to(path.resolve()):
-                raise ValueError(f"--output_dir {settings.output_dir} is inside --files {path}; choose another")
-    _check_output(output)
-    return settings
-
-
-def _check_output(output: Path) -> None:
-    """Raise ValueError for a folder with other files, whatever --overwrite says."""
-    for folder in (output, *output.parents):
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--output_dir {output}: {folder} is a file; choose another name")
-    others = sorted({path.name for path in output.iterdir()} - _MADE_HERE) if output.exists() else []
-    if others:
-        raise ValueError(
-            f"--output_dir {output} holds other files ({', '.join(others[:3])}), which --overwrite would delete; "
-            "choose another folder"
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--dataset",
-        type=_text,
-        help=f"{_aliases()}, any data set's name on the Hub, or a local path as in --files",
+        help=f"{', '.join(sources.ALIASES)}, any data set's name on the Hub, a folder of save_to_disk, or a path as in "
+        "--files",
     )
     source.add_argument(
         "--files",
         nargs="+",
-        type=_text,
         metavar="PATH",
         help="local files of one kind (.txt, .jsonl or .json, .parquet): files, folders (with all below), or globs",
     )
-    parser.add_argument("--output_dir", type=_folder, required=True, help="folder to make")
-    parser.add_argument(
-        "--dataset_config",
-        type=_text,
-        help="configuration of the Hub's data set; left out: its only one, and for fineweb-edu sample-100BT",
-    )
-    parser.add_argument("--train_split", type=_text, help="split of the Hub's data set, train when left out")
-    parser.add_argument("--text_column", type=_text, help="column or JSON key with the documents, text when left out")
-    parser.add_argument(
-        "--test_size",
-        type=ranges.HELD_OUT.read,
-        default=0.0005,
-        help="share of documents to hold out (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=ranges.SEED.read, default=2357, help="of the split (default: %(default)s)")
-    parser.add_argument(
+    add("--output_dir", type=Path, required=True, help="folder to make")
+    add("--dataset_config", help="configuration of the Hub's data set; for fineweb-edu sample-100BT when left out")
+    add("--train_split", default="train", help="split of the data set (default: %(default)s)")
+    add("--text_column", default="text", help="column or JSON key with the documents (default: %(default)s)")
+    add("--test_size", type=float, default=0.0005, help="share of documents to hold out (default: %(default)s)")
+    add("--seed", type=int, default=2357, help="of the split (default: %(default)s)")
+    add(
         "--max_tokens",
-        type=ranges.TOKENS.read,
+        type=int,
         help="most tokens in train.bin, in whole documents; left out: all. The held-out documents stay the same",
     )
-    parser.add_argument(
+    add(
         "--num_proc",
-        type=ranges.SIZE.read,
-        default=_cores(),
-        help="processes that tokenize (default: cores, %(default)s)",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        help="processes that download, and threads that tokenize (default: cores, %(default)s)",
     )
-    parser.add_argument(
-        "--tokenizer", choices=[gpt2_tokenizer.NAME], default=gpt2_tokenizer.NAME, help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a folder made before, once the new one is complete"
-    )
-    return parser
+    add("--overwrite", action="store_true", help="replace token files made before, once the new ones are complete")
+    args = parser.parse_args(argv)
+    if not 0 < args.test_size < 1:
+        raise ValueError(f"--test_size {args.test_size}: give a share between 0 and 1, like 0.0005")
+    for flag, least in (("max_tokens", 1), ("num_proc", 1), ("seed", 0)):
+        value = getattr(args, flag)
+        if value is not None and value < least:
+            raise ValueError(f"--{flag} {value}: give a whole number from {least} on")
 
-
-def _aliases() -> str:
-    return ", ".join(f"{alias} ({' '.join(filter(None, name))})" for alias, name in sources.ALIASES.items())
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _text(value: str) -> str:
-    if not value:
-        raise argparse.ArgumentTypeError("is empty; give a name or a path")
-    return value
-
-
-def _folder(value: str) -> Path:
-    return Path(_text(value))
-
-
-def _end_with_parent() -> None:
-    """End this forked child once its parent is gone."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    if args.dataset in sources.ALIASES:
+        args.dataset, config = sources.ALIASES[args.dataset]
+        args.dataset_config = args.dataset_config or config
+    elif args.dataset and Path(args.dataset).exists() and not sources.is_saved(args.dataset):
+        args.dataset, args.files = None, [args.dataset]  # datasets would copy it to its cache
+    if args.files and (args.dataset_config or args.train_split != "train"):
+        raise ValueError("--dataset_config and --train_split go with --dataset, not with --files; leave them out")
+    for path in map(Path, args.files or ()):
+        if path.is_dir() and args.output_dir.resolve().is_relative_to(path.resolve()):
+            raise ValueError(f"--output_dir {args.output_dir} is inside --files {path}; choose a folder outside")
+    return args
 
 
 if __name__ == "__main__":
-    if hasattr(os, "register_at_fork"):
-        # If this process is killed, the workers of datasets would wait forever and hold the space of deleted files.
-        os.register_at_fork(after_in_child=_end_with_parent)
     main()

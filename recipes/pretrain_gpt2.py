@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 import torch
-from pretraining.data import data_folder
+from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run import (
     arguments,
@@ -90,7 +90,7 @@ def _train(
 
     with training.main_process_first(desc="preparing data"):
         directory = Path(run.data.data_dir) if run.data.data_dir else _embedded(output, run.data)
-        source = data_folder.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
+        source = token_files.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     block = run.model.block_size
     train_set = TokenDataset(directory, "train", block)
     if training.max_steps <= 0:
@@ -208,14 +208,12 @@ def _check_processes(training: arguments.PretrainingArguments) -> None:
 
 
 def _embedded(output: Path, settings: arguments.DataArguments) -> Path:
-    return data_folder.prepare_embedded(
-        output.absolute().parent / "data", settings.embedded_vocab_size, settings.embedded_corpus
-    )
+    return embedded.prepare(output.absolute().parent / "data", settings.embedded_vocab_size, settings.embedded_corpus)
 
 
 def _introduce(
     run: arguments.RunArguments,
-    source: data_folder.Data,
+    source: token_files.Data,
     train_set: TokenDataset,
     gpt2: Any,
     optimizer: Any,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pretraining.data import data_folder
+from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run.errors import one_line_errors
 from tasks import command_line, running
@@ -107,8 +107,8 @@ def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     set_seed(training.seed)
     with training.main_process_first(desc="preparing data"):
         beside = Path(training.output_dir).absolute().parent
-        directory = Path(given.data_dir) if given.data_dir else data_folder.prepare_embedded(beside / "data", 4096)
-        source = data_folder.load(directory)
+        directory = Path(given.data_dir) if given.data_dir else embedded.prepare(beside / "data", 4096)
+        source = token_files.load(directory)
     model = build(sizes, source.tokenizer)
     with running.output_folder(training):
         trainer = running.trainer_class(training)(

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from accelerate.commands import launch
 from pages import PAGES, ROOT, blocks, commands, entry_points
-from pretraining.data import data_folder
+from pretraining.data import embedded, token_files
 from pretraining.run import arguments
 from tiny_nanogpt import TinyGPT, save
 from transformers import TrainingArguments
@@ -53,7 +53,7 @@ SCRIPT = [
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     """Return the embedded corpus, tokenized once."""
-    return data_folder.prepare_embedded(tmp_path_factory.mktemp("data"), vocab_size=512)
+    return embedded.prepare(tmp_path_factory.mktemp("data"), vocab_size=512)
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def nothing(command: str) -> None:
 def evaluates(command: str, tokens: Path) -> None:
     name, argv = script_of(shlex.split(command))
     model, output = (argv[argv.index(flag) + 1] for flag in ("--model", "--output_file"))
-    source = data_folder.load(tokens)
+    source = token_files.load(tokens)
     gpt2 = prelude.tiny_gpt2()
     gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
     for part in (gpt2, source.tokenizer):
@@ -250,7 +250,7 @@ def fine_tunes(command: str, tokens: Path, row: dict[str, str]) -> None:
     else:
         model = "tiny"
         argv = [*argv, "--model_name_or_path", model]
-    source = data_folder.load(tokens)
+    source = token_files.load(tokens)
     gpt2 = prelude.tiny_gpt2()
     gpt2.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
     for part in (gpt2, source.tokenizer):

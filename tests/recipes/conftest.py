@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from pretraining.data import data_folder, embedded
+from pretraining.data import embedded
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +17,7 @@ def tokens(shared_folder: Path) -> Path:
     # The processes of pytest-xdist share the folder.
     with FileLock(shared_folder / "tokens.lock"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "read_corpus", lambda name: part)
-        return data_folder.prepare_embedded(shared_folder / "tokens", vocab_size=512)
+        return embedded.prepare(shared_folder / "tokens", vocab_size=512)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import pretrain_gpt2
 import pytest
 import torch
 from hub_server import HubServer
-from pretraining.data import data_folder, token_checks, token_files
+from pretraining.data import embedded, token_files
 from tasks import evaluation
 from test_pretrain_gpt2 import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -64,11 +64,8 @@ def prepared(folder: Path, tokenizer: PreTrainedTokenizerFast, val: np.ndarray, 
     meta = {"dataset": "words", "tokenizer": "words", "vocab_size": len(tokenizer), "end_of_text": 0}
     with token_files.writing(folder) as partial:
         tokenizer.save_pretrained(partial / "tokenizer")
-        meta["tokenizer_files"] = token_checks.tokenizer_hashes(partial / "tokenizer")
         for split, ids, size in (("train", val[:9], 9), ("val", val, val_bytes)):
-            file = token_files.TokenFile(partial / f"{split}.bin")
-            file.write([ids], size)
-            meta[split] = file.close()
+            meta[split] = token_files.write_tokens(partial / f"{split}.bin", [(ids, size)])
         token_files.write_meta(partial, meta)
     return folder
 
@@ -143,7 +140,7 @@ def test_loss_is_that_of_the_run(tmp_path, tokens, bf16):
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_embedded_corpus_beside_the_run(tmp_path, monkeypatch, tokens, checkpoint):
     made = []
-    monkeypatch.setattr(data_folder, "prepare_embedded", lambda *given: made.append(given) or tokens)
+    monkeypatch.setattr(embedded, "prepare", lambda *given: made.append(given) or tokens)
     place = tmp_path / "runs" / "x" / ("checkpoint-3" if checkpoint else "")
     small(vocabulary=512).save_pretrained(place)
     found = evaluated(tmp_path / "f.json", "--model", place, "--max_eval_blocks", 2)
@@ -296,7 +293,7 @@ def test_lm_eval_is_imported_for_tasks_alone(tmp_path, unigram, held_out, monkey
 
 def test_models_that_cannot_be_evaluated(tmp_path, unigram, monkeypatch):
     """They are refused before the embedded corpus is tokenized."""
-    monkeypatch.setattr(data_folder, "prepare_embedded", lambda *given: pytest.fail("tokenized"))
+    monkeypatch.setattr(embedded, "prepare", lambda *given: pytest.fail("tokenized"))
     assert refused(tmp_path, "--model", "/nope").startswith("/nope: no such folder; give one with config.json")
     assert "me/nowhere: transformers loads no causal language model" in refused(tmp_path, "--model", "me/nowhere")
     shutil.copytree(unigram, tmp_path / "cut")

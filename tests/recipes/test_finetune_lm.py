@@ -9,7 +9,7 @@ import finetune_lm
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from pretraining.data import data_folder
+from pretraining.data import token_files
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mars_hf
@@ -26,7 +26,7 @@ TEXT = "for number in range(10):\n    print(number)\n"
 def base(tokens, tmp_path_factory):
     """Save a random GPT-2 with the tokenizer of the test corpus."""
     torch.manual_seed(0)
-    tokenizer = data_folder.load(tokens).tokenizer
+    tokenizer = token_files.load(tokens).tokenizer
     end = tokenizer.eos_token_id
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": len(tokenizer)}
     folder = tmp_path_factory.mktemp("base")
@@ -77,7 +77,7 @@ def test_only_adapters_train(optim, base, text, tmp_path):
 
 
 def test_documents_are_cut_into_blocks(tokens):
-    tokenizer = data_folder.load(tokens).tokenizer
+    tokenizer = token_files.load(tokens).tokenizer
     texts = ["def one():\n    return 1\n", "x", "", "class Two:\n    pass  # nothing\n"]
     stream = [token for each in texts for token in [*tokenizer(each)["input_ids"], tokenizer.eos_token_id]]
     found = finetune_lm.blocks(datasets.Dataset.from_dict({"body": texts, "other": texts}), "body", tokenizer, 5)
@@ -87,7 +87,7 @@ def test_documents_are_cut_into_blocks(tokens):
 
 
 def test_a_tokenizer_may_have_no_end_of_text(tokens):
-    tokenizer = data_folder.load(tokens).tokenizer
+    tokenizer = token_files.load(tokens).tokenizer
     tokenizer.eos_token = None
     found = finetune_lm.blocks(datasets.Dataset.from_dict({"text": ["x = 1\n"] * 9}), "text", tokenizer, 4)
     assert found[0]["input_ids"] == (tokenizer("x = 1\n")["input_ids"] * 9)[:4]

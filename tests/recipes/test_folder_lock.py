@@ -9,11 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-import prepare_data
 import pytest
 from pretraining.run import folder_lock
 
-RECIPES = Path(prepare_data.__file__).parent
+RECIPES = Path(folder_lock.__file__).parents[2]
 HOLDER = """
 import sys
 from pathlib import Path
@@ -82,12 +81,3 @@ def test_a_failure_releases(tmp_path):
         raise RuntimeError
     with held(tmp_path / "data"):
         pass
-
-
-def test_a_second_prepare_data_is_refused(tmp_path, holder, capsys):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 9)
-    with pytest.raises(SystemExit):
-        prepare_data.main(["--files", str(tmp_path / "a.jsonl"), "--output_dir", str(tmp_path / "data")])
-    line = capsys.readouterr().err
-    assert f"process {holder.pid} on {platform.node()} prepares data there" in line and line.count("\n") == 1
-    assert not (tmp_path / "data").exists()

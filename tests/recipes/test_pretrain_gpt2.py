@@ -17,7 +17,7 @@ import torch
 from helpers import refused
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
-from pretraining.data import data_folder
+from pretraining.data import token_files
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,7 +82,7 @@ def test_metrics(finished, tokens):
     assert metrics["steps"] == 8 and metrics["tokens"] == 8 * 4 * 32
     assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
-    per_token = data_folder.load(tokens).bytes_per_token
+    per_token = token_files.load(tokens).bytes_per_token
     assert metrics["bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) / per_token)
     assert metrics["tokens_per_second"] > 0 and metrics["train_loss"] > 0
 
@@ -101,7 +101,7 @@ def test_eval_loss_is_the_mean_over_held_out_blocks(finished, tokens):
 def test_the_card_states_data_and_results(tmp_path, tokens):
     metrics = run(tmp_path / "run", tokens, "--license", "apache-2.0", "--max_steps", "2", "--eval_steps", "2")
     card = ModelCard.load(tmp_path / "run" / "README.md")
-    name = data_folder.load(tokens).name
+    name = token_files.load(tokens).name
     assert f"trained from scratch on the {name} dataset." in card.text and card.data.license == "apache-2.0"
     assert f"| {metrics['eval_loss']:.4f} " in card.text and 'GPT2LMHeadModel.from_pretrained("run")' in card.text
     (result,) = card.data.eval_results

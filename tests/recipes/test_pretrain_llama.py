@@ -9,7 +9,7 @@ import pretrain_llama
 import pytest
 import torch
 from pretrain_llama import ModelArguments, build
-from pretraining.data import data_folder
+from pretraining.data import token_files
 
 import mars_hf
 
@@ -48,7 +48,7 @@ def fuse(split: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def twins(tokens):
     """Return both models with the same weights."""
     torch.manual_seed(0)
-    tokenizer = data_folder.load(tokens).tokenizer
+    tokenizer = token_files.load(tokens).tokenizer
     llama, phi3 = (build(sizes(projections), tokenizer) for projections in ("split", "fused"))
     phi3.load_state_dict(fuse(llama.state_dict()))
     return llama, phi3
@@ -131,7 +131,7 @@ def test_other_optimizers(optim, tokens, tmp_path):
         ("--optim_args gama=1", ("gama", "gamma")),
         ("--learning_rate -1", ("'-1' is not a finite number from 0 on",)),
         ("--do_eval true", ("--do_eval would be ignored",)),
-        ("--data_dir nowhere", ("nowhere: no such folder", "prepare_data.py")),
+        ("--data_dir nowhere", ("nowhere has no meta.json", "prepare_data.py")),
         ("--resume_from_checkpoint gone", ("--resume_from_checkpoint gone: no such folder",)),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import sft_lora
 import torch
 from peft import AutoPeftModelForCausalLM
-from pretraining.data import data_folder, embedded
+from pretraining.data import embedded, token_files
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import mars_hf
@@ -24,7 +24,7 @@ FEW = [
 def base(tokens, tmp_path_factory):
     """Save a random GPT-2 with the tokenizer of the test corpus."""
     torch.manual_seed(0)
-    tokenizer = data_folder.load(tokens).tokenizer
+    tokenizer = token_files.load(tokens).tokenizer
     end = tokenizer.eos_token_id
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": len(tokenizer)}
     folder = tmp_path_factory.mktemp("base")

@@ -183,9 +183,9 @@ def trials(count: int, folder: Path, *, jobs: int, first: int = 0) -> list[dict[
         first: number of the first trial.
     """
     sys.path.insert(0, str(ROOT / "recipes"))
-    from pretraining.data import data_folder
+    from pretraining.data import embedded
 
-    tokens = data_folder.prepare_embedded(folder, vocab_size=512)
+    tokens = embedded.prepare(folder, vocab_size=512)
     references: dict[str, tuple[Path, float]] = {}
 
     def one(number: int) -> dict[str, Any]:

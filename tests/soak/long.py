@@ -68,9 +68,9 @@ def train(output: Path, data: Path, steps: int, stop: tuple[float, signal.Signal
 def soak(folder: Path, steps: int, stops: int) -> dict[str, Any]:
     """Return the growth of memory in bytes, and what differs between the runs (None: nothing)."""
     sys.path.insert(0, str(ROOT / "recipes"))
-    from pretraining.data import data_folder
+    from pretraining.data import embedded
 
-    tokens = data_folder.prepare_embedded(folder, vocab_size=512)
+    tokens = embedded.prepare(folder, vocab_size=512)
     began = time.monotonic()
     samples = train(folder / "whole", tokens, steps)
     seconds = time.monotonic() - began

@@ -60,10 +60,10 @@ def test_twenty_thousand_steps(tmp_path):
 def test_the_others_end_when_one_of_three_is_killed(tmp_path):
     """They end with an error within a minute, and the run goes on from its last checkpoint."""
     sys.path.insert(0, str(kill.ROOT / "recipes"))
-    from pretraining.data import data_folder
+    from pretraining.data import embedded
     from pretraining.run import checkpoints
 
-    tokens = data_folder.prepare_embedded(tmp_path, vocab_size=512)
+    tokens = embedded.prepare(tmp_path, vocab_size=512)
     config = kill.ROOT / "accelerate_configs" / "cpu_ddp.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "3"]
     output = tmp_path / "run"

@@ -1,176 +1,259 @@
-"""Read and write token files: `train.bin`, `val.bin` (uint16, as nanoGPT reads them), `meta.json`, the tokenizer."""
+"""Write, check and read a folder of tokens: `train.bin`, `val.bin` (uint16, as nanoGPT), `meta.json`, `tokenizer/`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import platform
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pretraining.data import meta_file
-from pretraining.data.meta_file import MAX_VOCAB_SIZE, SPLITS
-from pretraining.data.meta_file import read as read_meta
-
-__all__ = ["DTYPE", "MAX_VOCAB_SIZE", "SPLITS", "TokenDataset", "TokenFile", "read_meta", "write_meta", "writing"]
 DTYPE = np.dtype("<u2")
-PART_BYTES = 2**26  # of a file that has a hash of its own, so that a damaged place can be named
-_PART_DIGITS = 16
+MAX_VOCAB_SIZE = 2**16
+SPLITS = ("train", "val")
+_NAMES = {"train.bin", "val.bin", "meta.json", "tokenizer"}
+_AGAIN = "copy the folder again, or make it again with prepare_data.py --overwrite"
+
+# Ids of files up to _CHUNK tokens are all checked; of larger ones, _WINDOWS windows, the first and last included.
+_CHUNK, _WINDOW, _WINDOWS = 2**24, 2**12, 256
 
 
-class TokenFile:
-    """Write one split, one token array after the other, and count tokens, documents and bytes."""
+class Data(NamedTuple):
+    """A folder of token files, its tokenizer, the bytes of text per held-out token, and what tells it from others."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the file.
-
-        Args:
-            path: path of the file.
-        """
-        self._file = path.open("wb")
-        self._hash = PartedHash()
-        self.tokens = 0
-        self.documents = 0
-        self.bytes = 0
-
-    def write(self, documents: Iterable[np.ndarray], text_bytes: int) -> None:
-        """Append documents, each an array of token ids that ends with the end-of-text token.
-
-        Args:
-            documents: token ids below 2**16.
-            text_bytes: length of the documents' text in UTF-8, without end-of-text tokens.
-        """
-        arrays = [document.astype(DTYPE) for document in documents]
-        if not arrays:
-            return
-        data = np.concatenate(arrays).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self.tokens += len(data) // DTYPE.itemsize
-        self.documents += len(arrays)
-        self.bytes += text_bytes
-
-    def close(self) -> dict[str, Any]:
-        """Flush to disk and return the split's entry of meta.json."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {
-            "tokens": self.tokens,
-            "documents": self.documents,
-            "bytes": self.bytes,
-            **self._hash.entry(),
-        }
+    directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    bytes_per_token: float
+    identity: dict[str, Any]
 
 
-class PartedHash:
-    """SHA-256 of a file, and of each of its parts of `PART_BYTES` bytes."""
+def load(directory: Path, *, verify: bool = False) -> Data:
+    """Check and load prepared data.
 
-    def __init__(self) -> None:
-        """Start with no bytes."""
-        self._whole = hashlib.sha256()
-        self._part = hashlib.sha256()
-        self._in_part = 0
-        self._parts: list[str] = []
+    Args:
+        directory: folder of prepare_data.py.
+        verify: True reads the token files whole, with a progress bar: every id and the hashes.
 
-    def update(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
-        self._whole.update(data)
-        view = memoryview(data)
-        while len(view):
-            piece = view[: PART_BYTES - self._in_part]
-            self._part.update(piece)
-            self._in_part += len(piece)
-            view = view[len(piece) :]
-            if self._in_part == PART_BYTES:
-                self._end_part()
+    Raises:
+        ValueError: the folder holds no prepared data, or something in it is not what meta.json describes.
+    """
+    directory = Path(directory)
+    meta = check(directory, whole=verify)
+    folder = directory / "tokenizer"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"{folder}: transformers cannot load it ({str(error)!r:.200}); {_AGAIN}") from error
+    for key, value in (("vocab_size", len(tokenizer)), ("end_of_text", tokenizer.eos_token_id)):
+        if value != meta[key]:
+            raise ValueError(f"{folder}: {key} is {value}, but {meta[key]} in meta.json; {_AGAIN}")
+    identity = {"dataset": meta["dataset"], "vocabulary": len(tokenizer)}
+    identity |= {f"{split} tokens": meta[split]["sha256"] for split in SPLITS}
+    return Data(directory, tokenizer, meta["dataset"], meta["val"]["bytes"] / meta["val"]["tokens"], identity)
 
-    def entry(self) -> dict[str, Any]:
-        """Return the hashes as keys of meta.json; no bytes may follow."""
-        if self._in_part:
-            self._end_part()
-        return {"sha256": self._whole.hexdigest(), "sha256_parts": self._parts}
 
-    def _end_part(self) -> None:
-        self._parts.append(self._part.hexdigest()[:_PART_DIGITS])
-        self._part = hashlib.sha256()
-        self._in_part = 0
+def read_meta(directory: Path) -> dict[str, Any]:
+    """Read and check a folder's meta.json.
+
+    Raises:
+        ValueError: the folder holds no prepared data, or meta.json is damaged; the message names the key.
+    """
+    path = Path(directory) / "meta.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no meta.json: make token files with prepare_data.py, and give their folder")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({str(error)!r:.200}); {_AGAIN}") from error
+    _check_meta(meta, path)
+    return meta
+
+
+def _check_meta(meta: Any, path: Path) -> None:
+    """Raise ValueError for a value that is missing or out of bounds; other keys are free."""
+    values = dict(meta) if isinstance(meta, dict) else {}
+    for section in (*SPLITS, "tokenizer_files"):
+        inner = values.pop(section, None)
+        values |= {f"{section}: {key}": value for key, value in inner.items()} if isinstance(inner, dict) else {}
+
+    def expect(key: str, accepted: str, is_accepted: object) -> None:
+        if not is_accepted:
+            raise ValueError(f"{path}: {key!r:.200} is {values.get(key)!r:.200}, not {accepted}; {_AGAIN}")
+
+    name = values.get("dataset")  # goes into terminals and model cards
+    is_printable = isinstance(name, str) and name.isprintable() and 0 < len(name) <= 200
+    expect("dataset", "text of 1 to 200 printable characters", is_printable)
+    bounds = {"vocab_size": (1, MAX_VOCAB_SIZE), "end_of_text": (0, MAX_VOCAB_SIZE - 1)}
+    for split in SPLITS:
+        bounds |= {f"{split}: {key}": (least, 2**48) for key, least in (("tokens", 1), ("documents", 1), ("bytes", 0))}
+    for key, (low, high) in bounds.items():
+        number = values.get(key)
+        expect(key, f"a whole number from {low} to {high}", type(number) is int and low <= number <= high)
+    files = [key for key in values if key.startswith("tokenizer_files: ")] or ["tokenizer_files: tokenizer.json"]
+    for key in ("train: sha256", "val: sha256", *files):
+        digest = values.get(key)
+        expect(key, "64 hex digits", isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest))
+
+
+def check(directory: Path, *, whole: bool = False) -> dict[str, Any]:
+    """Compare a folder's files with its meta.json, and return that.
+
+    Args:
+        directory: folder with token files.
+        whole: True reads every byte, with a progress bar: all ids and the hashes. False checks sizes, the tokenizer,
+            all ids of small files and a sample of large ones.
+
+    Raises:
+        ValueError: something differs; the message names the file and the position.
+    """
+    meta = read_meta(directory)
+    for split in SPLITS:
+        _check_tokens(Path(directory) / f"{split}.bin", meta[split], meta["vocab_size"], whole)
+    hashes = _tokenizer_hashes(directory)
+    changed = [name for name, digest in meta["tokenizer_files"].items() if hashes.get(name) != digest]
+    if changed:
+        raise ValueError(f"{directory}/tokenizer: {changed!r:.200} is missing or not what was prepared; {_AGAIN}")
+    return meta
+
+
+def _tokenizer_hashes(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in (Path(directory) / "tokenizer").glob("*") if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _check_tokens(path: Path, entry: dict[str, Any], vocab_size: int, whole: bool) -> None:
+    size, expected = path.stat().st_size if path.is_file() else 0, entry["tokens"] * DTYPE.itemsize
+    if size != expected:
+        raise ValueError(f"{path} has {size:,} bytes, but meta.json promises {expected:,}; {_AGAIN}")
+    tokens = np.memmap(path, dtype=DTYPE, mode="r")
+    if whole or len(tokens) <= _CHUNK:
+        starts, length = list(range(0, len(tokens), _CHUNK)), _CHUNK
+    else:
+        starts, length = np.linspace(0, len(tokens) - _WINDOW, _WINDOWS, dtype=np.int64).tolist(), _WINDOW
+    digest = hashlib.sha256()
+    for start in tqdm(starts, desc=f"checking {path.name}", unit="chunk", disable=not whole):
+        chunk = tokens[start : start + length]
+        if chunk.max() >= vocab_size:
+            index = int(np.argmax(chunk >= vocab_size))
+            raise ValueError(
+                f"{path}: token {start + index:,} is {chunk[index]}, not below {vocab_size}, the vocab_size of "
+                f"meta.json; {_AGAIN}"
+            )
+        if whole:
+            digest.update(chunk.data)
+    if whole and digest.hexdigest() != entry["sha256"]:
+        raise ValueError(
+            f"{path} is not what was prepared: SHA-256 {digest.hexdigest()[:12]}..., but {entry['sha256'][:12]}... in "
+            f"meta.json; {_AGAIN}"
+        )
+
+
+def lock(directory: Path) -> FileLock:
+    """Return the lock of the process that writes a folder: the file `.NAME.lock` beside it, reentrant."""
+    directory = Path(directory).resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(directory.with_name(f".{directory.name}.lock"), is_singleton=True)
 
 
 @contextmanager
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to write token files into; it becomes `directory` once the block succeeds.
 
+    It is `.NAME.partial` beside `directory`. What a killed process left there is removed.
+
     Args:
         directory: the final folder.
-        overwrite: True replaces an existing folder, which stays until the new one is complete.
+        overwrite: True replaces token files, which stay until the new ones are complete.
 
     Raises:
-        ValueError: the folder exists, is not empty, and `overwrite` is False.
+        ValueError: another process writes the folder, or it holds token files without `overwrite`, or other files.
     """
-    directory = Path(directory).absolute()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for stale in _stale(directory, "replaced"):
-        if not directory.exists():  # killed between the two renames below
-            stale.rename(directory)
-            break
-    if directory.exists() and any(directory.iterdir()) and not overwrite:
-        raise ValueError(f"{directory} exists already; choose another folder, or pass --overwrite to replace it")
-    for stale in [*_stale(directory, "partial"), *_stale(directory, "replaced")]:
-        shutil.rmtree(stale, ignore_errors=True)
-    partial = beside(directory, "partial", os.getpid())
-    replaced = beside(directory, "replaced", os.getpid())
-    partial.mkdir()
+    directory = Path(directory).resolve()  # a link stays; its target is written
+    partial, replaced = (directory.with_name(f".{directory.name}.{kind}") for kind in ("partial", "replaced"))
     try:
-        yield partial
-        if directory.exists():
-            directory.rename(replaced)
-        partial.rename(directory)
-    except BaseException:
-        if replaced.exists() and not directory.exists():
+        acquired = lock(directory).acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{directory}: another process writes it; wait for it to end, or choose another folder"
+        ) from None
+    with acquired:
+        if replaced.exists() and not directory.exists():  # killed between the two renames below
             replaced.rename(directory)
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def beside(directory: Path, kind: str, pid: int | str) -> Path:
-    """Return the path of a process's unfinished (`partial`) or replaced folder on this machine."""
-    return directory.with_name(f"{directory.name}.{kind}-{platform.node() or 'localhost'}-{pid}")
-
-
-def _stale(directory: Path, kind: str) -> list[Path]:
-    """Return folders beside `directory` that killed processes of this machine left, newest first."""
-    prefix = beside(directory, kind, "").name
-    pids = {path: path.name[len(prefix) :] for path in directory.parent.iterdir() if path.name.startswith(prefix)}
-    found = [path for path, pid in pids.items() if pid.isdecimal() and not _is_running(int(pid))]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether another process has this id; our own id is a leftover, since containers reuse ids."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+        if names and not overwrite:
+            raise ValueError(f"{directory} exists; choose another folder, or replace its token files with --overwrite")
+        if others := sorted(names - _NAMES):
+            raise ValueError(
+                f"{directory} holds other files ({str(others[:3])[1:-1]:.200}), which --overwrite would delete; choose "
+                "another folder"
+            )
+        for leftover in (partial, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            if directory.exists():
+                directory.rename(replaced)
+            partial.rename(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
-    """Write meta.json; call it last, since this file marks the folder as complete."""
-    (directory / meta_file.NAME).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    """Write meta.json with the hashes of the tokenizer's files, last of all.
+
+    Raises:
+        ValueError: a value could not be read back.
+    """
+    meta = meta | {"tokenizer_files": _tokenizer_hashes(directory)}
+    path = directory / "meta.json"
+    _check_meta(meta, path)
+    path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokens(
+    path: Path, documents: Iterable[tuple[np.ndarray, int]], max_tokens: int | None = None
+) -> dict[str, Any]:
+    """Write one split, document by document; return its entry of meta.json.
+
+    Args:
+        path: the file.
+        documents: token ids below 2**16, the end-of-text token last, and the bytes of the document's text in UTF-8.
+        max_tokens: end after the last whole document within so many tokens; None writes all.
+
+    Raises:
+        ValueError: the first document alone has more than `max_tokens` tokens.
+    """
+    entry = {"tokens": 0, "documents": 0, "bytes": 0}
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for ids, text_bytes in documents:
+            if max_tokens is not None and entry["tokens"] + len(ids) > max_tokens:
+                if not entry["documents"]:
+                    raise ValueError(f"--max_tokens {max_tokens}: the first document has {len(ids)}; give more")
+                break
+            data = ids.astype(DTYPE).tobytes()
+            file.write(data)
+            digest.update(data)
+            entry["tokens"] += len(ids)
+            entry["documents"] += 1
+            entry["bytes"] += text_bytes
+        file.flush()
+        os.fsync(file.fileno())
+    return entry | {"sha256": digest.hexdigest()}
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
