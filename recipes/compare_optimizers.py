@@ -78,7 +78,7 @@ class _Job(NamedTuple):
         can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
         resume = ["--resume_from_checkpoint", "true"] if can_resume else []
         try:
-            launch.pretrain([*self.argv, *resume], self.folder, self.launcher)
+            launch.run_recipe([*self.argv, *resume], self.folder, self.launcher)
         except launch.Diverged as error:
             report.write(self.folder / "diverged.json", {"message": str(error)})
         return self.result()

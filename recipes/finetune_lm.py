@@ -9,7 +9,7 @@
 Without --dataset_name the text is one in eight of the C++ headers that come with torch. Without --model_name_or_path
 the model is a GPT-2 that pretrain_gpt2.py trains on the Python standard library first, in runs/finetune-base, unless it
 is there. The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that text
-(benchmarks/tune_finetuning.py); for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from
+(benchmarks/tune.py); for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from
 AdamW's usual 2e-5, and 2e-4 for LoRA. For instructions and chats there is sft_lora.py.
 """
 

@@ -7,7 +7,7 @@
     python recipes/finetune_vit.py --dataset food101 --model_name_or_path google/vit-base-patch16-224-in21k
 
 Without --model_name_or_path it trains a small ViT from scratch. The learning rates to start from: for the small ViT
-STARTS, the best of a sweep on the digits (benchmarks/tune_tasks.py); for a pretrained model STARTS_PRETRAINED, what
+STARTS, the best of a sweep on the digits (benchmarks/tune.py); for a pretrained model STARTS_PRETRAINED, what
 `python -m mars_hf suggest` derives from 5e-5, a common rate of AdamW for it.
 """
 

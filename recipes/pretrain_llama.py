@@ -8,7 +8,7 @@
 
 The two models compute the same function. mars-m orthogonalizes each projection by itself in both, because it splits
 what Phi-3 fuses (split_fused="auto"), so they train alike; --optim_args split_fused=none takes fused matrices whole.
-STARTS holds the learning rates to start from: the best of a sweep on the embedded corpus (benchmarks/tune_tasks.py).
+STARTS holds the learning rates to start from: the best of a sweep on the embedded corpus (benchmarks/tune.py).
 Embeddings, heads and norms take AdamW at lr_1d under mars-m; they tolerate a higher rate than matrices.
 """
 

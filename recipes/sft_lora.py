@@ -8,7 +8,7 @@
 Without --dataset_name the task is to describe a function of Python's standard library: the prompt is its signature, the
 completion the first line of its docstring. Without --model_name_or_path the model is a small GPT-2, which
 pretrain_gpt2.py makes first, in runs/sft-base; one of its finished runs does too: runs/embedded-mars_m.
-The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that task (benchmarks/tune_tasks.py);
+The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that task (benchmarks/tune.py);
 for other models STARTS_PRETRAINED, what `python -m mars_hf suggest` derives from 2e-4, a common rate of AdamW for LoRA.
 """
 

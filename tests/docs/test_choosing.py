@@ -8,7 +8,7 @@ import shlex
 import statistics
 
 import pytest
-import tune_embedded
+import tune
 import update_rms as measuring
 from pages import PAGES, blocks, commands
 
@@ -29,18 +29,20 @@ MISSES = {"mars-adamw, betas (0.95, 0.99)"}
 
 @pytest.fixture(scope="module")
 def losses():
-    return tune_embedded.losses_of(json.loads(tune_embedded.RESULTS.read_text())["runs"])
+    search = tune.Search("embedded")
+    return search.losses(json.loads(search.file.read_text())["runs"])
 
 
 def row_of(name: str, losses) -> tuple[float, str]:
     """Return the factor between suggestion and sweep, and the row of the table."""
     best_sweep, near_sweep, betas = ROWS[name]
-    rate, _ = tune_embedded.best(losses[f"adamw {betas}"])
+    (rate,) = tune.best(losses[f"adamw {betas}"])
     settings = suggest(name.partition(",")[0], AdamW(rate, betas), width=WIDTH)
-    tuned, loss = tune_embedded.best(losses[best_sweep])
+    (tuned,) = tune.best(losses[best_sweep])
+    loss = statistics.mean(losses[best_sweep][(tuned,)].values())
     factor = tuned / settings["lr"]
-    near = min(losses[near_sweep], key=lambda lr: abs(math.log(lr / settings["lr"])))
-    there = statistics.mean(losses[near_sweep][near])
+    near = min(losses[near_sweep], key=lambda rates: abs(math.log(rates[0] / settings["lr"])))
+    there = statistics.mean(losses[near_sweep][near].values())
     return factor, f"| {name} | {rate:g} | {settings['lr']:.2g} | {tuned:g} | {factor:.2f} | {loss:.3f} | {there:.3f} |"
 
 

@@ -25,7 +25,7 @@ def started(monkeypatch) -> list[list[str]]:
     """Record the arguments of the runs, which finish at once with rising losses; those of mars_lion diverge."""
     calls = []
 
-    def pretrain(argv, output, launcher):
+    def run_recipe(argv, output, launcher):
         if output.parent.name == "speeds":
             arm, _, repeat = output.name.rpartition("-")
             calls.append(argv)
@@ -43,7 +43,7 @@ def started(monkeypatch) -> list[list[str]]:
         (output / "metrics.json").write_text(json.dumps(metrics))
         (output / "trainer_state.json").write_text(json.dumps({"log_history": history}))
 
-    monkeypatch.setattr(launch, "pretrain", pretrain)
+    monkeypatch.setattr(launch, "run_recipe", run_recipe)
     return calls
 
 
@@ -135,7 +135,7 @@ def test_equal_seconds_need_steps(tmp_path, started, capsys):
 
 
 def test_interrupted_comparison_goes_on(tmp_path, started, monkeypatch):
-    finish, page = launch.pretrain, tmp_path / "compare" / "comparison.md"
+    finish, page = launch.run_recipe, tmp_path / "compare" / "comparison.md"
 
     def interrupted(argv, output, launcher):
         if len(started) == 3:
@@ -145,10 +145,10 @@ def test_interrupted_comparison_goes_on(tmp_path, started, monkeypatch):
         finish(argv, output, launcher)
 
     argv = ["--optimizers", "adamw", "mars_adamw", "--seeds", "1", "2"]
-    monkeypatch.setattr(launch, "pretrain", interrupted)
+    monkeypatch.setattr(launch, "run_recipe", interrupted)
     with pytest.raises(SystemExit, match="130"):
         compare(tmp_path, *argv)
-    monkeypatch.setattr(launch, "pretrain", finish)
+    monkeypatch.setattr(launch, "run_recipe", finish)
     assert len(compare(tmp_path, *argv)["runs"]) == len(started) == 4
     assert all("--resume_from_checkpoint" not in argv for argv in started)
 
@@ -245,16 +245,16 @@ DIVERGES = f"print('pretrain_gpt2.py: 3 {launch._DIVERGED}')\nprint('the launche
 def test_how_a_run_ends(tmp_path, script, text, error, words):
     script.write_text(text)
     with pytest.raises(error, match=words):
-        launch.pretrain([], tmp_path / "out")
+        launch.run_recipe([], tmp_path / "out")
 
 
 def test_log_of_an_earlier_attempt_does_not_count(tmp_path, script):
     script.write_text(DIVERGES)
     with pytest.raises(launch.Diverged):
-        launch.pretrain([], tmp_path / "out")
+        launch.run_recipe([], tmp_path / "out")
     script.write_text("raise SystemExit(9)")
     with pytest.raises(ValueError, match="ended with code 9"):
-        launch.pretrain([], tmp_path / "out")
+        launch.run_recipe([], tmp_path / "out")
     assert launch._DIVERGED in (tmp_path / "out.log").read_text()
 
 
@@ -269,6 +269,6 @@ def test_real_runs(tmp_path, tokens):
     metrics = json.loads((tmp_path / "compare" / "mars_adamw_exact-1" / "metrics.json").read_text())
     assert metrics["is_approx"] is False and metrics["eval_loss"] == exact["eval_loss"]
     with pytest.raises(launch.Diverged, match="3 steps in a row with a non-finite loss"):
-        launch.pretrain([*argv, "--max_steps", "20", "--learning_rate", "1e20"], tmp_path / "diverges")
+        launch.run_recipe([*argv, "--max_steps", "20", "--learning_rate", "1e20"], tmp_path / "diverges")
     with pytest.raises(ValueError, match="learning_rate"):
-        launch.pretrain([*argv, "--learning_rate", "-1"], tmp_path / "refused")
+        launch.run_recipe([*argv, "--learning_rate", "-1"], tmp_path / "refused")

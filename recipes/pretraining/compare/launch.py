@@ -39,19 +39,23 @@ class Diverged(Exception):
     """Raised when a run ends because its loss or gradients stayed non-finite."""
 
 
-def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = ()) -> dict[str, Any]:
-    """Run recipes/pretrain_gpt2.py, append what it prints to OUTPUT.log, and return its metrics.json.
+def run_recipe(
+    argv: Sequence[str], output: Path, launcher: Sequence[str] = (), script: Path | None = None
+) -> dict[str, Any]:
+    """Run a recipe, append what it prints to OUTPUT.log, and return its metrics.json.
 
     Args:
         argv: the recipe's arguments, without --output_dir.
         output: the recipe's output folder.
         launcher: command that starts a Python script; empty: this Python.
+        script: None: pretrain_gpt2.py.
 
     Raises:
         Diverged: its loss or gradients stayed non-finite.
         ValueError: the run was refused, failed or was stopped.
     """
-    command = [*(launcher or [sys.executable]), str(SCRIPT), *argv, "--output_dir", str(output)]
+    script = script or SCRIPT
+    command = [*(launcher or [sys.executable]), str(script), *argv, "--output_dir", str(output)]
     log = output.with_name(f"{output.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
@@ -64,8 +68,8 @@ def pretrain(argv: Sequence[str], output: Path, launcher: Sequence[str] = ()) ->
         raise ValueError(f"the run in {output} was stopped before its end; start again to go on from where it is")
     printed = log.read_bytes()[begin:].decode("utf-8", errors="replace")
     for line in reversed(re.split(r"[\r\n]+", printed)):  # a launcher adds reports of its own
-        if line.startswith(f"{SCRIPT.name}: "):
-            message = f"{output}: {line.removeprefix(f'{SCRIPT.name}: ')}"
+        if line.startswith(f"{script.name}: "):
+            message = f"{output}: {line.removeprefix(f'{script.name}: ')}"
             raise (Diverged if _DIVERGED in line else ValueError)(message)
     raise ValueError(f"the run in {output} ended with code {code}; see {log}")
 
@@ -109,7 +113,7 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
         measured: dict[str, list[float]] = {arm: [] for arm in dict.fromkeys([preset.baseline, *missing])}
         for repeat, arm in tqdm([(repeat, arm) for repeat in range(_SPEED_RUNS) for arm in measured], "speeds"):
             folder = output / "speeds" / f"{folder_name(arm)}-{repeat}"
-            measured[arm].append(pretrain([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
+            measured[arm].append(run_recipe([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
         medians = {arm: statistics.median(speeds) for arm, speeds in measured.items()}
         for arm, speed in medians.items():
             known[arm] = {"command": commands[arm], "speed": speed / medians[preset.baseline]}
