@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mars_hf import states
 from mars_hf.distributed.shards import local
-from mars_hf.param_groups import takes_mars
+from mars_hf.param_groups import rule_of
 from mars_hf.step import check_gradient, place_gradients
 
 # The optimizer's state: one dict per parameter.
@@ -20,7 +20,10 @@ States = MutableMapping[Tensor, Any]
 def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     """Return the parameters whose gradients a stale gradient corrects."""
     return [
-        param for group in param_groups if takes_mars(group) and not group["is_approx"] for param in group["params"]
+        param
+        for group in param_groups
+        if rule_of(group) != "adamw" and not group["is_approx"]
+        for param in group["params"]
     ]
 
 
@@ -72,7 +75,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
     given = False
     place_gradients(param_groups)
     for group in param_groups:
-        for param in group["params"] if takes_mars(group) and not group["is_approx"] else ():
+        for param in group["params"] if rule_of(group) != "adamw" and not group["is_approx"] else ():
             given = True
             all_states.get(param, {}).pop("previous_grad", None)
             if param.grad is not None:

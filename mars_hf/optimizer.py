@@ -27,7 +27,6 @@ from mars_hf.param_groups import (
 )
 from mars_hf.settings import (
     DEFAULTS,
-    GROUP_KEYS,
     KEYS_1D,
     MODEL_DEFAULTS,
     ORTHOGONAL_TYPES,
@@ -179,8 +178,6 @@ class Mars(torch.optim.Optimizer):
     _is_made = False
     _was_trainable = False
 
-    _process_group: Group = None
-
     # What the groups stated when they were last checked.
     _structure: list[dict[str, Any]] | None = None
 
@@ -190,6 +187,9 @@ class Mars(torch.optim.Optimizer):
 
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
+
+    # Ranks that hold the same whole parameters; may be set between steps. LastGradientCallback sets it under DDP.
+    process_group: Group = None
 
     # Set by whoever runs the loop: True lets the step move gradients into the state where that saves a copy, and set
     # `p.grad` to None. Views, sharded gradients and gradients of another dtype than the state's are copied.
@@ -227,24 +227,15 @@ class Mars(torch.optim.Optimizer):
         process_group: Any = None,
     ) -> None:
         """See the class."""
-        given = {name: value for name, value in locals().items() if name in DEFAULTS}
+        settings = {name: value for name, value in locals().items() if name in DEFAULTS}
         if _compat.is_inside_zero_redundancy_optimizer():
             raise RuntimeError(
                 "ZeroRedundancyOptimizer gives all parameters of a rank the settings of its own groups, so biases and "
                 "norms would train and decay as matrices do; shard with FSDP2 (fully_shard) or DeepSpeed ZeRO"
             )
-        defaults = check(given)
-        if isinstance(params, (set, frozenset)):
-            raise TypeError("params is a set, whose order changes from run to run; use a list")
-        if not isinstance(params, Tensor):  # torch's own error for that is good
-            params = list(params)
-            if not params:
-                raise ValueError(
-                    "params is an empty parameter list ([]); accepted: tensors, (name, tensor) pairs, groups of them, "
-                    "such as model.parameters() of a model that has some"
-                )
-        self._process_group = process_group
-        super().__init__(params, defaults)
+        if process_group is not None:  # a copy or pickle of an optimizer has none
+            self.process_group = process_group
+        super().__init__(params, check(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
@@ -294,14 +285,11 @@ class Mars(torch.optim.Optimizer):
             part["params"] = [(f"added_{first + index}", entry) for index, entry in enumerate(entries)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer; settings newer than the pickle take their defaults."""
+        """Restore a pickled optimizer."""
         super().__setstate__(state)
         self._is_made = True
         if self._shards is None:  # else torch loads a state
             self._shards = Shards(self.param_groups)
-        for group in self.param_groups:
-            for key in GROUP_KEYS:
-                group.setdefault(key, DEFAULTS.get(key))
 
     def __repr__(self) -> str:
         """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -390,7 +378,7 @@ class Mars(torch.optim.Optimizer):
         shares = False
         if not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
             self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
-            chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self._process_group)
+            chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self.process_group)
             shares = bool(self._orthogonalizer.shared)
         if max_grad_norm is not None and not all(map(is_dtensor, specs)):
             raise RuntimeError(
@@ -536,18 +524,6 @@ class Mars(torch.optim.Optimizer):
         check({"max_grad_norm": value})
         for group in self.param_groups:
             group["max_grad_norm"] = value
-
-    @property
-    def process_group(self) -> Group:
-        """Ranks that hold the same whole parameters and share the work on matrices; may be set between steps.
-
-        LastGradientCallback sets it under DistributedDataParallel.
-        """
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, value: Group) -> None:
-        self._process_group = value
 
     @property
     def grad_norm(self) -> Tensor:

@@ -33,8 +33,8 @@ from mars_hf.distributed.shards import (
 )
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.param_groups import orthogonalizes
-from mars_hf.settings import dtype_of, ns_coefficients
+from mars_hf.param_groups import rule_of
+from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of, ns_coefficients
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 MAX_ELEMENTS_CPU = 2**22
@@ -405,7 +405,7 @@ class Orthogonalizer:
         members: dict[ProcessGroups, list[tuple[int, int, Tensor]]] = {}
         index = -1
         for place, group in enumerate(param_groups):
-            if not orthogonalizes(group):
+            if rule_of(group) not in ORTHOGONAL_TYPES:
                 index += len(group["params"])
                 continue
             layout = None if group["layout"] is None else MatrixLayout(**group["layout"])

@@ -44,11 +44,6 @@ _HEAD_NAME = re.compile(
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
 
 
-def takes_mars(group: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's group uses the MARS rule; otherwise it uses plain AdamW."""
-    return bool(group["role"] == "matrix" or (group["role"] == "vector" and group["optimize_1d"]))
-
-
 def rule_of(group: Mapping[str, Any]) -> str:
     """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
     if group["role"] == "adamw" or (group["role"] == "vector" and not group["optimize_1d"]):
@@ -56,11 +51,6 @@ def rule_of(group: Mapping[str, Any]) -> str:
     if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
         return "mars-adamw"  # as in the official code
     return str(group["mars_type"])
-
-
-def orthogonalizes(group: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's group orthogonalizes its first moments."""
-    return group["role"] == "matrix" and group["mars_type"] in ORTHOGONAL_TYPES
 
 
 def param_groups(
@@ -277,7 +267,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     for role, part in parts.items():
         if part or not entries:
             own = {**stated, "params": part, "role": role}
-            split.append(own if takes_mars({**settings, **own}) else own | _vector_settings(group, defaults))
+            split.append(own if rule_of({**settings, **own}) != "adamw" else own | _vector_settings(group, defaults))
     return split
 
 
@@ -301,7 +291,7 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Warn if a cyclic schedule gives matrices and vectors the same rate although their rates differ."""
-    peaks = {bool(takes_mars(group)): group.get("max_lr") for group in groups}
+    peaks = {rule_of(group) != "adamw": group.get("max_lr") for group in groups}
     lr_1d = _vector_settings({}, defaults)["lr"]
     if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
         warnings.warn(

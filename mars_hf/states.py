@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_hf import matrix_layouts, settings
-from mars_hf.param_groups import rule_of, takes_mars
+from mars_hf.param_groups import rule_of
 from mars_hf.settings import dtype_of as dtype_of_name
 
 # Tensors of a state that have the parameter's shape.
@@ -69,12 +69,12 @@ def is_recursive(group: Mapping[str, Any], state: Container[str]) -> bool:
     """
     unclipped = group["is_approx"] and group["clip_threshold"] is None
     without_squares = rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient"
-    return takes_mars(group) and unclipped and without_squares and "last_grad" not in state
+    return rule_of(group) != "adamw" and unclipped and without_squares and "last_grad" not in state
 
 
 def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
-    expected = takes_mars(group) and group["is_approx"] and not is_recursive(group, state)
+    expected = rule_of(group) != "adamw" and group["is_approx"] and not is_recursive(group, state)
     return expected and "exp_avg" in state and "last_grad" not in state
 
 

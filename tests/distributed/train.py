@@ -45,7 +45,7 @@ from workload import (
 
 import mars_hf
 from mars_hf import orthogonalize
-from mars_hf.param_groups import takes_mars
+from mars_hf.param_groups import rule_of
 
 STATES = ("exp_avg", "last_grad")
 Results = dict[str, Tensor]
@@ -89,7 +89,7 @@ class Watched:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer.
-            mars_rule = any(takes_mars(group) and group["params"] for group in mars.param_groups)
+            mars_rule = any(rule_of(group) != "adamw" and group["params"] for group in mars.param_groups)
             damage = mock.patch.object(dist, "all_reduce", forgetful)
             orthogonalized: list[int] = []
 
@@ -129,7 +129,7 @@ def corrected_norms(mars: mars_hf.Mars, names: dict[Tensor, str]) -> dict[str, f
     for group in mars.param_groups:
         k = group["gamma"] * group["betas"][0] / (1 - group["betas"][0])
         for param in group["params"]:
-            if param.grad is not None and takes_mars(group):
+            if param.grad is not None and rule_of(group) != "adamw":
                 last = mars.state[param].get("last_grad", torch.zeros_like(param))
                 norms[names[param]] = torch.linalg.vector_norm(param.grad + k * (param.grad - last)).item()
     return norms

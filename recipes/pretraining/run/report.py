@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mars_hf.param_groups import rule_of, takes_mars
+from mars_hf.param_groups import rule_of
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
@@ -61,7 +61,7 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
             **(
                 {"gamma": group.get("initial_gamma", group["gamma"])}
-                if "mars_type" in group and takes_mars(group)
+                if "mars_type" in group and rule_of(group) != "adamw"
                 else {}
             ),
         }
