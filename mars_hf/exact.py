@@ -27,18 +27,20 @@ def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     ]
 
 
-def require_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States, *, given: bool) -> None:
+def require_stale_gradients(
+    param_groups: Iterable[Mapping[str, Any]], all_states: States, *, were_supplied: bool
+) -> None:
     """Raise RuntimeError in an exact step, other than the first, without stale gradients.
 
     Args:
         param_groups: the optimizer's groups.
         all_states: the optimizer's states.
-        given: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
+        were_supplied: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
     """
     moving = [param for param in corrected_params(param_groups) if param.grad is not None and param in all_states]
-    own = [all_states[param] for param in moving]
-    given = given or any("last_grad" in state for state in own)
-    if any("step" in state for state in own) and not given:
+    moving_states = [all_states[param] for param in moving]
+    were_supplied = were_supplied or any("last_grad" in state for state in moving_states)
+    if any("step" in state for state in moving_states) and not were_supplied:
         raise RuntimeError(
             "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
             "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
@@ -63,20 +65,20 @@ def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: State
     for group in param_groups:
         for param in group["params"]:
             if "previous_param" in all_states.get(param, ()):
-                here, kept = local(param), local(all_states[param]["previous_param"])
-                current = here.clone()
-                here.copy_(kept)
-                kept.copy_(current)
+                current, previous = local(param), local(all_states[param]["previous_param"])
+                copy = current.clone()
+                current.copy_(previous)
+                previous.copy_(copy)
 
 
 @torch.no_grad()
 def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> bool:
     """Copy the gradients as this batch's stale gradients; return whether any parameter uses one."""
-    given = False
+    uses_any = False
     place_gradients(param_groups)
     for group in param_groups:
         for param in group["params"] if rule_of(group) != "adamw" and not group["is_approx"] else ():
-            given = True
+            uses_any = True
             all_states.get(param, {}).pop("previous_grad", None)
             if param.grad is not None:
                 check_gradient(param, param.grad)
@@ -87,14 +89,14 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
                 if group["maximize"]:
                     local(kept).neg_()
                 all_states[param]["previous_grad"] = kept
-    return given
+    return uses_any
 
 
 def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
     """Make the kept stale gradients the last gradients of the next step."""
-    own = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
-    if any("previous_grad" in state for state in own):
-        for state in own:
+    corrected_states = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
+    if any("previous_grad" in state for state in corrected_states):
+        for state in corrected_states:
             state.pop("last_grad", None)
             state.pop("last_grad_scale", None)
             if "previous_grad" in state:

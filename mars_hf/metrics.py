@@ -82,14 +82,14 @@ class StepMetrics:
         count, clipped, compared, corrected, gradient, last, product, update, elements = total.tolist()
         if not count:
             return {}
-        found = {
+        metrics = {
             "mars/clip_fraction": clipped / count,
             "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
         }
         if compared:
-            found["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient > 0 else 0.0
-            found["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0
-        return found
+            metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient > 0 else 0.0
+            metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0
+        return metrics
 
     def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
         device = values[0].device

@@ -174,7 +174,7 @@ class Mars(torch.optim.Optimizer):
     _shards: Shards | None = None
     _orthogonalizer: Orthogonalizer | None = None
     _grad_norm: Tensor | None = None
-    _stale_gradients_given = False
+    _stale_gradients_supplied = False
     _is_made = False
     _was_trainable = False
 
@@ -307,19 +307,19 @@ class Mars(torch.optim.Optimizer):
                 parameters of another shape; nothing has been changed then.
         """
         kept = ("max_grad_norm", *_OF_MODEL)  # of the running loop and model
-        own = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
-        found: dict[str, Any] = {}
+        kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
+        loaded: dict[str, Any] = {}
 
-        def check_loaded(_: Any, given: dict[str, Any]) -> None:
-            states.check_loaded(given, self.param_groups)
-            found.update(given)
+        def check_loaded(_: Any, state_dict: dict[str, Any]) -> None:
+            states.check_loaded(state_dict, self.param_groups)
+            loaded.update(state_dict)
 
         def keep(_: Any) -> None:
-            for group, settings in zip(self.param_groups, own, strict=True):
+            for group, settings in zip(self.param_groups, kept_settings, strict=True):
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)
-            states.copy_loaded(self.state, found, self.param_groups)
+            states.copy_loaded(self.state, loaded, self.param_groups)
 
         # The last one before torch loads, and the first one after it.
         handles = [
@@ -436,12 +436,12 @@ class Mars(torch.optim.Optimizer):
                 list(map(check, structure))
                 self._structure = structure
             if is_exact:
-                exact.require_stale_gradients(groups, self.state, given=self._stale_gradients_given)
+                exact.require_stale_gradients(groups, self.state, were_supplied=self._stale_gradients_supplied)
             lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
-        except (RuntimeError, ValueError) as wrong:
+        except (RuntimeError, ValueError) as raised:
             if whole is None:
                 raise
-            error = wrong  # the other ranks are to know it
+            error = raised  # the other ranks are to know it
         sums = take_sums(lists, max_grad_norm, self._metrics) if error is None else {}
         if whole is not None:
             for place, part in sums.items():
@@ -472,7 +472,7 @@ class Mars(torch.optim.Optimizer):
             update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
         if is_exact:
             exact.drop_stale_gradients(groups, self.state)
-            self._stale_gradients_given = False
+            self._stale_gradients_supplied = False
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
@@ -514,10 +514,10 @@ class Mars(torch.optim.Optimizer):
         Raises:
             ValueError: groups state different ones.
         """
-        found = {group["max_grad_norm"] for group in self.param_groups}
-        if len(found) > 1:
-            raise ValueError(f"max_grad_norm={found} in different groups: it is the norm of all gradients, give one")
-        return next(iter(found))
+        values = {group["max_grad_norm"] for group in self.param_groups}
+        if len(values) > 1:
+            raise ValueError(f"max_grad_norm={values} in different groups: it is the norm of all gradients, give one")
+        return next(iter(values))
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
@@ -572,7 +572,7 @@ class Mars(torch.optim.Optimizer):
         Source: the official implementation's method of this name.
         """
         if exact.keep_stale_gradients(self.param_groups, self.state):
-            self._stale_gradients_given = True
+            self._stale_gradients_supplied = True
 
     def update_last_grad(self) -> None:
         """Hand the gradients that `update_previous_grad()` kept to the next `step()`; a no-op in approx mode.

@@ -266,8 +266,9 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     split = []
     for role, part in parts.items():
         if part or not entries:
-            own = {**stated, "params": part, "role": role}
-            split.append(own if rule_of({**settings, **own}) != "adamw" else own | _vector_settings(group, defaults))
+            one_role = {**stated, "params": part, "role": role}
+            takes_adamw = rule_of({**settings, **one_role}) == "adamw"
+            split.append(one_role | (_vector_settings(group, defaults) if takes_adamw else {}))
     return split
 
 

@@ -541,14 +541,14 @@ def _look(tensors: Sequence[Tensor], index: int, spans: list[tuple[int, int, int
 
 def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
     """Return the indices of parameters with a tensor that shares memory with another one of the step."""
-    found: set[int] = set()
+    sharing: set[int] = set()
     furthest, owner = 0, -1
     for start, end, index in sorted(spans):
         if start < furthest:
-            found |= {owner, index}
+            sharing |= {owner, index}
         if end > furthest:
             furthest, owner = end, index
-    return found
+    return sharing
 
 
 def _may_take(grad: Tensor | None, state: Mapping[str, Any]) -> bool:
