@@ -108,21 +108,12 @@ def _rows(tensors: Sequence[Tensor]) -> int:
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
-    """Return the words that describe tensors to the kernels.
-
-    Raises:
-        RuntimeError: sizes differ between lists, or dtypes within one.
-    """
+    """Return the words that describe tensors to the kernels."""
     sizes = list(map(Tensor.numel, lists[0] or lists[1]))
+    assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
+    assert all(len({tensor.dtype for tensor in tensors}) < 2 for tensors in lists), "dtypes differ in a list"
     absent = [0] * len(sizes)
-    words = array("q")
-    for tensors in lists:
-        if tensors and list(map(Tensor.numel, tensors)) != sizes:
-            raise RuntimeError(f"tensors of {[t.numel() for t in tensors]} elements in one call with {sizes}")
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:
-            raise RuntimeError(f"tensors of {', '.join(sorted(map(str, dtypes)))} in one list")
-        words.append(TYPES[dtypes.pop()] if dtypes else 0)
+    words = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists])
     for tensors in lists:
         words.extend(list(map(Tensor.data_ptr, tensors)) or absent)
     words.extend(sizes)

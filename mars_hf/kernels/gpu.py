@@ -14,19 +14,22 @@ reused only after the kernels that read it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars_hf.rules import Options
+
+try:
+    from mars_hf.kernels import gpu_device
+except ImportError:  # Triton is not installed everywhere
+    gpu_device = None  # type: ignore[assignment]
 
 NAME = "triton"
 # Estimated for an H200, not measured: a program moves 295 KB of AdamW's tensors in about 45 us; five of them share a
@@ -43,7 +46,7 @@ KEPT_TABLES = 256
 
 def is_available(device: torch.device) -> bool:
     """Return whether Triton runs on the device: on the CPU under TRITON_INTERPRET=1, for tests."""
-    if importlib.util.find_spec("triton") is None:
+    if gpu_device is None:
         return False
     interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
     if device.type != "cuda" or interpreted:
@@ -65,21 +68,17 @@ def sums(
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. Scales are on the device.
     """
-    out = torch.zeros((4, len(gradients)), dtype=torch.float64, device=gradients[0].device if gradients else "cpu")
-    if not gradients:
-        return out
-    lists, count = [gradients, last_grads], len(gradients)
-    device, last = _device_code(), _triton_type(last_grads)
+    lists, count, last = [gradients, last_grads], len(gradients), _triton_type(last_grads)
+    out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
     with torch.cuda.device_of(out):
         words, tiles = _table(lists, (k,))
         partials = out.new_empty((4 if last_grads else 1, tiles))
         if tiles:
-            device.partial_sums[(tiles,)](
+            gpu_device.partial_sums[(tiles,)](
                 words, count, tiles, scale, last_scales if last_grads else None, partials,
-                GRADIENT=_triton_type(gradients), LAST=last, COMPUTE=_compute(lists),
-                TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                GRADIENT=_triton_type(gradients), LAST=last, **_constants(lists),
             )  # fmt: skip
-        device.total_sums[(count,)](
+        gpu_device.total_sums[(count, len(partials))](
             words, count, tiles, partials, out, LAST=last, TILE=TILE, BLOCK=TOTALS, **OPTIONS_OF_TOTALS
         )
     return out
@@ -106,28 +105,20 @@ def update(
     with torch.cuda.device_of(counts):
         words, tiles = _table(lists, (options.k, options.nesterov, *betas, options.eps, options.weight_decay))
         if tiles:
-            _device_code().update[(tiles,)](
+            gpu_device.update[(tiles,)](
                 words, len(params), counts, rate, options.scale, options.last_scales if last_grads else None,
                 options.factors, keys, **types, RULE=options.rule, CORRECTED=options.second_moment == "corrected",
-                KEEP_LAST=options.keep_last and bool(last_grads), COMPUTE=_compute(lists),
-                TILE=TILE, BLOCK=BLOCK, REST=REST, VECTOR=_vector(lists), **OPTIONS,
+                KEEP_LAST=options.keep_last and bool(last_grads), **_constants(lists),
             )  # fmt: skip
 
 
 def _table(lists: Sequence[list[Tensor]], numbers: tuple[float, ...]) -> tuple[Tensor, int]:
-    """Return the table of `gpu_device` for `lists`, in the order of its rows of addresses, and the number of tiles.
-
-    Raises:
-        RuntimeError: tensors of a list differ in dtype, or from those of the first list in size.
-    """
+    """Return the table of `gpu_device` for `lists`, in the order of its rows of addresses, and the number of tiles."""
     device = lists[0][0].device
-    sizes = tuple([tensor.numel() for tensor in lists[0]])
-    for list_ in lists:
-        if list_ and tuple([tensor.numel() for tensor in list_]) != sizes:
-            raise RuntimeError(f"tensors of {[t.numel() for t in list_]} elements in one call with {list(sizes)}")
-        if len({tensor.dtype for tensor in list_}) > 1:
-            raise RuntimeError(f"tensors of {[tensor.dtype for tensor in list_]} in one list")
-    addresses = tuple(tuple([tensor.data_ptr() for tensor in list_]) for list_ in lists)
+    sizes = tuple(map(Tensor.numel, lists[0]))
+    assert all(tuple(map(Tensor.numel, list_)) in (sizes, ()) for list_ in lists), "sizes differ between lists"
+    assert all(len({tensor.dtype for tensor in list_}) < 2 for list_ in lists), "dtypes differ in a list"
+    addresses = tuple(tuple(map(Tensor.data_ptr, list_)) for list_ in lists)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _kept(device, stream, sizes, addresses, numbers)
 
@@ -155,28 +146,17 @@ def _words(
     return [*header, *(int(word) for row in rows for word in row)], ends[-1]
 
 
-def _compute(lists: Sequence[list[Tensor]]) -> Any:
-    """Return the dtype of the arithmetic."""
-    tl = _device_code().tl
-    return tl.float64 if any(list_[0].dtype == torch.float64 for list_ in lists if list_) else tl.float32
-
-
-def _vector(lists: Iterable[list[Tensor]]) -> int:
-    """Return the number of elements a thread moves at once: 16 bytes of the widest dtype."""
-    return 16 // max(list_[0].element_size() for list_ in lists if list_)
+def _constants(lists: Sequence[list[Tensor]]) -> dict[str, Any]:
+    """Return the constants of a launch: dtype of the arithmetic, sizes, and the elements a thread moves at once."""
+    dtypes = {list_[0].dtype for list_ in lists if list_}
+    compute = gpu_device.tl.float64 if torch.float64 in dtypes else gpu_device.tl.float32
+    vector = 16 // max(dtype.itemsize for dtype in dtypes)  # 16 bytes of the widest dtype
+    return {"COMPUTE": compute, "TILE": TILE, "BLOCK": BLOCK, "REST": REST, "VECTOR": vector, **OPTIONS}
 
 
 def _triton_type(tensors: list[Tensor]) -> Any:
-    return getattr(_device_code().tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
+    return getattr(gpu_device.tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
-
-
-@functools.cache
-def _device_code() -> ModuleType:
-    """Return the kernels; imported on first use because Triton is not installed everywhere."""
-    from mars_hf.kernels import gpu_device
-
-    return gpu_device

@@ -23,36 +23,23 @@ import triton
 import triton.language as tl
 
 HEADER = tl.constexpr(8)
-STARTS_ROW = tl.constexpr(0)
-SIZES_ROW = tl.constexpr(1)
-ALIGNED_ROW = tl.constexpr(2)
-GRADIENTS_ROW = tl.constexpr(3)
-LAST_ROW = tl.constexpr(4)
-PARAMS_ROW = tl.constexpr(5)
-EXP_AVGS_ROW = tl.constexpr(6)
-EXP_AVG_SQS_ROW = tl.constexpr(7)
-
-
-@triton.jit
-def _find(starts, count, tile):
-    """Return the tensor that `tile` belongs to: the last one that starts at or before it."""
-    low = count * 0
-    high = count
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts + middle) <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low
+STARTS_ROW, SIZES_ROW, ALIGNED_ROW = map(tl.constexpr, range(3))
+GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW = map(tl.constexpr, range(3, 8))
 
 
 @triton.jit
 def locate(table, count, tile, TILE: tl.constexpr):
     """Return the tensor of a tile, the tile's first element (int64) and its number of elements (int32)."""
-    rows = table + HEADER
-    tensor = _find(rows, count, tile)
-    start = (tile - tl.load(rows + STARTS_ROW * count + tensor)) * TILE
-    length = tl.minimum(tl.load(rows + SIZES_ROW * count + tensor) - start, TILE).to(tl.int32)
+    # The last tensor that starts at or before the tile.
+    tensor = count * 0
+    high = count
+    while high - tensor > 1:
+        middle = (tensor + high) // 2
+        before = _word(table, count, STARTS_ROW, middle) <= tile
+        tensor = tl.where(before, middle, tensor)
+        high = tl.where(before, high, middle)
+    start = (tile - _word(table, count, STARTS_ROW, tensor)) * TILE
+    length = tl.minimum(_word(table, count, SIZES_ROW, tensor) - start, TILE).to(tl.int32)
     return tensor, start, length
 
 
@@ -68,7 +55,16 @@ def _number(table, i: tl.constexpr):
 
 @triton.jit
 def _pointer(table, count, row: tl.constexpr, tensor, start, TYPE: tl.constexpr):
-    return _word(table, count, row, tensor).to(tl.pointer_type(TYPE)) + start
+    pointer = None  # without tensors
+    if TYPE is not None:
+        pointer = _word(table, count, row, tensor).to(tl.pointer_type(TYPE)) + start
+    return pointer
+
+
+@triton.jit
+def _whole_blocks(table, count, tensor, length, BLOCK: tl.constexpr):
+    """Return how many elements form whole blocks that need no mask: none at odd addresses."""
+    return length // BLOCK * BLOCK * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
 
 
 @triton.jit
@@ -162,22 +158,33 @@ def _product(x, y):
     return x.to(tl.float64) * y.to(tl.float64)
 
 
+@triton.jit
+def _block_sums(
+    gradient, last, begin, end, scale, last_scale, k,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Return <g, g>, <g, last>, <last, last> and <c, c> over the elements from `begin` to `end`."""
+    gg = tl.zeros((SIZE,), tl.float64)
+    gl = tl.zeros((SIZE,), tl.float64)
+    ll = tl.zeros((SIZE,), tl.float64)
+    cc = tl.zeros((SIZE,), tl.float64)
+    for block in range(0, tl.cdiv(end - begin, SIZE)):
+        offsets = begin + block * SIZE + tl.arange(0, SIZE)
+        mask = offsets < end if MASKED else None
+        g, previous, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
+        gg += _product(g, g)
+        gl += _product(g, previous)
+        ll += _product(previous, previous)
+        cc += _product(c, c)
+    return tl.sum(gg), tl.sum(gl), tl.sum(ll), tl.sum(cc)
+
+
 @triton.jit(do_not_specialize=["count", "tiles", "scale", "last_scales"])
 def partial_sums(
-    table,
-    count,
-    tiles,
-    scale,
-    last_scales,
-    partials,
-    GRADIENT: tl.constexpr,
-    LAST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    table, count, tiles, scale, last_scales, partials,
+    GRADIENT: tl.constexpr, LAST: tl.constexpr, COMPUTE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Sum g*g, g*last, last*last and c*c over one tile into `partials`, rows of one number per tile.
 
     Without last gradients there is one row: c is g, and the others are 0. Values are in COMPUTE. Products are in
@@ -186,172 +193,56 @@ def partial_sums(
     tile = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, tile, TILE)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
-    last = None
-    if LAST is not None:
-        last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     k = _number(table, 0).to(COMPUTE)
-    own_scale = _multiplier(scale, 0, COMPUTE)
+    scale = _multiplier(scale, 0, COMPUTE)
     last_scale = _multiplier(last_scales, tensor, COMPUTE)
-
-    offsets = tl.arange(0, BLOCK)
-    whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
-    gg = tl.zeros((BLOCK,), tl.float64)
-    gl = tl.zeros((BLOCK,), tl.float64)
-    ll = tl.zeros((BLOCK,), tl.float64)
-    cc = tl.zeros((BLOCK,), tl.float64)
-    for block in range(0, whole):
-        inside = block * BLOCK + offsets
-        g, previous, c = _correct(gradient, last, inside, None, own_scale, last_scale, k, COMPUTE, VECTOR)
-        gg += _product(g, g)
-        gl += _product(g, previous)
-        ll += _product(previous, previous)
-        cc += _product(c, c)
-    rest = tl.arange(0, REST)
-    rest_gg = tl.zeros((REST,), tl.float64)
-    rest_gl = tl.zeros((REST,), tl.float64)
-    rest_ll = tl.zeros((REST,), tl.float64)
-    rest_cc = tl.zeros((REST,), tl.float64)
-    for first in range(whole * BLOCK, length, REST):
-        inside = first + rest
-        g, previous, c = _correct(gradient, last, inside, inside < length, own_scale, last_scale, k, COMPUTE, VECTOR)
-        rest_gg += _product(g, g)
-        rest_gl += _product(g, previous)
-        rest_ll += _product(previous, previous)
-        rest_cc += _product(c, c)
+    whole = _whole_blocks(table, count, tensor, length, BLOCK)
+    gg, gl, ll, cc = _block_sums(gradient, last, 0, whole, scale, last_scale, k, BLOCK, False, COMPUTE, VECTOR)
+    rest_gg, rest_gl, rest_ll, rest_cc = _block_sums(
+        gradient, last, whole, length, scale, last_scale, k, REST, True, COMPUTE, VECTOR
+    )
     row = tiles.to(tl.int64)
-    tl.store(partials + tile, tl.sum(gg) + tl.sum(rest_gg))
+    tl.store(partials + tile, gg + rest_gg)
     if last is not None:
-        tl.store(partials + row + tile, tl.sum(gl) + tl.sum(rest_gl))
-        tl.store(partials + 2 * row + tile, tl.sum(ll) + tl.sum(rest_ll))
-        tl.store(partials + 3 * row + tile, tl.sum(cc) + tl.sum(rest_cc))
+        tl.store(partials + row + tile, gl + rest_gl)
+        tl.store(partials + 2 * row + tile, ll + rest_ll)
+        tl.store(partials + 3 * row + tile, cc + rest_cc)
 
 
 @triton.jit(do_not_specialize=["count", "tiles"])
 def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Add one tensor's partial sums into its column of `sums`, in float64 and always in the same order."""
-    tensor = tl.program_id(0)
+    """Add one row of a tensor's partial sums into `sums`, in float64 and always in the same order."""
+    tensor, row = tl.program_id(0), tl.program_id(1)
     first = _word(table, count, STARTS_ROW, tensor)
     end = first + tl.cdiv(_word(table, count, SIZES_ROW, tensor), TILE)
-    row = tiles.to(tl.int64)
-    gg = tl.zeros((BLOCK,), tl.float64)
-    gl = tl.zeros((BLOCK,), tl.float64)
-    ll = tl.zeros((BLOCK,), tl.float64)
-    cc = tl.zeros((BLOCK,), tl.float64)
+    total = tl.zeros((BLOCK,), tl.float64)
     for begin in range(first, end, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
-        inside = offsets < end
-        gg += tl.load(partials + offsets, mask=inside, other=0.0)
-        if LAST is not None:
-            gl += tl.load(partials + row + offsets, mask=inside, other=0.0)
-            ll += tl.load(partials + 2 * row + offsets, mask=inside, other=0.0)
-            cc += tl.load(partials + 3 * row + offsets, mask=inside, other=0.0)
-    column = sums + tensor
-    tl.store(column, tl.sum(gg))
-    tl.store(column + count, tl.sum(gl))
-    tl.store(column + 2 * count, tl.sum(ll))
-    tl.store(column + 3 * count, tl.sum(gg if LAST is None else cc))
-
-
-@triton.jit
-def _update_block(
-    param,
-    gradient,
-    exp_avg,
-    exp_avg_sq,
-    last,
-    offsets,
-    mask,
-    scale,
-    last_scale,
-    factor,
-    k,
-    nesterov,
-    weight1,
-    beta1,
-    beta2,
-    weight2,
-    eps,
-    decay,
-    step_size,
-    root2,
-    key,
-    RULE: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    KEEP_LAST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Apply the rule to one block: each tensor is read and written at most once, all reads before the first write."""
-    # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
-    g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
-    e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
-    if RULE != "momentum":
-        p = _load(param, offsets, mask, COMPUTE, VECTOR)
-        p = p * decay
-    c = c * factor
-    # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
-    difference = c - e
-    e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-    # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
-    m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
-    if RULE == "momentum":
-        p = m
-    elif RULE == "lion":
-        # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
-        sign = tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
-        p = p - step_size * sign
-    else:
-        s = c if CORRECTED else g
-        # v_t = beta2 v_{t-1} + (1 - beta2) s^2
-        v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
-        # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-        p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
-        _store(exp_avg_sq, offsets, v, mask, VECTOR)
-    if key is not None:
-        p = _round_stochastically(p, _noise(offsets, key))
-    _store(exp_avg, offsets, e, mask, VECTOR)
-    _store(param, offsets, p, mask, VECTOR)
-    if KEEP_LAST:
-        _store(last, offsets, g, mask, VECTOR)
+        total += tl.load(partials + row * tiles.to(tl.int64) + offsets, mask=offsets < end, other=0.0)
+    tl.store(sums + row * count + tensor, tl.sum(total))
+    if LAST is None:  # c is g
+        tl.store(sums + 3 * count + tensor, tl.sum(total))
 
 
 @triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seeds"])
 def update(
-    table,
-    count,
-    steps,
-    lr,
-    scale,
-    last_scales,
-    factors,
-    seeds,
-    PARAM: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    EXP_AVG: tl.constexpr,
-    EXP_AVG_SQ: tl.constexpr,
-    LAST: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    RULE: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    KEEP_LAST: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Update one tile; numbers common to a tensor are computed in float64 and rounded once."""
+    table, count, steps, lr, scale, last_scales, factors, seeds,
+    PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
+    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, KEEP_LAST: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Update one tile: each tensor is read and written at most once; a block is read before it is written.
+
+    Numbers common to a tensor are computed in float64 and rounded once.
+    """
     tile = tl.program_id(0).to(tl.int64)
     tensor, start, length = locate(table, count, tile, TILE)
-
     param = _pointer(table, count, PARAMS_ROW, tensor, start, PARAM)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, EXP_AVG)
-    exp_avg_sq = None
-    last = None
-    if RULE == "adamw":
-        exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
-    if LAST is not None:
-        last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
+    last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
 
     k = _number(table, 0).to(COMPUTE)
     nesterov = _number(table, 1).to(COMPUTE)
@@ -363,14 +254,13 @@ def update(
     rate = tl.load(lr).to(tl.float64)
     decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
     step_size = rate.to(COMPUTE)
-    root2 = tl.full((), 1.0, COMPUTE)
     if RULE == "adamw":
         # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
         t = tl.load(steps + tensor).to(tl.float64)
         step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
         root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
-    own_scale = _multiplier(scale, 0, COMPUTE)
+    scale = _multiplier(scale, 0, COMPUTE)
     last_scale = _multiplier(last_scales, tensor, COMPUTE)
     factor = _multiplier(factors, tensor, COMPUTE)
     key = None
@@ -378,19 +268,37 @@ def update(
         # Keyed by the tile's place in its tensor: other tensors in the launch make no difference.
         key = tl.randint(tl.load(seeds + tensor), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
 
-    offsets = tl.arange(0, BLOCK)
-    whole = (length // BLOCK) * _word(table, count, ALIGNED_ROW, tensor).to(tl.int32)
-    for block in range(0, whole):
-        _update_block(
-            param, gradient, exp_avg, exp_avg_sq, last, block * BLOCK + offsets, None,
-            own_scale, last_scale, factor, k, nesterov, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
-            key, RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
-        )  # fmt: skip
-    rest = tl.arange(0, REST)
-    for first in range(whole * BLOCK, length, REST):
-        inside = first + rest
-        _update_block(
-            param, gradient, exp_avg, exp_avg_sq, last, inside, inside < length,
-            own_scale, last_scale, factor, k, nesterov, weight1, beta1, beta2, weight2, eps, decay, step_size, root2,
-            key, RULE, CORRECTED, KEEP_LAST, COMPUTE, VECTOR,
-        )  # fmt: skip
+    whole = _whole_blocks(table, count, tensor, length, BLOCK)
+    for masked in tl.static_range(2):
+        for first in range(whole if masked else 0, length if masked else whole, REST if masked else BLOCK):
+            offsets = first + tl.arange(0, REST if masked else BLOCK)
+            mask = offsets < length if masked else None
+            # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
+            g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
+            e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
+            if RULE != "momentum":
+                p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
+            c = c * factor
+            # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
+            difference = c - e
+            e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
+            # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
+            m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
+            if RULE == "momentum":
+                p = m
+            elif RULE == "lion":
+                # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
+                p = p - step_size * tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
+            else:
+                s = c if CORRECTED else g
+                # v_t = beta2 v_{t-1} + (1 - beta2) s^2
+                v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
+                # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
+                p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
+                _store(exp_avg_sq, offsets, v, mask, VECTOR)
+            if key is not None:
+                p = _round_stochastically(p, _noise(offsets, key))
+            _store(exp_avg, offsets, e, mask, VECTOR)
+            _store(param, offsets, p, mask, VECTOR)
+            if KEEP_LAST:
+                _store(last, offsets, g, mask, VECTOR)

@@ -206,10 +206,10 @@ def test_gradient_may_be_the_parameter():
 def test_lists_that_do_not_match(backend, device):
     lists = problem([5, 70], device)
     lists["last_grads"][1] = lists["last_grads"][1][:60]
-    with pytest.raises(RuntimeError, match=r"\[5, 60\].*\[5, 70\]"):
+    with pytest.raises(AssertionError, match="sizes differ"):
         run_update(backend, lists)
     lists["last_grads"][1] = lists["gradients"][1].double()
-    with pytest.raises(RuntimeError, match="in one list"):
+    with pytest.raises(AssertionError, match="dtypes differ"):
         run_update(backend, lists)
 
 
