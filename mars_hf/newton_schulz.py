@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,22 @@ def shampoo_scale(rows: int, cols: int) -> float:
 def muon_scale(rows: int, cols: int) -> float:
     """Return MARS-M's factor for an orthogonalized (out, in) matrix; its entries then have an RMS of about 0.2."""
     return 0.2 * math.sqrt(max(rows, cols))
+
+
+def coefficients_of(schedule: Any, steps: int) -> tuple[Coefficients, ...]:
+    """Return the coefficients of each step: of a name in `SCHEDULES`, one triple for all, or as many as steps.
+
+    Raises:
+        ValueError: more or fewer triples than steps.
+    """
+    triples = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    triples = triples if isinstance(triples[0], (list, tuple)) else [triples] * steps
+    if len(triples) != steps:
+        raise ValueError(
+            f"ns_coefficients={schedule!r} is a schedule of {len(triples)} steps and ns_steps={steps}; give as many "
+            "triples as steps, or one for all"
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
 
 
 def orthogonalize(

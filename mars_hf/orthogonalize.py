@@ -32,9 +32,9 @@ from mars_hf.distributed.shards import (
     replicas_in_mesh,
 )
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, muon_scale, orthogonalize, shampoo_scale
+from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.param_groups import rule_of
-from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of, ns_coefficients
+from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 MAX_ELEMENTS_CPU = 2**22
@@ -64,7 +64,9 @@ def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchu
     """
     eps = 1e-7 if group["mars_type"] == "mars-m" else group["eps"] * (1 - group["betas"][0])
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
-    return NewtonSchulz(group["mars_type"], layout, ns_coefficients(group), float(eps), dtype)
+    return NewtonSchulz(
+        group["mars_type"], layout, coefficients_of(group["ns_coefficients"], group["ns_steps"]), float(eps), dtype
+    )
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:

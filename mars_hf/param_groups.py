@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mars_hf import matrix_layouts
 from mars_hf.distributed.shards import reject_parts, shape_of
 from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.newton_schulz import coefficients_of
 from mars_hf.param_rules import Rule, assign
 from mars_hf.settings import (
     GROUP_KEYS,
@@ -25,7 +26,6 @@ from mars_hf.settings import (
     ORTHOGONAL_TYPES,
     ROLES,
     check,
-    ns_coefficients,
     reject_unknown,
 )
 
@@ -227,7 +227,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     group = check(group)
     settings = {**defaults, **group}
     if settings["mars_type"] in ORTHOGONAL_TYPES:
-        ns_coefficients(settings)
+        coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
     follows = group.get("role") in ("adamw", "matrix") or ("lr" in group and "lr_1d" not in group)
     if lr_1d is not None and not follows and float(lr_1d) > (1 + 1e-9) * 10 * lr:  # often `lr` was left at its default

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from mars_hf import matrix_layouts, param_rules
-from mars_hf.newton_schulz import SCHEDULES, Coefficients
+from mars_hf.newton_schulz import SCHEDULES, coefficients_of
 
 MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
@@ -186,7 +186,7 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _KINDS:
             checked[name] = _checked(name, value, _KINDS[name])
     if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
-        ns_coefficients(settings)
+        coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     return checked
 
 
@@ -253,19 +253,6 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     accepted = [name for name in (*SETTINGS, *PAIR_KEYS, "like") if name not in ("betas", "betas_1d")]
     reject_unknown(texts, accepted, "optim_args")
     return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
-
-
-def ns_coefficients(settings: Mapping[str, Any]) -> tuple[Coefficients, ...]:
-    """Return the coefficients of each Newton-Schulz step; raise ValueError for more or fewer than `ns_steps`."""
-    value, steps = settings["ns_coefficients"], settings["ns_steps"]
-    schedule: Any = SCHEDULES[value] if isinstance(value, str) else value
-    schedule = schedule if isinstance(schedule[0], (list, tuple)) else [schedule] * steps
-    if len(schedule) != steps:
-        raise ValueError(
-            f"ns_coefficients={shown(value)} is a schedule of {len(schedule)} steps and ns_steps={steps}; give as many "
-            "triples as steps, or one for all"
-        )
-    return tuple((float(a), float(b), float(c)) for a, b, c in schedule)
 
 
 def dtype_of(value: str | torch.dtype) -> torch.dtype:
