@@ -54,7 +54,7 @@ def coefficients_of(schedule: Any, steps: int) -> tuple[Coefficients, ...]:
     Raises:
         ValueError: more or fewer triples than steps.
     """
-    triples = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    triples: Any = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     triples = triples if isinstance(triples[0], (list, tuple)) else [triples] * steps
     if len(triples) != steps:
         raise ValueError(
