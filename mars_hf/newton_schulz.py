@@ -49,10 +49,10 @@ def muon_scale(rows: int, cols: int) -> float:
 
 
 def coefficients_of(schedule: Any, steps: int) -> tuple[Coefficients, ...]:
-    """Return the coefficients of each step: of a name in `SCHEDULES`, one triple for all, or as many as steps.
+    """Return the coefficients of each step: of a name in `SCHEDULES`, one triple for all steps, or a triple for each.
 
     Raises:
-        ValueError: more or fewer triples than steps.
+        ValueError: another number of triples than steps.
     """
     triples: Any = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     triples = triples if isinstance(triples[0], (list, tuple)) else [triples] * steps

@@ -64,9 +64,8 @@ def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchu
     """
     eps = 1e-7 if group["mars_type"] == "mars-m" else group["eps"] * (1 - group["betas"][0])
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
-    return NewtonSchulz(
-        group["mars_type"], layout, coefficients_of(group["ns_coefficients"], group["ns_steps"]), float(eps), dtype
-    )
+    coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+    return NewtonSchulz(group["mars_type"], layout, coefficients, float(eps), dtype)
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:

@@ -46,6 +46,7 @@ from workload import (
 import mars_hf
 from mars_hf import orthogonalize
 from mars_hf.param_groups import rule_of
+from mars_hf.settings import ORTHOGONAL_TYPES
 
 STATES = ("exp_avg", "last_grad")
 Results = dict[str, Tensor]
@@ -90,6 +91,7 @@ class Watched:
         def watched(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer.
             mars_rule = any(rule_of(group) != "adamw" and group["params"] for group in mars.param_groups)
+            matrices = any(rule_of(group) in ORTHOGONAL_TYPES and group["params"] for group in mars.param_groups)
             damage = mock.patch.object(dist, "all_reduce", forgetful)
             orthogonalized: list[int] = []
 
@@ -103,9 +105,8 @@ class Watched:
                 damage if "local_norms" in flags else contextlib.nullcontext(),
             ):
                 result = step(*args, **kwargs)
-            self.calls.append(
-                {"mars_rule": mars_rule, "collectives": count.numels, "orthogonalized": sum(orthogonalized)}
-            )
+            kinds = {"mars_rule": mars_rule, "matrices": matrices}
+            self.calls.append({**kinds, "collectives": count.numels, "orthogonalized": sum(orthogonalized)})
             return result
 
         mars.step = watched  # type: ignore[method-assign]
