@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mars_hf import states
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.shards import local, place_gradients
 from mars_hf.param_groups import rule_of
-from mars_hf.step import check_gradient, place_gradients
+from mars_hf.step import check_gradient
 
 # The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]

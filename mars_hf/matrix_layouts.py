@@ -120,10 +120,8 @@ def of_model(
               `MatrixLayout.parts`): these only, those of unknown modules too. The first match counts.
 
     Raises:
-        ValueError: sizes that do not fit, a pattern that matches nothing, or a `split_fused` of another type.
+        ValueError: sizes that do not fit, or a pattern that matches nothing.
     """
-    if isinstance(split_fused, str) and split_fused not in ("auto", "none"):
-        raise ValueError(f"split_fused={split_fused!r}: 'auto', 'none' or a mapping of name patterns to sizes")
     patterns = {} if isinstance(split_fused, str) else split_fused
     modules = dict(model.named_modules(remove_duplicate=False))
     # One tensor holds the adapters of all experts: side by side in lora_A, interleaved along the inputs in lora_B.

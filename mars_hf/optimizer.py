@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mars_hf import _compat, exact, saved_settings, states
 from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, local
+from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, local, place_gradients
 from mars_hf.metrics import StepMetrics
 from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
@@ -41,7 +41,6 @@ from mars_hf.step import (
     LL,
     TensorList,
     build_lists,
-    place_gradients,
     set_factors,
     take_sums,
     update,

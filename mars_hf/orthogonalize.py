@@ -11,7 +11,7 @@ import functools
 import hashlib
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,23 +120,14 @@ def compute_directions(
 
 
 class Matrix(NamedTuple):
-    """A parameter to orthogonalize, as all ranks that share the work know it.
-
-    Attributes:
-        param_index: the parameter's index.
-        shape: the shape of the whole parameter.
-        cost: cost of the work, in any unit.
-        region: the region that each rank holds, by its rank among those that hold shards; None for nothing.
-        home: the only rank that holds any of it; None if there are several.
-        group: index of its parameter group.
-    """
+    """A parameter to orthogonalize, as all ranks that share the work know it."""
 
     param_index: int
-    shape: torch.Size
-    cost: float
-    region: Callable[[int], Region | None]
-    home: int | None = None
-    group: int = 0
+    shape: torch.Size  # of the whole parameter
+    cost: float  # of the work, in any unit
+    region: Callable[[int], Region | None]  # what a rank holds, by its number among those that hold shards
+    home: int | None = None  # the only rank that holds any of it
+    group: int = 0  # index of its parameter group
 
 
 # Matrices that are worked on at a time, each with its owner: a replica, and a rank in it.
@@ -171,19 +162,19 @@ def plan_rounds(
 
 
 def _divide(matrices: Sequence[Matrix], workers: int, limit: float) -> tuple[list[int], float]:
-    """Return workers and the largest load; matrices with a home come first and stay there up to a load of `limit`."""
-    chosen, loads = [0] * len(matrices), [0.0] * workers
-    heap = [(0.0, worker) for worker in range(workers)]
-    for place in sorted(range(len(matrices)), key=lambda place: matrices[place].home is None or limit < 0):
-        worker = matrices[place].home
-        if worker is None or loads[worker] + matrices[place].cost > limit:
-            while heap[0][0] != loads[heap[0][1]]:
-                heapq.heappop(heap)
-            worker = heap[0][1]
-        chosen[place] = worker
-        loads[worker] += matrices[place].cost
-        heapq.heappush(heap, (loads[worker], worker))
-    return chosen, max(loads)
+    """Return workers and the largest load; matrices with a home stay there up to a load of `limit`."""
+    chosen, loads = [-1] * len(matrices), [0.0] * workers
+    for place, matrix in enumerate(matrices):
+        if matrix.home is not None and loads[matrix.home] + matrix.cost <= limit:
+            chosen[place] = matrix.home
+            loads[matrix.home] += matrix.cost
+    heap = [(load, worker) for worker, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for place, matrix in enumerate(matrices):
+        if chosen[place] < 0:
+            load, chosen[place] = heap[0]
+            heapq.heapreplace(heap, (load + matrix.cost, chosen[place]))
+    return chosen, max(heap)[0]
 
 
 def flops(shape: Sequence[int], layout: MatrixLayout, steps: int) -> float:
@@ -210,6 +201,11 @@ class ProcessGroups(NamedTuple):
     replicas: Group
     device: torch.device
     dtype: torch.dtype
+
+    def order(self) -> tuple[Any, ...]:
+        """Return the sort key of these groups: one order on all ranks."""
+        orders = [() if group is None else group_order(group) for group in self[:2]]
+        return *orders, self.device.type, str(self.dtype)
 
 
 class Exchange:
@@ -423,7 +419,7 @@ class Orthogonalizer:
                     limits.append(MAX_ELEMENTS_CPU if param.device.type == "cpu" else MAX_ELEMENTS)
         chunk_of: dict[int, Any] = dict(zip(alone, chunks_of(alone.values(), sizes, limits), strict=True))
         self.shared = []
-        for groups in sorted(members, key=_order):
+        for groups in sorted(members, key=ProcessGroups.order):
             exchange = self._exchange(groups, members[groups], param_groups, specs, shapes)
             for number, matrices in enumerate(exchange.rounds):
                 chunk_of |= {matrix.param_index: (len(self.shared), number) for matrix, _ in matrices}
@@ -466,12 +462,7 @@ class Orthogonalizer:
         if key not in self._exchanges:
             for old in [one for one in self._exchanges if not all(map(ranks_of, filter(None, one[0][:2])))]:
                 del self._exchanges[old]  # its process groups have been destroyed
-            matrices = []
-            for index, place, shape, region, home in _regions(groups, members, specs, shapes):
-                group = param_groups[place]
-                layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
-                matrices.append(Matrix(index, shape, flops(shape, layout, group["ns_steps"]), region, home, place))
-            self._exchanges[key] = Exchange(groups, matrices)
+            self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, param_groups, specs, shapes))
         return self._exchanges[key]
 
 
@@ -489,22 +480,28 @@ def _groups_of(
     return ProcessGroups(shards, replicas, device, iteration_dtype(group, param, device))
 
 
-def _regions(
-    groups: ProcessGroups,
+def _matrices(
+    shards: Group,
     members: Sequence[tuple[int, int, Tensor]],
+    param_groups: Sequence[Mapping[str, Any]],
     specs: Mapping[Tensor, ShardSpec],
     shapes: Sequence[torch.Size],
-) -> Iterator[tuple[int, int, torch.Size, Callable[[int], Region | None], int | None]]:
-    """Yield index, group, shape, regions and home of each matrix in some members; collective under ZeRO."""
-    if groups.shards is None or all(is_dtensor(param) for *_, param in members):
-        for index, place, param in members:
-            everything = functools.partial(_everything, param.shape)
-            yield index, place, param.shape, everything if groups.shards is None else regions_of(param), None
-        return
+) -> list[Matrix]:
+    """Return the matrices in some members, whose shards the ranks of a group hold; collective under ZeRO."""
+
+    def matrix(index: int, place: int, shape: torch.Size, region: Any, home: int | None = None) -> Matrix:
+        group = param_groups[place]
+        layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
+        return Matrix(index, shape, flops(shape, layout, group["ns_steps"]), region, home, place)
+
+    if shards is None:
+        return [matrix(i, place, p.shape, {0: Region(0, 0, p.shape[0])}.get) for i, place, p in members]
+    if all(is_dtensor(param) for *_, param in members):
+        return [matrix(i, place, param.shape, regions_of(param)) for i, place, param in members]
     held = {shard.param_index: (place, shard.region) for _, place, param in members for shard in specs[param].shards}
-    everywhere = gather_objects(held, groups.shards)
-    places = {index: place for held in everywhere for index, (place, _) in held.items()}
-    for index in sorted(places):
+    everywhere = gather_objects(held, shards)
+    matrices = []
+    for index, place in sorted({index: place for held in everywhere for index, (place, _) in held.items()}.items()):
         regions = {rank: held[index][1] for rank, held in enumerate(everywhere) if index in held}
         end = 0
         for region in sorted(regions.values(), key=lambda region: region.start):
@@ -515,11 +512,8 @@ def _regions(
                 "engine lays parameters out in a way that mars_hf does not know"
             )
         home = next(iter(regions)) if len(regions) == 1 else None
-        yield index, places[index], shapes[index], regions.get, home
-
-
-def _everything(shape: torch.Size, rank: int) -> Region:
-    return Region(0, 0, shape[0])
+        matrices.append(matrix(index, place, shapes[index], regions.get, home))
+    return matrices
 
 
 @functools.lru_cache(maxsize=4096)
@@ -527,9 +521,3 @@ def _kind(shape: torch.Size, layout: MatrixLayout | None) -> frozenset[tuple[int
     """Return the shapes of the matrices in a parameter, transposed or not."""
     shapes = matrix_layouts.matrix_shapes(shape, layout or matrix_layouts.of_shape(shape))
     return frozenset(tuple(sorted(matrix[-2:])) for matrix in shapes)
-
-
-def _order(groups: ProcessGroups) -> tuple[Any, ...]:
-    """Return the sort key of process groups: one order on all ranks."""
-    orders = tuple(() if group is None else group_order(group) for group in groups[:2])
-    return *orders, str(groups.device.type), str(groups.dtype)

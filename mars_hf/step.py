@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mars_hf import _compat, rules, states
 from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local, place_gradient
+from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
@@ -455,14 +455,6 @@ def _seeds(tensors: TensorList) -> list[int]:
     """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
     steps = [int(step.item()) for step in tensors.steps]
     return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, tensors.offsets, strict=True)]
-
-
-def place_gradients(param_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give DTensors their gradients in their own placements; collective where they differ."""
-    for group in param_groups:
-        for param in group["params"]:
-            if param.grad is not None and is_dtensor(param):
-                place_gradient(param, param.grad)
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> None:

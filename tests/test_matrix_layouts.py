@@ -249,8 +249,6 @@ def test_stated_parts():
         matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
     with pytest.raises(ValueError, match=r"\['wqkv'\] match no parameter .* names are like 'qkv.weight'"):
         matrix_layouts.of_model(model, split_fused={"wqkv": (8, 8, 8)})
-    with pytest.raises(ValueError, match="'auto', 'none' or a mapping"):
-        matrix_layouts.of_model(model, split_fused="thirds")
 
 
 # Each part does what its name says: without the keys no query matters, and so on

@@ -20,13 +20,7 @@ class WholeSums:
     """The sums of one step: one column per parameter of the optimizer, one set of rows per process group."""
 
     def __init__(self, count: int, rows: int, device: torch.device) -> None:
-        """Start with nothing.
-
-        Args:
-            count: number of parameters of the optimizer; the same on every rank.
-            rows: number of sums per parameter.
-            device: device of the parameters.
-        """
+        """Start with nothing, for `rows` sums of `count` parameters, the same number on every rank."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
         # The last row holds what is present, and in one more column the flag.
         self._empty = torch.zeros(rows + 1, count + 1, device=device, dtype=dtype)
@@ -51,12 +45,9 @@ class WholeSums:
     def reduce(self, error: Exception | None = None) -> None:
         """Add up the sums of all ranks. Collective.
 
-        Args:
-            error: what stops this rank; the others raise it too.
-
         Raises:
-            RuntimeError: `error`, that of another rank, or the gradients present on all ranks do not make up whole
-                parameters; with the same message on all ranks, which also says whose it is.
+            RuntimeError: `error`, which stops this rank, or that of another one, or the gradients present on all ranks
+                do not make up whole parameters; with the same message on all ranks, which says whose it is.
         """
         message = None if error is None else f"rank {dist.get_rank()}: {error}"
         for group in sorted(self._sums, key=group_order):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import math
 import sys
 import weakref
@@ -268,22 +267,26 @@ class Shards:
 _made: dict[tuple[int, ...], Group] = {}
 
 
-def place_gradient(param: Any, grad: Any) -> None:
-    """Give a DTensor parameter its gradient in its own placements; collective if they differ.
+def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
+    """Give DTensors their gradients in their own placements; collective where they differ.
 
     Tensor parallelism leaves some gradients as partial sums, or whole where the parameter is sharded.
 
     Raises:
-        RuntimeError: the gradient is not a DTensor on the parameter's mesh.
+        RuntimeError: a gradient is not a DTensor on its parameter's mesh.
     """
-    if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
-        what = f"on {grad.device_mesh}" if is_dtensor(grad) else "no DTensor"
-        raise RuntimeError(
-            f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is {what}, the parameter is on "
-            f"{param.device_mesh}; place the gradient like its parameter before step()"
-        )
-    if grad.placements != param.placements:
-        param.grad = grad.redistribute(placements=param.placements)
+    for param in [param for group in param_groups for param in group["params"]]:
+        grad: Any = param.grad
+        if grad is None or not is_dtensor(param):
+            continue
+        if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
+            what = f"on {grad.device_mesh}" if is_dtensor(grad) else "no DTensor"
+            raise RuntimeError(
+                f"the gradient of a DTensor parameter of shape {tuple(param.shape)} is {what}, the parameter is on "
+                f"{param.device_mesh}; place the gradient like its parameter before step()"
+            )
+        if grad.placements != param.placements:
+            param.grad = grad.redistribute(placements=param.placements)
 
 
 def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
@@ -307,7 +310,8 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
 def regions_of(tensor: Any) -> Callable[[int], Region]:
     """Return a function from a rank in the group of a DTensor's spec to the region that it holds."""
     cuts = _cuts(tensor)
-    coordinates = _coordinates(tensor.device_mesh, _mesh_dims(cuts))
+    group = _group_over(tensor.device_mesh, _mesh_dims(cuts))
+    coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
     return lambda rank: _region(tensor, cuts, coordinates[rank])
 
 
@@ -387,15 +391,8 @@ def _unsupported(tensor: Any, kind: str) -> RuntimeError:
 
 
 @functools.lru_cache(maxsize=64)
-def _coordinates(mesh: Any, dims: tuple[int, ...]) -> list[list[int]]:
-    """Return the coordinates of the ranks that differ from this one along these dimensions, in order of their ranks."""
-    coordinates = {}
-    for steps in itertools.product(*(range(mesh.size(dim)) for dim in dims)):
-        coordinate = list(mesh.get_coordinate())
-        for dim, step in zip(dims, steps, strict=True):
-            coordinate[dim] = step
-        coordinates[int(mesh.mesh[tuple(coordinate)])] = coordinate
-    return [coordinates[rank] for rank in ranks_of(_group_over(mesh, dims))]
+def _coordinates(mesh: Any, ranks: tuple[int, ...]) -> list[list[int]]:
+    return [(mesh.mesh == rank).nonzero()[0].tolist() for rank in ranks]
 
 
 def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
