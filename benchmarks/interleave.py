@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import machine
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
+from pretraining.compare import launch
+from pretraining.compare.page import markdown
+
+__all__ = ["Clock", "Timing", "describe_machine", "device_name", "markdown", "median", "quartiles", "ratio", "slug"]
 
 T = TypeVar("T")
 # Cycles that keep a GPU busy before a measured call: about 20 ms, so that the launches queue up behind them.
@@ -113,26 +120,16 @@ def quartiles(values: Sequence[float | None], others: Sequence[float | None]) ->
     return low, high
 
 
+def describe_machine() -> dict[str, str | int]:
+    """Return processor, cores, accelerator, versions and the threads of PyTorch."""
+    return {**launch.describe_machine(), "threads": torch.get_num_threads()}
+
+
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor or GPU, from `machine`."""
-    return str(machine.describe()["accelerator" if device.type == "cuda" else "cpu"])
+    """Return the name of the processor or GPU."""
+    return str(launch.describe_machine()["accelerator" if device.type == "cuda" else "cpu"])
 
 
 def slug(name: str) -> str:
     """Return a name that suits a file name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a padded Markdown table; all columns but the first are right-aligned."""
-    widths = [max(len(row[index]) for row in [header, *rows]) for index in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [("-" * width if not index else "-" * (width - 1) + ":") for index, width in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])

@@ -43,8 +43,8 @@ def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
         "throughput": (
             0.5,
             [
-                *(python, "benchmarks/train_throughput.py", "--bf16", "--batch", "16"),
-                *("--output", str(output / "train_throughput.json")),
+                *(python, "benchmarks/train_cost.py", "--bf16", "--batch", "16"),
+                *("--output", str(output / "train_cost.json")),
             ],
         ),
         "controls_small": (1.0, [*compare, "--preset", "gpu-small", "--output_dir", str(output / "controls_small")]),

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import interleave
-import machine
 import matplotlib
 
 matplotlib.use("Agg")
@@ -51,7 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining.run import model as gpt2  # noqa: E402 (needs the line above)
 from pretraining.run.arguments import ModelArguments  # noqa: E402
-from pretraining.run.report import write_text  # noqa: E402
+from pretraining.run.report import write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {
@@ -440,7 +439,7 @@ def table(result: Mapping[str, Any]) -> str:
             sizes = [f"{row['state_bytes'] / numel:.2f}", f"{row['peak_bytes'] / numel:.2f}"]
             times = [f"{row[key]:.2f}" for key in ("ms", "host_ms", "adamw_ms")]
             rows.append([name, row["backend"], *times, *rate, *ratios, *sizes])
-    return interleave.markdown(header, rows)
+    return interleave.markdown([header, *rows])
 
 
 def _instructions(device: torch.device) -> dict[str, str]:
@@ -566,11 +565,7 @@ def main(argv: list[str] | None = None) -> None:
             torch.set_num_threads(arguments.threads)
         names = [name for name in contenders() if re.search(arguments.contenders, name, re.IGNORECASE)]
         written: dict[str, Any] = {
-            "machine": {
-                **machine.describe(),
-                "threads": torch.get_num_threads(),
-                **_instructions(device),
-            },
+            "machine": {**interleave.describe_machine(), **_instructions(device)},
             "device": name,
             "rounds": arguments.rounds,
             "gradient_norm": arguments.gradient_norm,
@@ -584,7 +579,7 @@ def main(argv: list[str] | None = None) -> None:
                 written["left_out"].append(size)
             else:
                 written["sizes"][size] = result
-            write_text(output, json.dumps(written, indent=1) + "\n")  # what is measured stays if the next size is not
+            write(output, written)  # what is measured stays if the next size is not
     report(json.loads(output.read_text()), output.with_suffix(".png"))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import machine
+import interleave
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for optimizer, settings in RUNS:
         rows.append(measure(optimizer, [*COMMON, *settings], after=WARMUP))
-        options.output.write_text(json.dumps({"machine": machine.describe(), "runs": rows}, indent=1) + "\n")
+        written = {"machine": interleave.describe_machine(), "runs": rows}
+        options.output.write_text(json.dumps(written, indent=1) + "\n")
     for row in rows:
         print(row["optimizer"], {kind: round(value, 4) for kind, value in row["rms"].items()}, row["eval_loss"])
 

@@ -36,12 +36,3 @@ def test_cpu_clock_times_what_it_is_given(monkeypatch):
 )
 def test_slug(name, expected):
     assert interleave.slug(name) == expected
-
-
-def test_markdown_pads():
-    assert interleave.markdown(["a", "b"], [["long", "1"], ["x", "22"]]).splitlines() == [
-        "| a    |  b |",
-        "| ---- | -: |",
-        "| long |  1 |",
-        "| x    | 22 |",
-    ]

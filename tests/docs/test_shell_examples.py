@@ -264,6 +264,7 @@ def fine_tunes(command: str, tokens: Path, row: dict[str, str]) -> None:
 
 QUIET = ["--output_dir", "run", "--disable_tqdm", "true", "--use_cpu", "true"]
 TRAINED = "TRAINED WITH Mars "
+TINY_TRAINING = ["--size", "tiny", "--device", "cpu", "--block", "16", "--rounds", "1", "--steps", "2"]
 RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
     "accelerate launch recipes/pretrain_gpt2.py --optimizer adamw": pretrains,
@@ -301,22 +302,13 @@ RUN: dict[str, Callable[[str, Path], None]] = {
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^mars-m$", "--output", "step.json"],
         "step.json",
     ),
-    "python benchmarks/train_throughput.py --size small --batch 1 --block 512 --rounds 8 --steps 4": main_of(
-        [
-            "--size",
-            "tiny",
-            "--device",
-            "cpu",
-            "--block",
-            "16",
-            "--rounds",
-            "1",
-            "--steps",
-            "1",
-            "--output",
-            "rate.json",
-        ],
+    "python benchmarks/train_cost.py --size small --batch 1 --block 512 --rounds 8 --steps 4": main_of(
+        [*TINY_TRAINING, "--contenders", "Mars", "--output", "rate.json"],
         "rate.json",
+    ),
+    "python benchmarks/train_cost.py --size default --batch 16 --block 128": main_of(
+        [*TINY_TRAINING, "--output", "exact.json"],
+        "exact.json",
     ),
 }
 PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
@@ -332,10 +324,6 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     ),
     "python -m mars_hf run -m llamafactory.cli train config.yaml": ("needs LLaMA-Factory", llama_factory_parses),
     "python -m pytest": ("is this run of the tests", nothing),
-    "python benchmarks/exact_cost.py": (
-        "starts a process for each contender; tests/test_exact_cost.py runs it with a tiny model",
-        script_parses,
-    ),
     "python recipes/finetune_vit.py --image_folder photos --optim mars_adamw": (
         "needs photos; tests/recipes/test_finetune_vit.py trains on a folder of images",
         script_parses,
