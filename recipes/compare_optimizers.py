@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from pretraining.compare import launch, page, presets
 from pretraining.compare.comparison import Run
 from pretraining.compare.presets import Preset
-from pretraining.run import checkpoints, folder_lock, report, run_folder
+from pretraining.run import checkpoints, report, resuming
 from pretraining.run.arguments import OPTIMIZERS
 from pretraining.run.errors import one_line_errors
 from tqdm.auto import tqdm
@@ -71,10 +71,10 @@ class _Job(NamedTuple):
 
     def run(self) -> Run:
         """Start or resume the run, and return its result."""
-        with folder_lock.held(self.folder, "trains", wait=True):  # a run whose comparison was killed ends first
+        with resuming.locked(self.folder, "trains", wait=True):  # a run whose comparison was killed ends first
             self.folder.mkdir(exist_ok=True)
         report.write(self.folder / "arguments.json", self._settings())
-        run = run_folder.read(self.folder)
+        run = resuming.read_run(self.folder)
         can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
         resume = ["--resume_from_checkpoint", "true"] if can_resume else []
         try:
@@ -95,7 +95,7 @@ class _Job(NamedTuple):
 
     def data(self) -> dict[str, Any]:
         """Return the data of a finished run: name, vocabulary and the hashes of its token files."""
-        run = run_folder.read(self.folder)
+        run = resuming.read_run(self.folder)
         return dict(run.settings.get("data", {})) if run is not None else {}
 
     def _settings(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments, preset, rest = _parse(argv)
     output, launcher = Path(arguments.output_dir), shlex.split(arguments.launcher)
     output.mkdir(parents=True, exist_ok=True)
-    with folder_lock.held(output, "compares"):
+    with resuming.locked(output, "compares"):
         shared = [*_QUIET, *rest]
         steps = launch.equal_seconds(preset, shared, output, launcher) if preset.equal == "seconds" else {}
         jobs = []

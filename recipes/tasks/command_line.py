@@ -7,16 +7,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pretraining.run import agreement, reading
-from pretraining.run.arguments import make
 from pretraining.run.errors import did_you_mean
 from transformers import HfArgumentParser
 from transformers.training_args import OptimizerNames
 
 import mars_hf
-
-# Flags of TrainingArguments that these recipes would ignore.
-_IGNORED = ("do_train", "do_eval", "do_predict", "remove_unused_columns", "label_names")
 
 
 class Start(NamedTuple):
@@ -62,14 +57,9 @@ def parse(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options = {option: action.dest for action in parser._actions for option in action.option_strings}
-    given = {options[word]: word for word in (word.partition("=")[0] for word in argv) if word in options}
-    agreement.refuse_ignored({flag: word for flag, word in given.items() if flag in _IGNORED})
-    for action in parser._actions:
-        action.type = reading.reader(action)
     values = parser.parse_args(argv)
     _fill(values, starts(values), name(values) if callable(name) else name)
-    return tuple(make(kind, values) for kind in kinds)
+    return parser.parse_dict(vars(values), allow_extra_keys=True)
 
 
 def _fill(values: argparse.Namespace, starts: Mapping[str, Start], name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from pretraining.run import folder_lock, report, resuming, run_folder
+from pretraining.run import report, resuming
 from pretraining.run.errors import one_line
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -27,9 +27,9 @@ def output_folder(training: TrainingArguments) -> Iterator[None]:
         raise ValueError(f"--resume_from_checkpoint {checkpoint}: no such folder; give that of a checkpoint")
     with contextlib.ExitStack() as stack:
         output.parent.mkdir(parents=True, exist_ok=True)
-        resuming.on_main(training, lambda: stack.enter_context(folder_lock.held(output, "trains")))
+        resuming.on_main(training, lambda: stack.enter_context(resuming.locked(output, "trains")))
         if checkpoint is None:
-            resuming.on_main(training, lambda: run_folder.begin(output, {}))
+            resuming.on_main(training, lambda: resuming.begin(output, {}))
         yield
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from helpers import gpt2
+from helpers import gpt2, refused
 from pretraining.run import arguments, optimizers
+from pretraining.run.errors import one_line_errors
 
 import mars_hf
 
@@ -35,6 +38,7 @@ def test_exact_runs_go_to_a_folder_of_their_own(tmp_path):
 def test_every_shipped_config_is_known():
     assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == {
         "embedded",
+        "llama",
         *(f"gpt2-{size}" for size in ("small", "medium", "large", "xl")),
     }
 
@@ -101,7 +105,7 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["mars_adamw", "mars_lion"])
 def test_settings_of_newton_schulz_are_refused_where_nothing_is_orthogonalized(tmp_path, optimizer):
-    with pytest.raises(ValueError, match=f"{optimizer} has no ns_steps, which mars_shampoo and mars_m have"):
+    with pytest.raises(ValueError, match=f"{optimizer} has no ns_steps; it takes "):
         parse(tmp_path, "--optimizer", optimizer, "--ns_steps", "3")
 
 
@@ -113,3 +117,95 @@ def _settings(tmp_path, *argv):
 def test_nonfinite_patience(tmp_path):
     assert parse(tmp_path).training.nonfinite_patience == 3
     assert parse(tmp_path, "--nonfinite_patience", "5").training.nonfinite_patience == 5
+
+
+def test_the_llama_config(tmp_path):
+    run = parse(tmp_path, "--config", "llama", "--model_type", "phi3")
+    sizes = run.model
+    assert (sizes.model_type, sizes.n_head, sizes.n_kv_head, sizes.n_inner) == ("phi3", 4, 2, 352)
+    assert (run.optimizer.optimizer, run.training.learning_rate, run.optimizer.lr_1d) == ("mars_m", 1.6e-2, 3.2e-2)
+
+
+def test_numbers_of_a_config_in_any_form(tmp_path):
+    """YAML 1.1 takes 3e-5 for a word, in a mapping too."""
+    config = tmp_path / "mine.yaml"
+    config.write_text(
+        "learning_rate: 1e-3\nuse_cpu: true\nmax_eval_blocks: null\nlr_scheduler_type: cosine_with_min_lr\n"
+        "lr_scheduler_kwargs: {min_lr: 3e-5}\nparam_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n"
+    )
+    run = parse(tmp_path, "--config", str(config))
+    assert run.training.learning_rate == 1e-3 and run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
+    make, settings = optimizers.for_trainer(run.optimizer, run.training)
+    (group,) = (group for group in make()(gpt2(), **settings).param_groups if "pattern" in group)
+    assert group["lr"] == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            "--config gpt2-tiny",
+            r"--config 'gpt2-tiny': no such file, and not one of .* \(embedded, gpt2-",
+        ),
+        ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
+        ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
+        ("--optim_args gamma=1", "would be ignored"),
+        ("--license MIT", "--license 'MIT' is not how the Hub writes licences"),
+        ("--lr_scheduler_type linear", "min_lr_rate.*; give --lr_scheduler_kwargs"),
+    ],
+)
+def test_wrong_settings(tmp_path, argv, words):
+    with pytest.raises(ValueError, match=words):
+        parse(tmp_path, *argv.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("n_layers: 3", "mine.yaml: error: unrecognized arguments: --n_layers=3"),
+        ("n_layer: 2.5", "mine.yaml: error: argument --n_layer/--n-layer: invalid int value: '2.5'"),
+        ("bias: 7", "mine.yaml: error: argument --bias"),
+    ],
+)
+def test_argparse_names_the_config(tmp_path, text, words, capsys):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        parse(tmp_path, "--config", str(tmp_path / "mine.yaml"))
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "- 3", "a: [", "optimizers: {sgd: {}}"])
+def test_configs_that_are_none(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    main = one_line_errors("pretrain_gpt2.py")(parse)
+    with refused("mine.yaml (holds no settings|is not YAML)|optimizer 'sgd' is unknown"):
+        main(tmp_path, "--config", str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "devices", "block", "remedy"),
+    [
+        (15, 2, 16, 1024, None),
+        (3, 5, 7, 1024, "launch a number of devices that divides 480, or"),
+        (15, 4, 4, 1024, "give --per_device_train_batch_size 15 --gradient_accumulation_steps 8, or"),
+        (15, 4, 3, 1024, "give --per_device_train_batch_size 10 --gradient_accumulation_steps 16, or"),
+        (15, 4, 8, 1000, "give a --block_size that divides 491,520, or"),
+    ],
+)
+def test_tokens_per_step(batch, accumulation, devices, block, remedy):
+    training = SimpleNamespace(
+        train_batch_size=batch,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        world_size=devices,
+        n_gpu=1,
+        tokens_per_step=491_520,
+    )
+    run = arguments.RunArguments(arguments.ModelArguments(block_size=block), None, None, training, None)
+    assert run.count_tokens() == batch * accumulation * devices * block
+    if remedy is None:
+        return run.check_tokens()
+    with pytest.raises(ValueError, match=f"tokens_per_step is 491,520; {remedy} --tokens_per_step 0 for any"):
+        run.check_tokens()
+    training.tokens_per_step = 0
+    run.check_tokens()

@@ -8,7 +8,7 @@ import time
 import compare_optimizers
 import pytest
 from pretraining.compare import launch
-from pretraining.run import checkpoints, folder_lock, run_folder
+from pretraining.run import checkpoints, resuming
 from pretraining.run.arguments import OPTIMIZERS
 
 TINY = [
@@ -161,7 +161,7 @@ def test_run_with_a_whole_checkpoint_is_resumed(tmp_path, started):
     checkpoint.mkdir()
     for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (checkpoint / name).touch()
-    checkpoints.seal(checkpoint, run=run_folder.read(folder).id, step=3, settings={}, progress={})
+    checkpoints.seal(checkpoint, run=resuming.read_run(folder).id, step=3, settings={}, progress={})
     (folder / "metrics.json").unlink()
     compare(tmp_path, *argv)
     assert started[1] == [*started[0], "--resume_from_checkpoint", "true"]
@@ -191,7 +191,7 @@ def test_other_folders_are_refused(tmp_path, started, capsys):
     (folder / "metrics.json").write_text("{}")
     line = refusal(tmp_path, capsys, "--optimizers", "adamw", "--seeds", "1")
     assert "adamw-1 holds a run that is not of a comparison; give another --output_dir" in line
-    with folder_lock.held(tmp_path / "compare", "compares"):
+    with resuming.locked(tmp_path / "compare", "compares"):
         assert " compares there" in refusal(tmp_path, capsys, "--optimizers", "adamw", "--seeds", "2")
     assert not started and (folder / "metrics.json").read_text() == "{}"
 

@@ -55,3 +55,39 @@ def test_two_processes_print_one_line(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode != 0
     assert ended.stderr.count("is not a multiple of --n_head 3") == 1
+
+
+ENDING = """
+import atexit, sys
+from pretraining.run import errors
+
+class Kept:
+    def __del__(self):
+        print("the interpreter ends")
+
+kept = Kept()
+atexit.register(print, "at exit")
+
+@errors.one_line_errors("program")
+def main():
+    print("done")
+    if sys.argv[1] == "fails":
+        raise ValueError("no")
+
+errors.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "how", "code", "printed"),
+    [
+        ("1", "succeeds", 0, "done\nat exit\nthe interpreter ends\n"),
+        ("2", "succeeds", 0, "done\nat exit\n"),
+        ("2", "fails", 2, "done\nat exit\nthe interpreter ends\n"),
+    ],
+)
+def test_a_process_of_several_ends_before_the_interpreter(processes, how, code, printed):
+    """Threads of gloo abort an interpreter that ends; what is registered to run at exit runs, and no output is lost."""
+    environment = {"WORLD_SIZE": processes, "PYTHONPATH": str(ROOT / "recipes")}
+    ended = subprocess.run([sys.executable, "-c", ENDING, how], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr

@@ -117,10 +117,8 @@ def test_rates_for_pretrained_models_are_those_of_the_command(use_peft):
         ("--text_column prose", ("columns body", "accepted: prose, or what --text_column names")),
         ("--model_name_or_path gone", ("--model_name_or_path gone", "give a folder or a name on the Hub")),
         ("--block_size 33", ("--block_size 33 is above the model's context", "at most 32")),
-        ("--block_size 1", ("'1'",)),
         ("--optim sgd", ("--optim sgd", "no learning rate", "give --learning_rate")),
         ("--use_peft true --lora_target_modules nothing", ("--lora_target_modules nothing", "or all-linear")),
-        ("--do_train true", ("--do_train would be ignored",)),
     ],
 )
 def test_mistakes(words, said, base, text, tmp_path, monkeypatch, capsys):

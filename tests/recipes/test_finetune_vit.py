@@ -120,14 +120,11 @@ def test_a_run_is_reproducible(tmp_path):
         ("--image_folder a --dataset b", ("--image_folder and --dataset both", "leave one out")),
         ("--dataset no/such", ("--dataset no/such", "check the name")),
         ("--label_column class", ("--label_column class", "no such column", "it has image, label")),
-        ("--test_size 2", ("'2' is not a share between 0 and 1",)),
         ("--patch_size 3", ("--image_size 8 is not a multiple of --patch_size 3",)),
         ("--num_attention_heads 5", ("--hidden_size 64 is not a multiple of --num_attention_heads 5",)),
         ("--model_name_or_path gone", ("--model_name_or_path gone", "give a folder or a name on the Hub")),
-        ("--model_name_or_path x --patch_size 2", ("--patch_size would be ignored", "--model_name_or_path")),
         ("--optim adam", ("--optim 'adam' is unknown", "accepted: mars_m, mars_adamw, adamw_torch")),
         ("--optim sgd", ("--optim sgd", "no learning rate", "give --learning_rate")),
-        ("--remove_unused_columns false", ("--remove_unused_columns would be ignored",)),
     ],
 )
 def test_mistakes(words, said, tmp_path, monkeypatch, capsys):

@@ -211,14 +211,15 @@ def test_gamma_stays_without_a_schedule():
         ("--optimizer muon --gamma 0.1", "muon has no gamma"),
         ("--optimizer nadamw --clip_threshold 1", "nadamw has no clip_threshold"),
         ("--optimizer adamw --momentum_decay 0.004", "adamw has no momentum_decay"),
-        ("--optimizer mars_adamw --momentum_decay 0.004", "mars_adamw has no momentum_decay, which nadamw has"),
+        ("--optimizer mars_adamw --momentum_decay 0.004", "mars_adamw has no momentum_decay; it takes"),
         ("--optimizer adamw --gamma_schedule linear", "adamw has no gamma_schedule"),
         ("--optimizer mars_m --clip_threshold 0 --gamma_schedule linear", "keeps no last gradient"),
     ],
 )
 def test_settings_that_an_optimizer_lacks_are_refused(argv, words):
     with pytest.raises(ValueError, match=words):
-        arguments.parse(["--config", "plain.yaml", *argv.split()])
+        run = arguments.parse(["--config", "plain.yaml", *argv.split()])
+        optimizers.for_trainer(run.optimizer, run.training)
 
 
 RULES = """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import gpt2
-from pretraining.run import arguments, model, optimizers, tokens_per_step
+from pretraining.run import arguments, model, optimizers
 from pretraining.run.muon import MuonWithAdamW
 from transformers import get_scheduler
 
@@ -82,7 +82,7 @@ def test_the_batch_is_the_papers_on_8_gpus(tmp_path, name):
         assert (other.optimizer.clip_threshold, other.optimizer.eps) == (training.max_grad_norm, run.optimizer.eps)
     eight = SimpleNamespace(**{key: getattr(training, key) for key in ("train_batch_size", "tokens_per_step")})
     eight.gradient_accumulation_steps, eight.world_size = training.gradient_accumulation_steps, 8
-    assert tokens_per_step.count(eight, run.model.block_size) == training.tokens_per_step
+    assert run._replace(training=eight).count_tokens() == training.tokens_per_step
 
 
 @pytest.mark.parametrize("name", PAPER)

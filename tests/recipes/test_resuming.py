@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pretrain_gpt2
 import pytest
 import torch
 from helpers import refused
-from pretraining.run import checkpoints, folder_lock, foreign_files, run_folder
-from pretraining.run.trainer import PretrainingTrainer, optimizer_steps
+from pretraining.run import checkpoints, resuming
+from pretraining.run.checkpoints import PretrainingTrainer
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -108,9 +110,15 @@ def another_manifest(folder):
     (folder / "manifest.json").write_text('{"files": []}')
 
 
+def an_edited_manifest(folder):
+    """Who edits a file and its hash leaves the manifest's own."""
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"last_logged_step": 6', '"last_logged_step": 4'))
+
+
 def of_another_run(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "run": "another"}))
+    sealed = checkpoints.read(folder)
+    checkpoints.seal(folder, run="another", step=6, settings=sealed.settings, progress=sealed.progress)
 
 
 DAMAGES = {
@@ -118,8 +126,9 @@ DAMAGES = {
     flip_a_bit: "model.safetensors is not what was written",
     lose_the_scheduler: "scheduler.pt is missing",
     never_sealed: "it has no manifest.json",
-    half_a_manifest: "its manifest.json cannot be read",
-    another_manifest: "its manifest.json is not one of this recipe",
+    half_a_manifest: "its manifest.json is damaged",
+    another_manifest: "its manifest.json is damaged",
+    an_edited_manifest: "its manifest.json is damaged (its SHA-256 differs)",
     of_another_run: "it belongs to another run",
 }
 
@@ -127,7 +136,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_what_is_not_whole_is_passed_over(killed, damage):
     damage(killed / "checkpoint-6")
-    found, lines = checkpoints.newest_whole(killed, run_folder.read(killed).id)
+    found, lines = checkpoints.newest_whole(killed, resuming.read_run(killed).id)
     assert found == killed / "checkpoint-3"
     assert len(lines) == 1 and lines[0].startswith(f"{killed / 'checkpoint-6'} is passed over: {DAMAGES[damage]}")
 
@@ -144,17 +153,35 @@ def test_none_is_whole(killed, tokens, capsys):
     for folder in checkpoints.checkpoints(killed):
         truncate(folder)
     before = sorted(killed.rglob("*"))
-    with refused(r"no checkpoint in .* is whole, of 2; start without it"):
+    with refused(r"no checkpoint in .* is whole, of 2; give auto, or leave it out, to start again"):
         run(killed, tokens, *RESUME)
     assert capsys.readouterr().out.count("is passed over") == 2
     assert [path for path in sorted(killed.rglob("*"))] == before
+    run(killed, tokens, "--resume_from_checkpoint", "auto", "--max_steps", "2")
+    printed = capsys.readouterr().out
+    assert "no checkpoint in" in printed and "so a new run begins" in printed
+    assert results(killed)["steps"] == 2 and (killed / "earlier-1" / "checkpoint-6").is_dir()
 
 
-def test_nothing_to_resume_from(tokens, tmp_path):
-    with refused(r"no checkpoint in .* which is new"):
-        run(tmp_path / "run", tokens, *RESUME)
-    with refused("no such folder"):
+@pytest.mark.parametrize("word", ["true", "auto"])
+def test_one_command_starts_resumes_and_ends(whole, tokens, tmp_path, word, capsys, monkeypatch):
+    """As a scheduler gives it, whatever came before."""
+    output = tmp_path / "run"
+    argv = ("--resume_from_checkpoint", word)
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainingTrainer, "training_step", stopped_after(5))
+        run(output, tokens, *argv)
+    assert f"--resume_from_checkpoint {word}: no run in {output}, so a new one begins" in capsys.readouterr().out
+    run(output, tokens, *argv)
+    assert_same_run(whole, output)
+    run(output, tokens, *argv)
+    assert "nothing is missing" in capsys.readouterr().out
+
+
+def test_no_such_checkpoint(tokens, tmp_path):
+    with refused("nowhere cannot be used: it has no manifest.json"):
         run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(tmp_path / "nowhere"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_states_a_checkpoint_is_not_resumed(tokens, tmp_path):
@@ -177,12 +204,22 @@ def test_rotation_keeps_the_best_and_what_is_newer_than_the_last_sealed(tmp_path
     for step in range(1, 7):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        if step not in (2, 6):  # never sealed
+        if step not in (2, 6):  # never sealed, or half deleted
             (folder / "manifest.json").write_text("{}")
+    checkpoints.rotate(tmp_path, None)
+    assert [folder.name for folder in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 3, 4, 5, 6)]
     checkpoints.rotate(tmp_path, 2, keep=tmp_path / "checkpoint-1")
     assert [folder.name for folder in checkpoints.checkpoints(tmp_path)] == [f"checkpoint-{n}" for n in (1, 5, 6)]
-    checkpoints.rotate(tmp_path, None)
-    assert len(checkpoints.checkpoints(tmp_path)) == 3
+
+
+def test_remains_of_a_killed_deletion_go_when_the_run_is_resumed(whole, tokens, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    (output / "metrics.json").unlink()
+    (output / "checkpoint-3" / "manifest.json").unlink()
+    (output / "checkpoint-3" / "optimizer.pt").unlink()
+    run(output, tokens, *RESUME)
+    assert [folder.name for folder in checkpoints.checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -192,7 +229,7 @@ def test_a_run_at_its_end_only_writes_its_result(whole, tmp_path, tokens, capsys
     """As after a kill between the last checkpoint and metrics.json."""
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    for name in ("metrics.json", "trainer_state.json", "README.md", "model.safetensors"):
+    for name in ("metrics.json", "model.safetensors"):
         (output / name).unlink()
     monkeypatch.setattr(PretrainingTrainer, "training_step", lambda *args: pytest.fail("it trained"))
     run(output, tokens, *RESUME)
@@ -232,12 +269,12 @@ def test_a_new_run_moves_an_earlier_one_aside(whole, killed, tmp_path, tokens, a
         shutil.copytree(whole, killed, dirs_exist_ok=True)
     mine = killed / "notes.txt"
     mine.write_text("not of a run")
-    before = run_folder.read(killed)
+    before = resuming.read_run(killed)
     run(killed, tokens, "--max_steps", "2", "--save_steps", "2", *argv)
     assert f"an earlier run's files are now in {killed / 'earlier-1'}" in capsys.readouterr().out
     assert [folder.name for folder in checkpoints.checkpoints(killed)] == ["checkpoint-2"]
-    assert run_folder.read(killed).id != before.id
-    assert run_folder.read(killed / "earlier-1") == before
+    assert resuming.read_run(killed).id != before.id
+    assert resuming.read_run(killed / "earlier-1") == before
     checkpoints.check(killed / "earlier-1" / "checkpoint-6")
     assert mine.read_text() == "not of a run"
 
@@ -267,19 +304,6 @@ def test_what_a_resume_takes_as_given_is_said(killed, tokens, capsys):
     assert "resuming: seed=3 trains, not 1" in said and "resuming: max_grad_norm=0.5 trains, not 1" in said
 
 
-def test_a_checkpoint_without_manifest_is_taken_by_its_path(whole, tmp_path, tokens, capsys):
-    """As Trainer alone writes it."""
-    folder = tmp_path / "checkpoint-6"
-    shutil.copytree(whole / "checkpoint-6", folder)
-    (folder / "manifest.json").unlink()
-    with refused("was trained with mars_m, not mars_lion; give --optimizer mars_m"):
-        run(tmp_path / "lion", tokens, "--resume_from_checkpoint", str(folder), "--optimizer", "mars_lion")
-    run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(folder))
-    assert "has no manifest.json, so its files and settings are taken as they are" in capsys.readouterr().out
-    first, second = (load_file(one / "model.safetensors") for one in (whole, tmp_path / "run"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_other_peoples_files_are_refused(tmp_path, tokens):
     for name in ("README.md", "model.safetensors"):
         (tmp_path / name).write_text("mine")
@@ -292,7 +316,7 @@ def test_other_peoples_files_are_refused(tmp_path, tokens):
 def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, monkeypatch, moves):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
-    earlier = run_folder.read(output)
+    earlier = resuming.read_run(output)
     done = []
 
     def move(*paths):
@@ -301,14 +325,13 @@ def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, mon
         done.append(os.rename(*paths))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder.shutil, "move", move)
+        patch.setattr(resuming.shutil, "move", move)
         with pytest.raises(KeyboardInterrupt):
-            run_folder.begin(output, {})
-    now = run_folder.read(output)
+            resuming.begin(output, {})
+    now = resuming.read_run(output)
     found, _ = checkpoints.newest_whole(output, now.id)
     assert (now == earlier) == (found is not None)  # one run or the other, never both
-    run_folder.begin(output, {})
-    assert foreign_files.foreign_files(output) == []
+    resuming.begin(output, {})
     assert {path.name for path in output.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
 
 
@@ -343,7 +366,7 @@ def test_steps_of_epochs_are_those_that_trainer_takes(tmp_path, drop_last, accum
     samples = [{"input_ids": torch.zeros(4, dtype=torch.long), "labels": torch.zeros(4, dtype=torch.long)}] * 30
     trainer = Trainer(model, training, train_dataset=samples)
     trainer.train()
-    assert optimizer_steps(training, len(samples)) == trainer.state.global_step
+    assert pretrain_gpt2.steps_of_epochs(training, len(samples)) == trainer.state.global_step
 
 
 def test_metrics_say_what_trained(whole):
@@ -361,13 +384,36 @@ def test_metrics_say_what_trained(whole):
 
 def test_a_folder_in_use_is_refused(tmp_path, tokens):
     output = tmp_path / "run"
-    with folder_lock.held(output, "trains"):
-        with refused(rf"process {os.getpid()} on .* trains there; wait for it to end"):
+    with resuming.locked(output, "trains"):
+        with refused("another process trains there; wait for it to end"):
             run(output, tokens)
         assert not output.exists()
+    with resuming.locked(output, "trains"):  # it is free again
+        pass
+
+
+def test_a_lock_does_not_follow_a_symbolic_link(tmp_path, tokens):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".run.lock").symlink_to(victim)
+    with refused(r"\.run\.lock"):
+        run(tmp_path / "run", tokens)
+    assert victim.read_text() == "precious" and not (tmp_path / "run").exists()
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
+
+
+def stopped_after(step, number=signal.SIGTERM):
+    """Return a training step that sends a signal in the given step."""
+    original = PretrainingTrainer.training_step
+
+    def training_step(trainer, *args, **kwargs):
+        if trainer.state.global_step == step - 1:
+            os.kill(os.getpid(), number)
+        return original(trainer, *args, **kwargs)
+
+    return training_step
 
 
 @pytest.mark.slow
@@ -375,16 +421,9 @@ def test_a_folder_in_use_is_refused(tmp_path, tokens):
 def test_a_signal_saves_and_ends_the_run(whole, tmp_path, tokens, monkeypatch, capsys, number):
     """The signal comes in step 5, between log lines; the run ends after it, and goes on as if nothing had been."""
     output = tmp_path / "run"
-    original = PretrainingTrainer.training_step
-
-    def training_step(trainer, *args, **kwargs):
-        if trainer.state.global_step == 4:
-            os.kill(os.getpid(), number)
-        return original(trainer, *args, **kwargs)
-
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(PretrainingTrainer, "training_step", training_step)
+        patch.setattr(PretrainingTrainer, "training_step", stopped_after(5, number))
         run(output, tokens)
     assert signal.getsignal(number) == handler
     assert f"stopped by {number.name} after step 5 of 8" in capsys.readouterr().out
@@ -392,3 +431,51 @@ def test_a_signal_saves_and_ends_the_run(whole, tmp_path, tokens, monkeypatch, c
     assert [folder.name for folder in checkpoints.checkpoints(output)] == ["checkpoint-3", "checkpoint-5"]
     run(output, tokens, *RESUME)
     assert_same_run(whole, output)
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+STOPPED = """
+import os, signal, sys
+import pretrain_gpt2
+from pretraining.run import errors
+from pretraining.run.checkpoints import PretrainingTrainer
+
+original = PretrainingTrainer.training_step
+
+def training_step(trainer, *args, **kwargs):
+    if os.environ["RANK"] == "1" and trainer.state.global_step == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(trainer, *args, **kwargs)
+
+if "--resume_from_checkpoint" not in sys.argv:
+    PretrainingTrainer.training_step = training_step
+errors.run(lambda: pretrain_gpt2.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_resume_to_the_bit(tokens, tmp_path):
+    """A signal to the second stops both after step 5, between log lines: each has a loss of its own to take up."""
+    recipes = Path(pretrain_gpt2.__file__).parent
+    config = recipes.parent / "accelerate_configs" / "cpu_ddp.yaml"
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED)
+
+    def launch(path: Path, output: str, *argv: str) -> str:
+        words = ["-m", "accelerate.commands.launch", "--config_file", config, path, *TINY, "--data_dir", tokens]
+        ended = subprocess.run(
+            [sys.executable, *map(str, words), "--output_dir", str(tmp_path / output), *argv],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(recipes)},
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout
+
+    launch(recipes / "pretrain_gpt2.py", "whole")
+    assert "stopped by a signal to another process after step 5 of 8" in launch(script, "killed")
+    assert len(checkpoints.read(tmp_path / "killed" / "checkpoint-5").progress["unlogged_losses"]) == 2
+    launch(script, "killed", *RESUME)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")

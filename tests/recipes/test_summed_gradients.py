@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining.run import arguments, model, optimizers, tokens_per_step
+from pretraining.run import arguments, model, optimizers
 from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
@@ -194,7 +194,7 @@ def test_the_recipe_ends_at_the_weights_of_the_official_loop(tokens, tmp_path, r
     ]
     run = pretrain_gpt2.train(argv)
     assert run.training.gradient_accumulation_steps == accumulation
-    assert tokens_per_step.count(run.training, block) == run.training.tokens_per_step
+    assert run.count_tokens() == run.training.tokens_per_step
 
     network = recorded["start"]
     first = [param.detach().clone() for param in network.parameters()]

@@ -20,9 +20,8 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from pretraining.compare.presets import Preset
-from pretraining.run import identity, report
+from pretraining.run import report, resuming
 from pretraining.run.arguments import read
-from pretraining.run.environment import LAUNCHED_BY
 
 SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 # Of mars_hf.NonFiniteError; launchers do not hand on exit codes.
@@ -60,7 +59,7 @@ def run_recipe(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         begin = file.tell()  # an earlier attempt may have logged another end
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", LAUNCHED_BY: str(os.getpid())}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     if not code and (output / "metrics.json").is_file():
         return metrics_of(output)
@@ -86,7 +85,7 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the recipe would refuse the arguments.
     """
-    return identity.chosen(read(argv)[0])
+    return resuming.chosen(read(argv)[0])
 
 
 def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:

@@ -1,34 +1,47 @@
-"""Seal checkpoints that are whole, and find the newest whole one of a run.
+"""Seal checkpoints that are whole, find the newest whole one of a run, and train on as if nothing had happened.
 
 Trainer writes a checkpoint file by file, so a kill leaves a part of one under a final name. The manifest, written last,
-tells them apart: a folder without it, or with other files than it lists, is no checkpoint.
+tells them apart: a folder without it, or with other files than it lists, is no checkpoint. A run logs what an
+uninterrupted one logs, because the manifest also holds Trainer's sums of losses that are not logged yet (`_tr_loss`,
+`_total_loss_scalar`, `_globalstep_last_logged`), which no checkpoint of Trainer's has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from transformers import TrainerCallback
+
+import mars_hf
+from pretraining.run import report
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")  # one process and DDP, FSDP, DeepSpeed
+# Without one of each, Trainer would quietly start something afresh. Optimizers: one process and DDP, FSDP, DeepSpeed.
+_NEEDED = {
+    "the step and the log": ("trainer_state.json",),
+    "the optimizer's state": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    "the learning rate schedule's state": ("scheduler.pt",),
+    "the random state": ("rng_state*.pth",),
+}
 
 
 class Manifest(NamedTuple):
     """What a whole checkpoint says of itself.
 
     Args:
-        run: id of its run; see `run_folder`.
+        run: id of its run; see `resuming`.
         step: optimizer steps made.
-        settings: the run's settings; see `identity`.
-        progress: what Trainer needs to go on but does not save; see `trainer`.
+        settings: the run's settings; see `resuming`.
+        progress: what Trainer needs to go on but does not save.
         files: size and SHA-256 by path within the checkpoint.
     """
 
@@ -38,17 +51,20 @@ class Manifest(NamedTuple):
     progress: dict[str, Any]
     files: dict[str, list[Any]]
 
+    def digest(self) -> str:
+        """Return the SHA-256 of the manifest itself."""
+        return hashlib.sha256(json.dumps(self._asdict(), sort_keys=True).encode()).hexdigest()
+
 
 def seal(folder: Path, *, run: str, step: int, settings: dict[str, Any], progress: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint whose other files are all there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor() as pool:
         entries = pool.map(lambda path: [path.stat().st_size, _sha256(path)], paths)
         files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
     manifest = Manifest(run, step, settings, progress, files)
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(manifest._asdict(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / MANIFEST)
+    text = json.dumps({**manifest._asdict(), "sha256": manifest.digest()}, indent=1)
+    report.write_text(folder / MANIFEST, f"{text}\n")
 
 
 def read(folder: Path) -> Manifest:
@@ -58,17 +74,18 @@ def read(folder: Path) -> Manifest:
         ValueError: it is missing or damaged; the message says what is wrong, without the folder's name.
     """
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        digest = content.pop("sha256")
+        manifest = Manifest(**content)
     except FileNotFoundError:
         raise ValueError(
-            f"it has no {MANIFEST}: a run was killed while writing it, or it is not of this recipe"
+            f"it has no {MANIFEST}: a run was killed while writing or deleting it, or it is not of this recipe"
         ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
-    kinds = {"run": str, "step": int, "settings": dict, "progress": dict, "files": dict}
-    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in kinds.items()):
-        raise ValueError(f"its {MANIFEST} is not one of this recipe")
-    return Manifest(**{key: found[key] for key in kinds})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"its {MANIFEST} is damaged ({error})") from None
+    if manifest.digest() != digest:
+        raise ValueError(f"its {MANIFEST} is damaged (its SHA-256 differs)")
+    return manifest
 
 
 def check(folder: Path) -> Manifest:
@@ -84,75 +101,58 @@ def check(folder: Path) -> Manifest:
             raise ValueError(f"{name} is missing")
         if path.stat().st_size != size:
             raise ValueError(f"{name} has {path.stat().st_size:,} bytes, not the {size:,} that were written")
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: _sha256(folder / name), manifest.files)
-        for name, sha256 in zip(manifest.files, hashes, strict=True):
-            if sha256 != manifest.files[name][1]:
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda name: _sha256(folder / name), manifest.files)
+        for (name, (_, written)), digest in zip(manifest.files.items(), digests, strict=True):
+            if digest != written:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs from the one in {MANIFEST}")
-    check_resumable(folder)
+    for what, patterns in _NEEDED.items():
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise ValueError(f"it lacks {what} ({' or '.join(patterns)}); --save_only_model leaves that out")
     return manifest
-
-
-def check_resumable(folder: Path) -> None:
-    """Raise ValueError if a checkpoint lacks a file without which Trainer would quietly start something afresh."""
-    for names, what in (
-        (("trainer_state.json",), "the step and the log"),
-        (_OPTIMIZERS, "the optimizer's state"),
-        (("scheduler.pt",), "the learning rate schedule's state"),
-        (("rng_state*.pth",), "the random state"),
-    ):
-        if not any(next(folder.glob(name), None) for name in names):
-            raise ValueError(f"it lacks {what} ({' or '.join(names)}); --save_only_model leaves that out")
 
 
 def newest_whole(output: Path, run: str) -> tuple[Path | None, list[str]]:
     """Return the newest whole checkpoint of a run, or None, and one line for each newer one passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for folder in reversed(checkpoints(output)):
         try:
-            manifest = check(folder)
+            if check(folder).run == run:
+                return folder, passed_over
+            passed_over.append(f"{folder} is passed over: it belongs to another run")
         except ValueError as error:
             passed_over.append(f"{folder} is passed over: {error}")
-            continue
-        if manifest.run == run:
-            return folder, passed_over
-        passed_over.append(f"{folder} is passed over: it belongs to another run")
     return None, passed_over
 
 
 def rotate(output: Path, limit: int | None, keep: Path | None = None) -> None:
-    """Delete all but the newest `limit` sealed checkpoints; those never sealed go too, once a newer one is.
+    """Delete all but the newest `limit` sealed checkpoints, and those older ones that were never sealed.
 
     Args:
         output: the run's folder.
-        limit: at least 1; None or 0 deletes nothing.
+        limit: at least 1; None or 0 deletes no sealed one.
         keep: a checkpoint that stays in any case, and counts.
     """
-    if not limit:
+    sealed = [folder for folder in checkpoints(output) if (folder / MANIFEST).is_file()]
+    if not sealed:
         return
-    found = checkpoints(output)
-    sealed = [folder for folder in found if (folder / MANIFEST).is_file()]
-    kept = set(sealed[-limit:])
+    kept = sealed[-limit:] if limit else sealed
     if keep in sealed and keep not in kept:
-        kept = {keep, *sealed[len(sealed) - limit + 1 :]}
-    for folder in found:
-        if folder not in kept and sealed and found.index(folder) < found.index(sealed[-1]):
+        kept = [keep, *kept[1:]]
+    for folder in checkpoints(output):
+        if folder not in kept and _step(folder) < _step(sealed[-1]):
             (folder / MANIFEST).unlink(missing_ok=True)  # first: what a kill leaves of it is no checkpoint
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def checkpoints(output: Path) -> list[Path]:
     """Return the folders named checkpoint-STEP, oldest first."""
-    found = [(int(match[1]), path) for path, match in _named(output) if path.is_dir()]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in output.glob("checkpoint-*") if path.is_dir() and _step(path) >= 0), key=_step)
 
 
-def _named(output: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    if output.is_dir():
-        for path in output.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match:
-                yield path, match
+def _step(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
 
 
 def _sha256(path: Path) -> str:
@@ -161,3 +161,100 @@ def _sha256(path: Path) -> str:
         while piece := file.read(1 << 20):
             sha256.update(piece)
     return sha256.hexdigest()
+
+
+class PretrainingTrainer(mars_hf.MarsTrainer):
+    """MarsTrainer whose checkpoints are sealed and whose interrupted runs log what an uninterrupted one logs.
+
+    It also runs other optimizers.
+
+    Args:
+        *args: see MarsTrainer.
+        run: id and settings of the run, which checkpoints carry.
+        resumed: manifest of the checkpoint that training goes on from; None for a new run.
+        **kwargs: see MarsTrainer.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        run: tuple[str, dict[str, Any]],
+        resumed: Manifest | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Build the Trainer; see the class."""
+        super().__init__(*args, **kwargs)
+        self.step_batches: list[Any] = []
+        self._run = run
+        self._progress = resumed.progress if resumed else {}
+        self._began = time.monotonic()
+        # Trainer would delete old checkpoints before the new one is sealed.
+        self._limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self.add_callback(_Restoring(self))
+
+    def restore_progress(self) -> None:
+        """Take up the sums of losses where the checkpoint left them."""
+        self._began = time.monotonic()
+        if not self._progress:
+            return
+        sums = self._progress["unlogged_losses"]
+        loss = sums[self.args.process_index] if len(sums) == self.args.world_size else sum(sums) / len(sums)
+        self._tr_loss = torch.tensor(loss, device=self.args.device)
+        self._total_loss_scalar = self._progress["logged_losses"]
+        self._globalstep_last_logged = self._progress["last_logged_step"]
+        self._initial_global_step = 0
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log like Trainer; the row at the end counts the seconds of all sessions."""
+        if "train_runtime" in logs:
+            seconds = self._progress.get("seconds", 0.0) + logs["train_runtime"]
+            share = logs["train_runtime"] / seconds if seconds else 1.0
+            logs["train_runtime"] = round(seconds, 4)
+            for name in ("train_samples_per_second", "train_steps_per_second"):  # which count all sessions' steps
+                logs[name] = round(logs.get(name, 0.0) * share, 3)
+        super().log(logs, *args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step from Trainer, and keep them for a callback that looks at them."""
+        self.step_batches, num_items = super().get_batch_samples(*args, **kwargs)
+        return self.step_batches, num_items
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch; Trainer would make one step more of a run that has made all of its steps."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint, seal it, and only then delete older ones."""
+        output, step = Path(str(self.args.output_dir)), self.state.global_step
+        folder = output / f"checkpoint-{step}"
+        if self.is_world_process_zero() and folder.exists():  # left by a run that was killed while writing it
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        losses = self.accelerator.gather(self._tr_loss.detach().reshape(1).float())
+        self.accelerator.wait_for_everyone()  # all ranks' files are there
+        if not self.is_world_process_zero():
+            return
+        progress = {
+            "seconds": self._progress.get("seconds", 0.0) + time.monotonic() - self._began,
+            "unlogged_losses": losses.tolist(),
+            "logged_losses": self._total_loss_scalar,
+            "last_logged_step": self._globalstep_last_logged,
+        }
+        run, settings = self._run
+        seal(folder, run=run, step=step, settings=settings, progress=progress)
+        best = self.state.best_model_checkpoint
+        rotate(output, self._limit, keep=Path(best) if best else None)
+
+
+class _Restoring(TrainerCallback):
+    """Restore progress after Trainer has set it to zero, and before the first step."""
+
+    def __init__(self, trainer: PretrainingTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.restore_progress()

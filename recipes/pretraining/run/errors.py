@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 
 @contextlib.contextmanager
@@ -27,6 +28,26 @@ def one_line_errors(program: str) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _print(program, "interrupted")
         raise SystemExit(128 + signal.SIGINT) from error
+
+
+def run(main: Callable[[], object]) -> None:
+    """Call a recipe's `main` as a program.
+
+    DDP leaks a reference to its gloo process group, whose threads abort the process if they need the interpreter while
+    it ends (torch 2.9 to 2.13). A process of several that has succeeded therefore ends before the interpreter does.
+    """
+    main()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Run what else is registered to run at exit, and end the process."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _print(program: str, message: str) -> None:

@@ -1,22 +1,19 @@
-"""Build GPT-2 from its configuration, with the settings of the papers."""
+"""Build GPT-2 or Llama from the recipe's arguments."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pretraining.run.errors import one_line
-
-if TYPE_CHECKING:
-    from pretraining.run.arguments import ModelArguments
+from pretraining.run.arguments import ModelArguments
 
 
-def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2LMHeadModel:
-    """Return a freshly initialized GPT-2.
+def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTrainedModel:
+    """Return a freshly initialized model.
 
     Args:
         arguments: sizes and settings.
@@ -24,34 +21,52 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> GPT2L
         end_of_text: id of the end-of-text token.
 
     Raises:
-        ValueError: the vocabulary does not fit, `n_head` does not divide `n_embd`, or a package is missing.
+        ValueError: the vocabulary does not fit, or sizes do not divide one another.
     """
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
         raise ValueError(
             f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out to use that"
         )
-    if arguments.n_embd % arguments.n_head:
-        raise ValueError(f"n_embd={arguments.n_embd} is not a multiple of n_head={arguments.n_head}")
-    config = GPT2Config(
-        vocab_size=arguments.vocab_size or vocab_size,
-        n_positions=arguments.block_size,
-        n_layer=arguments.n_layer,
-        n_head=arguments.n_head,
-        n_embd=arguments.n_embd,
-        activation_function=arguments.activation_function,
-        scale_attn_by_inverse_layer_idx=arguments.scale_attn_by_inverse_layer_idx,
-        resid_pdrop=arguments.dropout,
-        embd_pdrop=arguments.dropout,
-        attn_pdrop=arguments.dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-    )
-    try:
-        model = GPT2LMHeadModel._from_config(config, attn_implementation=arguments.attn_implementation)
-    except (ImportError, ValueError) as error:
+    heads, kv_heads = arguments.n_head, arguments.n_kv_head or arguments.n_head
+    if arguments.n_embd % heads or heads % kv_heads:
         raise ValueError(
-            f"attn_implementation={arguments.attn_implementation}: {one_line(error)}; sdpa and eager need nothing"
-        ) from error
+            f"n_embd={arguments.n_embd} must be a multiple of n_head={heads}, and that of n_kv_head={kv_heads}"
+        )
+    shared: dict[str, Any] = {
+        "vocab_size": arguments.vocab_size or vocab_size,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+    config: Any
+    if arguments.model_type == "gpt2":
+        config = GPT2Config(
+            **shared,
+            n_positions=arguments.block_size,
+            n_layer=arguments.n_layer,
+            n_head=heads,
+            n_embd=arguments.n_embd,
+            n_inner=arguments.n_inner,
+            activation_function=arguments.activation_function,
+            scale_attn_by_inverse_layer_idx=arguments.scale_attn_by_inverse_layer_idx,
+            resid_pdrop=arguments.dropout,
+            embd_pdrop=arguments.dropout,
+            attn_pdrop=arguments.dropout,
+        )
+    else:
+        config = {"llama": LlamaConfig, "phi3": Phi3Config}[arguments.model_type](
+            **shared,
+            max_position_embeddings=arguments.block_size,
+            num_hidden_layers=arguments.n_layer,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            hidden_size=arguments.n_embd,
+            intermediate_size=arguments.n_inner or 4 * arguments.n_embd,
+            attention_dropout=arguments.dropout,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            pad_token_id=None,
+        )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
     if not arguments.bias:
         freeze_biases(model)
     return model

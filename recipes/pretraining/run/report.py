@@ -98,7 +98,7 @@ def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: 
     torch.manual_seed(seed)
     was_training = model.training
     model.eval()
-    room = model.config.n_positions - ids.shape[1]
+    room = model.config.max_position_embeddings - ids.shape[1]
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -1,23 +1,51 @@
-"""Decide what a start continues: nothing, or a checkpoint that is whole and of this run."""
+"""Decide what a start continues: nothing, or a checkpoint that is whole and of this run.
+
+A run's folder holds run.json, its id and settings. One process at a time writes there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from filelock import FileLock, Timeout
+from transformers import TrainingArguments
 
-from pretraining.run import checkpoints, identity, run_folder
-from pretraining.run.foreign_files import foreign_files
-from pretraining.run.run_folder import Run
+from pretraining.run import checkpoints, report
+from pretraining.run.arguments import DataArguments, ModelArguments, OptimizerArguments, RunArguments
 
-# What a complete run has left beside its checkpoints; metrics.json is written last.
-_RESULT = ("metrics.json", "trainer_state.json", "README.md", "config.json", "tokenizer_config.json")
+RUN = "run.json"
+# What a run writes there, for Hub and resume; all of it moves when another run begins.
+_WRITTEN = (
+    *(RUN, "metrics*.json", "trainer_state.json", "README.md", "mars.json", "training_args.bin", "runs"),
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "checkpoint-*"),
+)
+# A resume takes these from the checkpoint: state, group settings and base rates are loaded.
+_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# A resume takes these as given, and says so.
+_TRAINING = (
+    *("max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "bf16", "fp16", "tf32"),
+)
+_FREE_MODEL = ("dropout", "attn_implementation")
 T = TypeVar("T")
+
+
+class Run(NamedTuple):
+    """A run, as its folder names it: a random id, and the settings that its weights depend on."""
+
+    id: str
+    settings: dict[str, Any]
 
 
 class Start(NamedTuple):
@@ -26,7 +54,7 @@ class Start(NamedTuple):
     Args:
         run: id and settings.
         checkpoint: folder to resume from; None starts at step 0.
-        manifest: the checkpoint's; None if it has none.
+        manifest: the checkpoint's.
         is_complete: True if there is nothing left to do.
     """
 
@@ -36,182 +64,212 @@ class Start(NamedTuple):
     is_complete: bool = False
 
 
-def on_main(training: TrainingArguments, work: Callable[[], T]) -> T | None:
-    """Call `work` on the main process; what it refuses ends every process, and only the main one says why.
+def settings_of(run: RunArguments, data: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the settings of a run in four sections, of which only `training` may change when it is resumed.
 
-    Returns:
-        The result of `work`; None on other processes.
+    Args:
+        run: parsed arguments.
+        data: what identifies the tokens.
+        world_size: number of processes.
     """
-    result, refusal = None, None
+    model, training = dataclasses.asdict(run.model), run.training
+    sections = {
+        "model": {key: value for key, value in model.items() if key not in _FREE_MODEL},
+        "data": data,
+        "optimizer": dataclasses.asdict(run.optimizer) | {key: getattr(training, key) for key in _OPTIMIZER},
+        "training": {
+            **{key: getattr(training, key) for key in _TRAINING},
+            **{key: model[key] for key in _FREE_MODEL},
+            "processes": world_size,
+        },
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(sections, default=str))  # as they are read back
+    return plain
+
+
+def chosen(values: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a run that has not started, by name, the data as they are named; see `arguments.read`."""
+    kinds = (ModelArguments, DataArguments, OptimizerArguments)
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    settings = {name: getattr(values, name) for name in (*names, *_OPTIMIZER, *_TRAINING)}
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
+
+
+@contextlib.contextmanager
+def locked(folder: Path, verb: str, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes out of a folder for a block, by the file .NAME.lock beside it.
+
+    Args:
+        folder: it need not exist, but its parent must.
+        verb: what the holder does there, for the message.
+        wait: True waits for the holder; False refuses.
+
+    Raises:
+        ValueError: another process is there, and `wait` is False.
+        OSError: the lock's path is a symbolic link, which is not followed.
+    """
+    folder = folder.absolute()
+    try:
+        lock = FileLock(folder.with_name(f".{folder.name}.lock")).acquire(blocking=wait)
+    except Timeout:
+        raise ValueError(
+            f"{folder}: another process {verb} there; wait for it to end, or choose another folder"
+        ) from None
+    with lock:
+        yield
+
+
+def on_main(training: TrainingArguments, work: Callable[[], T]) -> T:
+    """Return what `work` returns on the main process; what it refuses ends every process."""
+    result: list[Any] = [None, None]
     if training.process_index == 0:
         try:
-            result = work()
-        except ValueError as error:
-            refusal = str(error)
+            result = [work(), None]
+        except (ValueError, OSError) as error:
+            result = [None, str(error)]
     if training.world_size > 1:
-        [refused] = broadcast_object_list([refusal is not None])
-    else:
-        refused = refusal is not None
-    if refused:
-        raise ValueError(refusal or "the main process refused to start")
-    return result
+        broadcast_object_list(result)
+    if result[1] is not None:
+        raise ValueError(result[1])
+    value: T = result[0]
+    return value
+
+
+def read_run(output: Path) -> Run | None:
+    """Return the run of a folder; None if it names none that can be read."""
+    try:
+        content = json.loads((output / RUN).read_text(encoding="utf-8"))
+        return Run(str(content["id"]), dict(content["settings"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def begin(output: Path, settings: dict[str, Any]) -> Run:
+    """Name a new run of a folder, and move what an earlier run wrote there into earlier-1, or the next.
+
+    A kill at any moment leaves one run complete or none: the result moves first, and checkpoints that have not moved
+    when the new name is there belong to another run.
+
+    Raises:
+        ValueError: the folder holds files that no run made.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    run = Run(uuid.uuid4().hex, settings)
+    if not (output / RUN).exists():
+        # compare_optimizers.py writes arguments.json before a run; a killed start leaves run.json.partial.
+        names = (path.name for path in output.iterdir() if not path.name.startswith((".", "arguments.json", RUN)))
+        if foreign := sorted(names):
+            raise ValueError(
+                f"--output_dir {output} holds files that no run of this recipe made: {', '.join(foreign[:3])}; give "
+                "another folder"
+            )
+    written = sorted({path for pattern in _WRITTEN for path in output.glob(pattern)} - {output / RUN})
+    if written:
+        aside = next(path for number in itertools.count(1) if not (path := output / f"earlier-{number}").exists())
+        aside.mkdir()
+        print(f"{output}: an earlier run's files are now in {aside}")
+        for path in (path for path in written if path.match("metrics*.json")):
+            shutil.move(path, aside / path.name)
+        shutil.copy2(output / RUN, aside / RUN)
+    report.write(output / RUN, run._asdict())
+    for path in (path for path in written if path.exists()):
+        shutil.move(path, aside / path.name)
+    return run
 
 
 def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     """Return where the run starts; every process gets the main one's choice.
 
-    A new run moves aside what an earlier one left. `--resume_from_checkpoint true` takes the newest whole checkpoint of
-    the folder's run, a path takes that one.
-
     Args:
         training: the recipe's arguments.
-        output: the run's folder, which this process holds.
-        settings: see `identity.settings_of`.
+        output: the run's folder, which this process has locked.
+        settings: see `settings_of`.
 
     Raises:
         ValueError: there is nothing to resume from, the settings are others, or the folder holds a finished run.
     """
-    start = on_main(training, lambda: _choose(training, output, settings))
-    if training.world_size > 1:
-        [start] = broadcast_object_list([start])
-    assert start is not None
-    return start
+    return on_main(training, lambda: _choose(training, output, settings))
 
 
 def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
-    wanted = training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
-        return Start(_begin(training, output, settings))
-    if str(wanted).lower() != "true":
-        return _from_path(training, output, Path(str(wanted)), settings)
-    return _newest(training, output, settings)
-
-
-def _begin(training: Any, output: Path, settings: dict[str, Any]) -> Run:
-    if (output / "metrics.json").exists() and not training.overwrite_output_dir:
-        raise ValueError(
-            f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start again"
-        )
-    foreign = foreign_files(output)
-    if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise ValueError(
-            f"--output_dir {output} holds files that no run of this recipe made: {names}; give another folder"
-        )
-    run, aside = run_folder.begin(output, settings)
-    if aside:
-        print(f"{output}: an earlier run's files are now in {aside}; --resume_from_checkpoint true would have gone on")
-    return run
-
-
-def _newest(training: Any, output: Path, settings: dict[str, Any]) -> Start:
-    run = run_folder.read(output)
+    wanted = str(training.resume_from_checkpoint or "false")
+    if wanted.lower() == "false":
+        if (output / "metrics.json").exists() and not training.overwrite_output_dir:
+            raise ValueError(
+                f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start "
+                "again"
+            )
+        return Start(begin(output, settings))
+    if wanted.lower() not in ("true", "auto"):
+        return _from_path(output, Path(wanted), settings)
+    run = read_run(output)
     if run is None:
-        there = "has checkpoints, but no run.json that names their run" if checkpoints.checkpoints(output) else "is new"
-        raise ValueError(
-            f"--resume_from_checkpoint true: no checkpoint in {output}, which {there}; start without it, or give a "
-            "checkpoint's path"
-        )
-    _refuse(run.settings, settings, output)
-    if _is_complete(training, output):
-        print(f"{output} holds this run, finished after step {training.max_steps}; nothing is missing")
-        return Start(run, is_complete=True)
+        print(f"--resume_from_checkpoint {wanted}: no run in {output}, so a new one begins")
+        return Start(begin(output, settings))
+    _refuse_other(run.settings, settings, output)
+    if (output / "metrics.json").exists():
+        steps = json.loads((output / "metrics.json").read_text(encoding="utf-8"))["steps"]
+        if steps >= training.max_steps:
+            print(f"{output} holds this run, finished after step {steps}; nothing is missing")
+            return Start(run, is_complete=True)
+        (output / "metrics.json").replace(output / "metrics-earlier.json")
+        print(f"{output}: the result of the shorter run is now in {output / 'metrics-earlier.json'}")
     folder, passed_over = checkpoints.newest_whole(output, run.id)
     for line in passed_over:
         print(line)
     if folder is None:
-        raise ValueError(
-            f"--resume_from_checkpoint true: no checkpoint in {output} "
-            + (f"is whole, of {len(passed_over)}" if passed_over else "(a run saves some with --save_strategy steps)")
-            + "; start without it"
-        )
-    return _resume(training, output, run, folder, checkpoints.read(folder), settings)
-
-
-def _from_path(training: Any, output: Path, folder: Path, settings: dict[str, Any]) -> Start:
-    if not folder.is_dir():
-        raise ValueError(f"--resume_from_checkpoint {folder}: no such folder; give true or a checkpoint's path")
-    try:
-        if (folder / checkpoints.MANIFEST).exists():
-            manifest = checkpoints.check(folder)
-        else:
-            checkpoints.check_resumable(folder)
-            manifest = None
-    except ValueError as error:
-        raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: {error}") from None
-    if manifest is None:
-        _refuse_another_optimizer(folder, settings["optimizer"]["optimizer"])
-        print(f"resuming: {folder} has no {checkpoints.MANIFEST}, so its files and settings are taken as they are")
-    else:
-        _refuse(manifest.settings, settings, folder)
-    run = run_folder.read(output)
-    if run is None or manifest is None or manifest.run != run.id:  # another run goes on here
-        run = _begin(training, output, settings)
-        if folder.parent.resolve() == output.resolve():
-            folder = _moved(folder, output)
-    return _resume(training, output, run, folder, manifest, settings)
-
-
-def _moved(folder: Path, output: Path) -> Path:
-    """Return where a checkpoint of the output folder is after that was cleared."""
-    return (
-        folder
-        if folder.is_dir()
-        else max(output.glob(f"earlier-*/{folder.name}"), key=lambda path: path.stat().st_mtime)
-    )
-
-
-def _resume(
-    training: Any,
-    output: Path,
-    run: Run,
-    folder: Path,
-    manifest: checkpoints.Manifest | None,
-    settings: dict[str, Any],
-) -> Start:
-    """Say what goes on, and keep the result of a run that was shorter."""
-    step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    for line in identity.changed(manifest.settings if manifest else run.settings, settings):
-        print(line)
-    if step >= training.max_steps:
-        print(f"{folder} is the end of this run, step {step} of {training.max_steps}: only its result is written")
-    elif (output / "metrics.json").exists():
-        kept = output / "metrics-earlier.json"
-        (output / "metrics.json").replace(kept)
-        print(f"{output}: the result of the shorter run is now in {kept}")
+        message = f"no checkpoint in {output} is whole, of {len(passed_over)}"
+        if wanted.lower() == "true":
+            raise ValueError(f"--resume_from_checkpoint true: {message}; give auto, or leave it out, to start again")
+        print(f"--resume_from_checkpoint auto: {message}, so a new run begins")
+        return Start(begin(output, settings))
+    manifest = checkpoints.read(folder)
+    _print_changes(manifest.settings, settings)
+    if manifest.step >= training.max_steps:
+        step = f"step {manifest.step} of {training.max_steps}"
+        print(f"{folder} is the end of this run, {step}: only its result is written")
+    checkpoints.rotate(output, None)  # remains of older ones whose deletion was killed
     return Start(run, folder, manifest)
 
 
-def _is_complete(training: Any, output: Path) -> bool:
-    if any(not (output / name).is_file() for name in _RESULT) or not list(output.glob("model*.safetensors")):
-        return False
-    return TrainerState.load_from_json(str(output / TRAINER_STATE_NAME)).global_step >= training.max_steps
-
-
-def _refuse(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
-    line = identity.refused(saved, given, where)
-    if line:
-        raise ValueError(line)
-
-
-def _refuse_another_optimizer(folder: Path, wanted: str) -> None:
-    """Compare the optimizer of a checkpoint without a manifest, where one file has its groups."""
-    path = folder / "optimizer.pt"
-    if not path.is_file():
-        return
+def _from_path(output: Path, folder: Path, settings: dict[str, Any]) -> Start:
     try:
-        groups = torch.load(path, weights_only=True, map_location="cpu", mmap=True)["param_groups"]
-        rules = {
-            str(group["mars_type"]).replace("-", "_")
-            for group in groups
-            if group.get("mars_type") not in (None, "adamw")
-        }
-    except Exception as error:  # whatever a damaged file makes torch raise
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: damaged optimizer.pt ({reason})") from None
-    found = rules or {"adamw"}
-    if found != {wanted}:
+        manifest = checkpoints.check(folder)
+    except ValueError as error:
+        raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: {error}") from None
+    _refuse_other(manifest.settings, settings, folder)
+    run = read_run(output)
+    if run is None or manifest.run != run.id:  # another run goes on here
+        if folder.resolve().parent == output.resolve():
+            raise ValueError(f"{folder} belongs to an earlier run of its folder; give another --output_dir")
+        run = begin(output, settings)
+    _print_changes(manifest.settings, settings)
+    return Start(run, folder, manifest)
+
+
+def _refuse_other(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
+    changes = [
+        f"{key}={_text(old)} (now {_text(new)})"
+        for section in ("model", "data", "optimizer")
+        for key, old, new in _changes(saved, given, section)
+    ]
+    if changes:
         raise ValueError(
-            f"--resume_from_checkpoint {folder} was trained with {', '.join(sorted(found))}, not {wanted}; give "
-            f"--optimizer {sorted(found)[0]}, or start a new run"
+            f"{where} was trained with {', '.join(changes)}; resume with the same settings, or start a new run in "
+            "another --output_dir"
         )
+
+
+def _print_changes(saved: dict[str, Any], given: dict[str, Any]) -> None:
+    for key, old, new in _changes(saved, given, "training"):
+        print(f"resuming: {key}={_text(new)} trains, not {_text(old)}")
+
+
+def _changes(saved: dict[str, Any], given: dict[str, Any], section: str) -> list[tuple[str, Any, Any]]:
+    before, now = saved.get(section, {}), given[section]
+    return [(key, before[key], now[key]) for key in now if key in before and before[key] != now[key]]
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)[:80]
