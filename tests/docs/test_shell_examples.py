@@ -229,7 +229,7 @@ def trains_classifier(command: str, tokens: Path) -> None:
 
 def trains_llama(command: str, tokens: Path) -> None:
     name, argv = script_of(shlex.split(command))
-    sizes = ["--hidden_size", "16", "--intermediate_size", "32", "--num_hidden_layers", "1", "--block_size", "32"]
+    sizes = ["--n_embd", "16", "--n_inner", "32", "--n_layer", "1", "--block_size", "32"]
     few = ["--data_dir", str(tokens), "--max_steps", "2", "--eval_steps", "2", "--max_eval_blocks", "4"]
     importlib.import_module(name).main([*argv, *sizes, *few, *QUIET])
     assert json.loads(Path("run", "metrics.json").read_text())["steps"] == 2
@@ -291,8 +291,8 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/finetune_lm.py": trains_on_text,
     "python recipes/finetune_lm.py --use_peft true": trains_on_text,
     "python recipes/finetune_lm.py --optim mars_m": trains_on_text,
-    "python recipes/pretrain_llama.py": trains_llama,
-    "python recipes/pretrain_llama.py --projections fused --optim mars_adamw": trains_llama,
+    "python recipes/pretrain_gpt2.py --config llama": trains_llama,
+    "python recipes/pretrain_gpt2.py --config llama --model_type phi3 --optimizer mars_adamw": trains_llama,
     "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
@@ -338,10 +338,6 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     ),
     "python recipes/sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara": (
         "needs the Hub; tests/recipes/test_sft_lora.py has a local model and data",
-        script_parses,
-    ),
-    "python recipes/pretrain_llama.py --data_dir data/mine": (
-        "reads prepared data; tests/recipes/test_pretrain_llama.py trains on such data",
         script_parses,
     ),
     "python recipes/compare_optimizers.py": (
