@@ -176,9 +176,15 @@ def test_default_job_has_the_best_settings_of_the_sweeps(optimizer):
             assert float(getattr(chosen.optimizer, name)) == value
 
 
-@pytest.mark.parametrize("recipe", ["finetune_vit", "pretrain_llama", "sft_lora"])
+@pytest.mark.parametrize("recipe", ["finetune_vit", "sft_lora"])
 def test_recipes_start_from_the_best_rates(recipe):
     starts_from_the_best("tasks", {f"{recipe} {optim}": start for optim, start in start_of(recipe).items()})
+
+
+@pytest.mark.parametrize(("arm", "optimizer"), [("mars_m",) * 2, ("mars_adamw",) * 2, ("adamw_torch", "adamw")])
+def test_llama_starts_from_the_best_rates(arm, optimizer):
+    run = arguments.parse(["--config", "llama", "--optimizer", optimizer])
+    assert (run.training.learning_rate,) == tune.best(losses_of("tasks")[f"pretrain_llama {arm}"])
 
 
 @pytest.mark.parametrize(("mode", "use_peft"), [("full", False), ("lora", True)])
