@@ -66,7 +66,9 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
             tie_word_embeddings=True,
             pad_token_id=None,
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attn_implementation)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation=arguments.attn_implementation, trust_remote_code=False
+    )
     if not arguments.bias:
         freeze_biases(model)
     return model
