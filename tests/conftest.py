@@ -80,10 +80,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 # Tests that train, a second or two each: the quick set takes one case of each.
-ONE_CASE_EACH = (
-    *("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py"),
-    "tests/fuzz/test_edit_fuzz.py",
-)
+ONE_CASE_EACH = (*("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py"),)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

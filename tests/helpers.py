@@ -103,3 +103,14 @@ def refused(match: str) -> Iterator[None]:
         yield
     assert end.value.code == 2
     assert re.search(match, str(end.value.__context__))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two state dicts, or what is in them, are bit-identical."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

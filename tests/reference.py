@@ -1,6 +1,7 @@
-"""MARS in straight-line code, for tests: one parameter, float64, every formula written out.
+"""MARS in straight-line code, for tests: one parameter, float64, every formula written out, in one place.
 
-Shares nothing with mars_hf; slow and plain on purpose.
+Shares nothing with mars_hf; slow and plain on purpose. `straight_step.py` adds bounds of rounding errors to the same
+formulas; `kernels/contract.py` has what is below a step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,43 @@ def newton_schulz(
         product = gram @ x
         x = a * x + b * product + c * gram @ product
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def newton_schulz_of_mars(matrix: torch.Tensor, eps: float) -> torch.Tensor:
+    """Newton-Schulz of the official MARS code, with its roundings to bfloat16."""
+    x = (matrix.bfloat16().float() / (matrix.norm() + eps)).bfloat16()
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    for _ in range(5):
+        gram = x @ x.T
+        product = gram @ x
+        x = 3.4445 * x + -4.7750 * product + 2.0315 * gram @ product
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).float()
+
+
+def newton_schulz_of_mars_m(matrix: torch.Tensor, eps: float) -> torch.Tensor:
+    """Newton-Schulz of the official MARS-M code, with its roundings to bfloat16."""
+    x = matrix.bfloat16()
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / (x.norm() + eps)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).float()
+
+
+def orthogonalized(rule: str, m: torch.Tensor, beta1: float, eps: float) -> torch.Tensor:
+    """Return the direction of mars-shampoo or mars-m: three dimensions are a batch, more are (out, all others)."""
+    if not m.numel():
+        return m
+    stack = m if m.ndim == 3 else m.reshape(1, m.shape[0], -1)
+    directions = []
+    for matrix in stack:
+        rows, cols = matrix.shape
+        if rule == "mars-shampoo":
+            directions.append(math.sqrt(max(1, rows / cols)) * newton_schulz(matrix / (1 - beta1), eps))
+        else:
+            directions.append(0.2 * math.sqrt(max(rows, cols)) * newton_schulz(matrix, 1e-7))
+    return torch.stack(directions).reshape(m.shape)
 
 
 class Reference:
@@ -72,11 +110,8 @@ class Reference:
         self.m = beta1 * self.m + (1 - beta1) * c
         if self.rule == "mars-lion":
             direction = torch.sign(self.m)
-        elif self.rule == "mars-shampoo":
-            rows, cols = self.x.shape
-            direction = math.sqrt(max(1, rows / cols)) * newton_schulz(self.m / (1 - beta1), self.eps)
-        elif self.rule == "mars-m":
-            direction = 0.2 * math.sqrt(max(self.x.shape)) * newton_schulz(self.m, 1e-7)
+        elif self.rule in ("mars-shampoo", "mars-m"):
+            direction = orthogonalized(self.rule, self.m, beta1, self.eps)
         else:
             square = g**2 if self.second_moment == "gradient" else c**2
             self.v = beta2 * self.v + (1 - beta2) * square

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official import newton_schulz_of_mars, newton_schulz_of_mars_m
-from reference import Reference
+from reference import Reference, newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 
 import mars_hf

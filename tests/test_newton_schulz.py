@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from official import newton_schulz_of_mars, newton_schulz_of_mars_m
+from reference import newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 

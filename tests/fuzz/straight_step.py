@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from reference import newton_schulz
+from reference import orthogonalized
 from torch import Tensor
 
 SCALES = 2.0**-22  # relative error of norms and scales that are kept in float32, their sums apart
@@ -53,7 +53,6 @@ class Entry:
     dtype: torch.dtype
     kept: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    before: tuple[float, Tensor] | None = None  # previous gamma and gradient, without last_grad
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Mirror:
         }
 
     def assert_same(self, other: Mirror, *, groups: bool = True) -> None:
-        """Fail unless another mirror is bit-identical."""
+        """Fail unless another mirror is bit-identical; zeros that a refused step has filled in are taken up."""
         names = self.names()
         assert [list(map(id, group["params"])) for group in self.groups] == [
             list(map(id, group["params"])) for group in other.groups
@@ -102,6 +101,10 @@ class Mirror:
             found = other.entries[param]
             assert entry.dtype == found.dtype, (names[param], found.dtype)
             assert _equal(entry.x, found.x), f"{names[param]}: values"
+            for key in found.kept.keys() - entry.kept.keys():
+                if not found.kept[key].any():
+                    entry.kept[key] = found.kept[key]
+                    entry.dtypes |= {key: found.dtypes[key]} if key in found.dtypes else {}
             assert entry.kept.keys() == found.kept.keys(), (names[param], sorted(entry.kept), sorted(found.kept))
             own, its = ({k: v for k, v in e.dtypes.items() if k != "step"} for e in (entry, found))
             assert own == its, f"{names[param]}: dtypes {own}, {its}"
@@ -277,11 +280,6 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
     m, slack_m = average, slack_e
     if recursive:
         m = average + gamma * (g - average)
-        if entry.before is not None:  # the paper's formula, from m_{t-1} as it was
-            gamma_before, last = entry.before
-            k = gamma * b1 / (1 - b1)
-            m = b1 * (e + gamma_before * (last - e)) + (1 - b1) * (g + k * (g - last))
-            slack_e = slack_e + u * (last.abs() + g.abs()) * (1 + k)
         slack_m = slack_e + u * (average.abs() + gamma * (g - average).abs()) + gamma * slack_g
     if rule == "mars-lion":
         direction = m.sign()
@@ -329,20 +327,13 @@ def _compensates(entry: Entry, group: Mapping[str, Any]) -> bool:
 
 def _orthogonal(rule: str, m: Tensor, slack: Tensor, beta1: float, eps: float) -> tuple[Tensor, Tensor]:
     """Return directions of mars-shampoo and mars-m for the default (out, in) matrices of a shape."""
+    slack_d = torch.zeros(m.shape, dtype=m.dtype)
     if not m.numel():
-        return m, slack
-    stack = m if m.ndim == 3 else m.reshape(1, m.shape[0], -1)
-    direction, slack_d = torch.zeros_like(stack), torch.zeros_like(stack)
-    for index, matrix in enumerate(stack):
-        rows, cols = matrix.shape
-        if rule == "mars-shampoo":
-            scale, moment, own_eps = math.sqrt(max(1.0, rows / cols)), matrix / (1 - beta1), eps
-        else:
-            scale, moment, own_eps = 0.2 * math.sqrt(max(rows, cols)), matrix, 1e-7
-        if not moment.norm() + own_eps > 0:
-            continue
-        direction[index] = scale * newton_schulz(moment, own_eps)
-        own = (slack if m.ndim == 3 else slack.reshape(1, m.shape[0], -1))[index]
+        return m, slack_d
+    matrices, slacks, bounds = (x if m.ndim == 3 else x.reshape(1, len(m), -1) for x in (m, slack, slack_d))
+    for matrix, own, bound in zip(matrices, slacks, bounds, strict=True):
         relative = own.norm() / max(matrix.norm().item(), 1e-30)
-        slack_d[index] = scale * min(2.0, QUINTIC * float(relative + 2**-40))
-    return direction.reshape(m.shape), slack_d.reshape(m.shape)
+        rows, cols = matrix.shape
+        scale = math.sqrt(max(1.0, rows / cols)) if rule == "mars-shampoo" else 0.2 * math.sqrt(max(rows, cols))
+        bound.fill_(scale * min(2.0, QUINTIC * float(relative + 2**-40)))
+    return orthogonalized(rule, m, beta1, eps), slack_d

@@ -1,4 +1,4 @@
-"""Both fuzz tests with kernels built with the address and undefined behaviour sanitizers."""
+"""The fuzz test and the contract with kernels built with the address and undefined behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -65,18 +65,15 @@ def cache(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "chosen",
     [
-        ["test_layout_fuzz.py", "-k", "(compiled and not long) or million"],
-        ["test_edit_fuzz.py", "-k", "test_1500_edits and (compiled or auto)"],
-        pytest.param(
-            ["test_edit_fuzz.py", "-m", "soak", "-k", "test_edits_of_large_parameters and 0"], marks=pytest.mark.soak
-        ),
+        ["fuzz/test_edits.py", "-k", "(test_edits_and_layouts or test_more) and (compiled or auto)"],
+        ["kernels/test_contract.py", "-k", "compiled"],
     ],
-    ids=lambda chosen: " ".join(chosen),
+    ids=lambda chosen: chosen[0],
 )
 def test_nothing_is_reported(chosen, cache):
     # -s: pytest's capture would swallow the report, which ends the process.
     options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    finished = run(["-m", "pytest", *options, str(HERE / chosen[0]), *chosen[1:]], cache)
+    finished = run(["-m", "pytest", *options, str(HERE.parent / chosen[0]), *chosen[1:]], cache)
     text = said(finished)
     assert "ERROR: AddressSanitizer" not in text and "runtime error:" not in text, text
     assert finished.returncode == 0 and " passed" in finished.stdout, text

@@ -1,0 +1,401 @@
+"""Mars against the reference: every setting, rule, dtype, shape and implementation, step by step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal, mars_of, needs_compiler
+from reference import Reference
+from torch import Tensor, nn
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf import kernels as backends
+
+TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+SHAPES = ((7, 5), (40, 30), (1, 1), (1, 9), (6,), (), (0, 3), (3, 2, 2, 3), (2, 4, 3), (5, 8))
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "rates": {"lr": 0.01, "lr_1d": 0.002},
+    "tensor lr": {"lr": torch.tensor(0.01, dtype=torch.float64)},
+    "betas": {"betas": (0.5, 0.7), "betas_1d": (0.6, 0.8)},
+    "zero betas": {"betas": (0.0, 0.0), "betas_1d": (0.0, 0.0)},
+    "decay and eps": {"weight_decay": 0.3, "weight_decay_1d": 0.2, "eps": 1e-3},
+    "gamma": {"gamma": 0.5},
+    "gamma of 0": {"gamma": 0.0},
+    "no clipping": {"clip_threshold": None},
+    "tight clipping": {"clip_threshold": 0.1},
+    "amsgrad": {"amsgrad": True},
+    "second moment of the gradient": {"second_moment": "gradient"},
+    "recursive": {"second_moment": "gradient", "clip_threshold": None, "gamma": 0.3},
+    "optimize_1d": {"optimize_1d": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+    "global norm": {"max_grad_norm": 0.7},
+    "global norm, moved": {"max_grad_norm": 0.7, "take_grad": True, "maximize": True},
+    "moved": {"take_grad": True},
+    "lion": {"mars_type": "mars-lion", "weight_decay": 0.1, "max_grad_norm": 0.7, "optimize_1d": True},
+    "lion, recursive": {"mars_type": "mars-lion", "clip_threshold": None, "gamma": 0.3},
+    "shampoo": {"mars_type": "mars-shampoo", "eps": 1e-2, "weight_decay": 0.1, "optimize_1d": True},
+    "shampoo, recursive": {"mars_type": "mars-shampoo", "clip_threshold": None, "max_grad_norm": 0.7},
+    "mars-m": {"mars_type": "mars-m", "weight_decay": 0.1, "maximize": True, "take_grad": True},
+    "mars-m, recursive": {"mars_type": "mars-m", "clip_threshold": None, "gamma": 0.3, "amsgrad": True},
+}
+# Settings with tests of their own: test_exact.py, test_orthogonalized.py, test_low_precision.py, test_backends.py.
+ELSEWHERE = {
+    *("is_approx", "ns_steps", "ns_coefficients", "ns_dtype", "rounding", "state_dtype", "fused"),
+    *("process_group", "self", "params"),
+}
+IMPLEMENTATIONS = ["for-loop", "foreach", pytest.param("fused", marks=needs_compiler)]
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture
+def fused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the settings of an implementation; plain PyTorch takes whole lists on the CPU for "foreach"."""
+    monkeypatch.setattr(backends, "takes_lists", lambda device: implementation == "foreach")
+    return {"fused": implementation == "fused"}
+
+
+def parameters(dtype: torch.dtype, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [nn.Parameter(x.t().contiguous().t() if x.shape == (5, 8) else x) for x in values]  # one is transposed
+
+
+def gradients(params: list[nn.Parameter], step: int) -> list[Tensor]:
+    """Return gradients of which some are clipped and some are not."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    size = 0.05 * 10 ** (step % 3)
+    return [size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in params]
+
+
+def references(params: list[nn.Parameter], **settings: Any) -> list[Reference]:
+    """Return a reference for each parameter, with Mars's defaults."""
+    settings = {"lr": 3e-3, "betas": (0.95, 0.99), "mars_type": "mars-adamw", **settings}
+    names = ("eps", "gamma", "clip_threshold", "second_moment", "amsgrad")
+    shared = {name: settings[name] for name in names if name in settings}
+    lr = float(settings["lr"])
+    lines = []
+    for param in params:
+        rule = settings["mars_type"]
+        if param.ndim >= 2 or settings.get("optimize_1d"):
+            rule = "mars-adamw" if param.ndim < 2 and rule in TYPES[2:] else rule
+            own = {"lr": lr, "betas": settings["betas"], "weight_decay": settings.get("weight_decay", 0.0)}
+        else:
+            own = {"lr": settings.get("lr_1d", lr if rule == "mars-m" else lr / 2), "rule": "adamw"}
+            own |= {
+                "betas": settings.get("betas_1d", (0.9, 0.95)),
+                "weight_decay": settings.get("weight_decay_1d", 0.0),
+            }
+        lines.append(Reference(param, **{"rule": rule, **shared, **own}))
+    return lines
+
+
+def scaled(grads: list[Tensor | None], settings: dict[str, Any]) -> tuple[list[Tensor | None], float]:
+    """Return gradients as a step sees them, in float64, and their global norm."""
+    sign = -1.0 if settings.get("maximize") else 1.0
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads if g is not None))
+    limit = settings.get("max_grad_norm")
+    factor = sign * (1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
+    return [None if g is None else g.double() * factor for g in grads], norm
+
+
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
+LOW = ("default", "global norm, moved", "recursive", "lion", "mars-m")
+CASES = [(name, dtype) for name in CONFIGURATIONS for dtype in TOLERANCES if dtype.itemsize > 2 or name in LOW]
+
+
+@every_implementation
+@pytest.mark.parametrize(("configuration", "dtype"), CASES, ids=str)
+def test_step_is_the_formula(configuration, fused, implementation, dtype):
+    """Parameters, all states and the global norm, over steps in which some parameters have no gradient."""
+    settings = CONFIGURATIONS[configuration]
+    params = parameters(dtype)
+    lines = references(params, **settings)
+    optimizer = mars_of(params, **settings, **fused, ns_dtype="float64")
+    half = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2
+    # A last gradient that was moved has its scale in float32.
+    relative = 1e-7 if configuration == "global norm, moved" and dtype == torch.float64 else TOLERANCES[dtype]
+    names = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max", "last_grad": "last"}
+    recursive = settings.get("clip_threshold", 1.0) is None and "recursive" in configuration
+    for step in range(6):
+        grads: list[Tensor | None] = list(gradients(params, step))
+        if step in (0, 2):
+            grads[1] = grads[4] = None
+        given, norm = scaled(grads, settings)
+        for param, line, grad, g in zip(params, lines, grads, given, strict=True):
+            param.grad = None if grad is None else grad.clone()
+            if dtype != torch.float64:
+                line.x = param.detach().double()
+            if g is not None:
+                line.step(g)
+        optimizer.step()
+        if settings.get("max_grad_norm"):
+            assert optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+        for param, line, grad in zip(params, lines, grads, strict=True):
+            state = optimizer.state.get(param, {})
+            assert param.grad is None or torch.equal(param.grad, grad)  # left alone, or moved
+            assert param.grad is not None or grad is None or "take_grad" in settings
+            # Lion jumps by 2 lr where rounding changes a sign; no first moment here is that small.
+            torch.testing.assert_close(param.detach().double(), line.x, rtol=half + relative, atol=relative)
+            for key, name in names.items():
+                value = state.get(key)
+                if value is None or (recursive and key == "exp_avg" and line.rule != "adamw"):
+                    continue
+                assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+                if key == "last_grad":
+                    value = value.double() * float(state.get("last_grad_scale", 1.0))
+                wanted = getattr(line, name)
+                largest = max(0.1, float(wanted.abs().max())) if wanted.numel() else 0.0
+                torch.testing.assert_close(value.double(), wanted, rtol=0, atol=relative * largest)
+            assert float(state.get("step", 0.0)) == line.t
+            keeps = line.rule not in ("adamw",) and not recursive
+            assert ("last_grad" in state) == (keeps and line.t > 0)
+
+
+def test_every_setting_is_in_a_configuration():
+    stated = {name for settings in CONFIGURATIONS.values() for name in settings}
+    assert stated | ELSEWHERE == set(inspect.signature(Mars.__init__).parameters) | {"take_grad"}
+
+
+@pytest.mark.parametrize(
+    "configuration", [name for name in CONFIGURATIONS if "moved" not in name and name != "default"]
+)
+def test_every_configuration_is_observable(configuration):
+    """Each changes the result by far more than the tolerance, so a setting that has no effect is seen."""
+    results = []
+    for settings in ({}, CONFIGURATIONS[configuration]):
+        params = parameters(torch.float64)
+        lines = references(params, **settings)
+        for step in range(6):
+            for line, g in zip(lines, scaled(gradients(params, step), settings)[0], strict=True):
+                line.step(g * 0.1**step if "amsgrad" in settings else g)  # it acts where the second moment falls
+        results.append(torch.cat([line.x.flatten() for line in lines]))
+    assert (results[0] - results[1]).abs().max() > 1e-4
+
+
+def test_gamma_zero_without_clipping_is_torch_adamw():
+    mine, theirs = parameters(torch.float32), parameters(torch.float32)
+    shared = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": False}
+    mars = Mars(mine, gamma=0.0, clip_threshold=None, lr_1d=3e-3, weight_decay_1d=0.1, **shared)
+    adamw = torch.optim.AdamW(theirs, **shared)
+    for step in range(50):
+        for params, optimizer in ((mine, mars), (theirs, adamw)):
+            for param, gradient in zip(params, gradients(params, step), strict=True):
+                param.grad = gradient
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "gamma", "clip_threshold", "eps", "maximize"])
+def test_settings_are_read_from_each_group_at_each_step(name):
+    """A change in one group of a running optimizer changes its parameters from then on, and no others."""
+    changed = {"lr": 0.1, "betas": (0.5, 0.6), "weight_decay": 0.5, "gamma": 0.7, "clip_threshold": 0.1}
+    changed |= {"eps": 0.1, "maximize": True}
+    params = parameters(torch.float64, ((7, 5), (7, 5)))
+    lines = references(params)
+    optimizer = Mars([{"params": [param]} for param in params], fused=False)
+    for step in range(6):
+        if step == 3:
+            optimizer.param_groups[1][name] = changed[name]
+            if name != "maximize":
+                setattr(lines[1], name, changed[name])
+        for index, (param, line, g) in enumerate(zip(params, lines, gradients(params, step), strict=True)):
+            param.grad = g
+            line.step(-g if name == "maximize" and index == 1 and step >= 3 else g)
+        optimizer.step()
+        for param, line in zip(params, lines, strict=True):
+            torch.testing.assert_close(param.detach(), line.x, rtol=1e-11, atol=1e-12)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 6),
+    "OneCycleLR": lambda opt: torch.optim.lr_scheduler.OneCycleLR(
+        opt, [2 * float(g["lr"]) for g in opt.param_groups], 9
+    ),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name, tensor):
+    """Rates are those that torch's SGD gets, in the ratio of matrices and vectors; the step uses them and the betas."""
+    params = parameters(torch.float64, ((7, 5), (6,)))
+    rates = [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.01)] if tensor else [0.02, 0.01]
+    optimizer, lines = Mars(params, lr=rates[0], lr_1d=rates[1], fused=False), references(params)
+    sgd = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.02, 0.01)], momentum=0.9)
+    schedulers = [SCHEDULERS[name](optimizer), SCHEDULERS[name](sgd)]
+    for step in range(6):
+        given = zip(params, lines, gradients(params, step), optimizer.param_groups, sgd.param_groups, strict=True)
+        for param, line, g, group, plain in given:
+            assert float(group["lr"]) == pytest.approx(plain["lr"], rel=1e-6)
+            param.grad, line.lr, line.betas = g, float(group["lr"]), group["betas"]
+            line.step(g)
+        optimizer.step()
+        sgd.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        for param, line in zip(params, lines, strict=True):
+            torch.testing.assert_close(param.detach(), line.x, rtol=1e-11, atol=1e-12)
+
+
+# --- extreme numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 1.0], ids=["clipped", "global norm"])
+@pytest.mark.parametrize(("size", "dtype"), [(1e19, torch.float32), (3e37, torch.float32), (1e100, torch.float64)])
+@every_implementation
+def test_gradients_whose_squares_overflow(fused, implementation, size, dtype, limit):
+    """They are scaled to the norm they are clipped to, not to zero."""
+    params = parameters(dtype, ((6, 5), (7,)))
+    lines = references(params)
+    optimizer = Mars(params, max_grad_norm=limit, **fused)
+    for step in range(3):
+        grads = gradients(params, step)
+        if step == 1:
+            grads[0][2, 3] = size
+            if limit is not None:
+                grads[1][3] = size
+        for param, line, grad, g in zip(params, lines, grads, scaled(grads, {"max_grad_norm": limit})[0], strict=True):
+            param.grad = grad
+            line.step(g)
+        optimizer.step()
+        for param, line in zip(params, lines, strict=True):
+            torch.testing.assert_close(param.detach().double(), line.x, rtol=1e-5, atol=1e-5)
+
+
+@every_implementation
+def test_norms_above_the_range_of_float16(fused, implementation):
+    param = nn.Parameter(torch.randn(40, 25).half())
+    optimizer = Mars([param], lr=0.01, max_grad_norm=1.0, state_dtype="float16", **fused)
+    before = param.detach().clone()
+    param.grad = (100 * torch.randn(40, 25)).half()
+    norm = param.grad.double().norm().item()
+    optimizer.step()
+    assert norm > 256 and optimizer.grad_norm.item() == pytest.approx(norm, rel=1e-3)
+    assert torch.isfinite(param).all() and (param.double() - before.double()).norm() > 1e-2
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_threshold": None}, {"max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mars_type", TYPES)
+@every_implementation
+def test_nan_shows_in_the_parameter(fused, implementation, mars_type, dtype, settings):
+    """Where the gradient has it, as in torch.optim.AdamW; without norms and products nowhere else."""
+    params = parameters(dtype, ((6, 5), (7,)))
+    optimizer = Mars(params, mars_type=mars_type, **settings, **fused)
+    for step in range(3):
+        for param, gradient in zip(params, gradients(params, step), strict=True):
+            param.grad = gradient
+            if step == 1:
+                param.grad[..., 2] = torch.nan
+        optimizer.step()
+    assert all(param[..., 2].isnan().all() for param in params)
+    if settings == {"clip_threshold": None} and mars_type in TYPES[:2]:
+        assert all(param.isnan().sum() == param[..., 2].numel() for param in params)
+
+
+def test_step_that_a_scaler_skips_changes_nothing():
+    params = parameters(torch.float32, ((6, 5), (7,)))
+    optimizer = Mars(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # the scaler starts with its first loss
+    before = [param.detach().clone() for param in params]
+    for bad in (torch.inf, torch.nan, 1.0):
+        for param, gradient in zip(params, gradients(params, 0), strict=True):
+            param.grad = gradient
+        params[0].grad[1, 1] = bad
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, params, before)) == (bad != 1.0) == (not optimizer.state)
+
+
+# --- autocast, metrics, noise ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", ["autocast", "metrics"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}, {"take_grad": True}], ids=str)
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_autocast_and_metrics_change_no_bit(mars_type, settings, rounding, changed):
+    runs = []
+    for enabled in (False, True):
+        params = parameters(torch.bfloat16 if rounding != "nearest" else torch.float32)
+        optimizer = mars_of(params, mars_type=mars_type, rounding=rounding, ns_dtype="float32", **settings)
+        for step in range(3):
+            optimizer.collect_metrics(enabled and changed == "metrics" and step != 1)
+            for param, gradient in zip(params, gradients(params, step), strict=True):
+                param.grad = gradient
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled and changed == "autocast"):
+                optimizer.step()
+        runs.append(([param.detach() for param in params], optimizer.state_dict()["state"]))
+    assert equal(*runs)
+
+
+def test_closure_runs_with_gradients_and_autocast():
+    """Autocast applies to the closure, not to the step's own arithmetic."""
+    seen = []
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = Mars([param], mars_type="mars-m")
+
+    def closure() -> float:
+        loss = (param @ param).sum()
+        seen.append((param @ param).dtype)
+        loss.backward()
+        return loss.item()
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert optimizer.step(closure) == 64.0
+    assert seen == [torch.bfloat16] and (param < 1).all()
+
+
+def moved_by_noise(groups: list[int], steps: int = 1, missing: bool = False, **fused: Any) -> list[Tensor]:
+    """Return where stochastic rounding has moved equal tensors, which are in groups of these sizes, step by step."""
+    params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16)) for _ in range(sum(groups))]
+    ends = [sum(groups[: index + 1]) for index in range(len(groups))]
+    given = [{"params": params[end - size : end]} for size, end in zip(groups, ends, strict=True)]
+    optimizer, moved = Mars(given, lr=1e-4, rounding="stochastic", **fused), []
+    for _ in range(steps):
+        for param in params:
+            param.data.fill_(1.0)
+            param.grad = torch.ones_like(param)
+        if missing:
+            params[0].grad = None
+        optimizer.step()
+        moved += [(param != 1).detach().clone() for param in params]
+    return moved
+
+
+@every_implementation
+def test_noise_is_of_each_tensor_and_step(fused, implementation):
+    """Equal tensors get independent noise, at each step anew; other tensors' gradients do not matter; it repeats."""
+    moved = moved_by_noise([2, 2, 1], 2, **fused)
+    for index, one in enumerate(moved):
+        assert 0 < one.sum() < one.numel()  # an update of less than a unit in the last place
+        for other in moved[:index]:
+            independent = 2 * one.float().mean() * (1 - one.float().mean())
+            assert 0.2 < (one != other).float().mean() / independent < 2
+    torch.manual_seed(7)  # no matter: seeds follow from indices and step counts
+    assert equal(moved, moved_by_noise([2, 2, 1], 2, **fused))
+    assert equal(moved[1:5], moved_by_noise([2, 2, 1], 1, missing=True, **fused)[1:])
+
+
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_training_converges(mars_type):
+    """With a small network and autocast, through `create`."""
+    torch.manual_seed(42)
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    points = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    labels = torch.tensor([[0.0], [1.0], [1.0], [0.0]])
+    optimizer = mars_hf.create(model, lr={"mars-lion": 1e-2, "mars-m": 6e-2}.get(mars_type, 3e-2), mars_type=mars_type)
+    for _ in range(200):
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(model(points), labels).backward()
+        optimizer.step()
+    assert torch.equal((model(points) > 0).float(), labels)

@@ -1,0 +1,320 @@
+"""Gradients: which are refused, when they are moved into the state, and that they are never kept or changed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal, mars_of, needs_compiler
+from torch import nn
+
+import mars_hf
+from mars_hf import Mars
+
+SHAPES = ((6, 5), (4, 4), (5,))
+FUSED = [{"fused": False}, pytest.param({"fused": True}, marks=needs_compiler)]
+every_implementation = pytest.mark.parametrize("fused", FUSED, ids=["for-loop", "fused"])
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradient(param: torch.Tensor, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + param.numel())
+    return torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def fresh(param, step):
+    param.grad = gradient(param, step)
+
+
+def set_to_none_in_turn(param, step):
+    if step % 2 or param.grad is None:
+        fresh(param, step)
+    else:
+        param.grad.zero_().add_(gradient(param, step))
+
+
+def view_of_a_buffer(param, step):
+    if not hasattr(param, "buffer"):
+        param.buffer = torch.zeros(param.numel() + 3)  # like DDP's buckets, reused at every step
+    param.buffer[1 : param.numel() + 1] = gradient(param, step).flatten()
+    param.grad = param.buffer[1 : param.numel() + 1].view_as(param)
+
+
+def view_of_all_of_a_buffer(param, step):
+    if not hasattr(param, "buffer"):
+        param.buffer = torch.zeros(param.numel())
+    param.buffer.copy_(gradient(param, step).flatten())
+    param.grad = param.buffer.view_as(param)
+
+
+def detached_view(param, step):
+    view_of_a_buffer(param, step)
+    param.grad = param.grad.detach()  # a view that autograd does not mark as one
+
+
+def transposed(param, step):
+    param.grad = gradient(param, step).t().contiguous().t()
+
+
+def sometimes_missing(param, step):
+    param.grad = gradient(param, step) if (step + param.numel()) % 3 else None
+
+
+def through_autograd(param, step):
+    param.grad = None
+    (param * gradient(param, step)).sum().backward()
+
+
+def with_a_graph(param, step):
+    param.grad = gradient(param, step) * (param * 0 + 1)
+
+
+LOOPS = [fresh, set_to_none_in_turn, view_of_a_buffer, view_of_all_of_a_buffer, detached_view, transposed]
+LOOPS += [sometimes_missing, through_autograd, with_a_graph]
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("loop", LOOPS)
+@every_implementation
+def test_moved_gradients_change_no_result(loop, max_grad_norm, fused):
+    """However a loop makes its gradients, steps are those on fresh tensors, and no state has a graph."""
+    runs = []
+    for make, takes in (
+        (loop, True),
+        (loop, False),
+        (sometimes_missing if loop is sometimes_missing else fresh, False),
+    ):
+        params = parameters()
+        optimizer = mars_of(params, lr=0.01, gamma=0.5, take_grad=takes, max_grad_norm=max_grad_norm, **fused)
+        for step in range(5):
+            for param in params:
+                make(param, step)
+            optimizer.step()
+        assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
+        runs.append(params)
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "moves"),
+    [
+        ({}, torch.float32, True),
+        ({"state_dtype": "bfloat16"}, torch.float32, False),
+        ({"state_dtype": "float64"}, torch.float32, False),
+        ({}, torch.bfloat16, False),  # whose states are float32
+        ({"is_approx": False}, torch.float32, False),
+        ({"mars_type": "mars-lion", "clip_threshold": None}, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_which_gradients_are_moved(settings, dtype, moves):
+    """Without a copy; those of vectors, and of other dtypes than the state's, stay."""
+    params = parameters(dtype)
+    optimizer = mars_of(params, take_grad=True, **settings)
+    for param in params:
+        fresh(param, 0)
+    given = [param.grad for param in params]
+    optimizer.step()
+    assert [param.grad is None for param in params] == [moves, moves, False]
+    assert all((optimizer.state[p].get("last_grad") is g) is moves for p, g in zip(params[:2], given, strict=False))
+
+
+def test_moving_can_be_turned_on_and_off():
+    runs = []
+    for flags in ((False,) * 6, (True, True, False, False, True, False)):
+        params = parameters()
+        optimizer = mars_of(params, lr=0.01, max_grad_norm=1.0)
+        for step, flag in enumerate(flags):
+            optimizer.take_grad = flag
+            for param in params:
+                fresh(param, step)
+            optimizer.step()
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@every_implementation
+def test_gradients_are_left_alone(fused):
+    """A step does not change them, and the last gradient is a copy: writing to p.grad later changes nothing."""
+    runs = []
+    for overwrite in (False, True):
+        params = parameters()
+        optimizer = Mars(params, gamma=0.5, **fused)
+        for step in range(4):
+            for param in params:
+                fresh(param, step)
+            given = [(param.grad, param.grad.clone()) for param in params]
+            optimizer.step()
+            for param, (grad, values) in zip(params, given, strict=True):
+                assert param.grad is grad and torch.equal(grad, values)
+                param.grad.mul_(7.0 if overwrite else 1.0)
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("settings", [{}, {"take_grad": True}, {"max_grad_norm": 0.1}], ids=str)
+@every_implementation
+def test_no_gradient_is_kept(settings, fused):
+    params = parameters()
+    mars = mars_of(params, **settings, **fused)
+    refs = []
+    for step in range(4):
+        for param in params:
+            fresh(param, step)
+        mars.step()
+        refs += [weakref.ref(param.grad) for param in params if param.grad is not None]
+        mars.zero_grad()
+    gc.collect()
+    assert refs and not any(ref() is not None for ref in refs)
+
+
+def test_negated_stale_gradients():
+    for dtype in (torch.float16, torch.float32):
+        param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        twin = nn.Parameter(param.detach().clone())
+        for number in range(3):
+            for one in (param, twin):
+                mars = Mars([one], is_approx=False, fused=False)
+                values = gradient(one, number).to(dtype)
+                if one is param:
+                    values = torch.view_as_complex(torch.stack([torch.zeros_like(values), -values], -1)).conj().imag
+                    assert values.is_neg()
+                one.grad = values
+                mars.update_previous_grad()
+                mars.update_last_grad()
+                mars.step()
+        assert torch.equal(param, twin)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, Any] = {
+    "sparse": (lambda p, m: setattr(p, "grad", torch.ones(6, 5).to_sparse()), "torch.sparse_coo.*sparse=False"),
+    "expanded parameter": (lambda p, m: setattr(p, "data", torch.ones(6, 1).expand(6, 5)), "parameter.*expanded"),
+    "expanded state": (lambda p, m: m.state[p].update(exp_avg=torch.zeros(6, 1).expand(6, 5)), "exp_avg.*expanded"),
+    "state of another shape": (lambda p, m: m.state[p].update(exp_avg_sq=torch.zeros(5, 6)), r"\(6, 5\).*\(5, 6\)"),
+    "negated state": (
+        lambda p, m: m.state[p].update(exp_avg=torch.zeros(6, 5, dtype=torch.complex64).conj().imag),
+        "exp_avg.*negated",
+    ),
+    "no tensor": (lambda p, m: m.state[p].update(exp_avg=1.0), "exp_avg of 1.0"),
+    "bad step": (lambda p, m: m.state[p].update(step=torch.ones(2)), r"step=shape \(2,\)"),
+    "no last gradient": (lambda p, m: m.state[p].pop("last_grad"), r"shape \(6, 5\).*no last gradient"),
+    "parameter of another shape": (lambda p, m: setattr(p, "data", torch.ones(5, 6)), r"gradient of shape \(6, 5\)"),
+    "freed": (lambda p, m: p.untyped_storage().resize_(0), "has been freed"),
+    "unknown rule": (lambda p, m: m.param_groups[0].update(mars_type="adamw"), "mars_type='adamw'.*accepted"),
+    "unknown role": (lambda p, m: m.param_groups[0].update(role="bias"), "role='bias'.*accepted"),
+    "unknown rounding": (lambda p, m: m.param_groups[0].update(rounding="up"), "rounding='up'.*accepted"),
+    "norms that differ": (lambda p, m: m.param_groups[0].update(max_grad_norm=2.0), "max_grad_norm"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@every_implementation
+def test_refused_steps_change_nothing(case, fused):
+    change, message = REFUSED[case]
+    params = parameters()
+    mars = Mars(params, **fused)
+    for step in range(2):
+        for param in params:
+            fresh(param, step)
+        mars.step()
+    change(params[0], mars)
+    before = copy.deepcopy([(param, mars.state[param]) for param in params[1:]])
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        mars.step()
+    assert equal(before, [(param, mars.state[param]) for param in params[1:]])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int32], ids=str)
+def test_gradients_of_other_dtypes_are_refused(dtype):
+    good, bad = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2, 3, dtype=dtype), dtype.is_complex)
+    optimizer = Mars([good, bad])
+    good.grad, bad.grad = torch.ones(2, 3), torch.ones(2, 3, dtype=dtype)
+    with pytest.raises(RuntimeError, match=rf"{dtype}.*float32"):
+        optimizer.step()
+    assert torch.equal(good, torch.ones(2, 3)) and not optimizer.state[good]
+
+
+def test_flat_tensors_of_unknown_origin_are_refused():
+    optimizer = Mars([nn.Parameter(torch.ones(3, 2))])
+    flat = nn.Parameter(torch.ones(6))
+    flat.grad = torch.ones(6)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(RuntimeError, match="a flat tensor of shape"):
+        optimizer.step()
+
+
+# --- missing ----------------------------------------------------------------------------------------------------------
+
+FORMS = [
+    *({}, {"max_grad_norm": 1.0, "take_grad": True}, {"clip_threshold": None, "weight_decay": 0.1}),
+    *({"mars_type": "mars-lion"}, {"mars_type": "mars-shampoo"}, {"mars_type": "mars-m"}),
+    {"is_approx": False, "max_grad_norm": 1.0},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@every_implementation
+def test_step_without_gradients(form, fused):
+    """It is a no-op that makes no state and leaves later steps as they were; so are empty groups and frozen tensors."""
+    runs = []
+    for idle in (False, True):
+        params, frozen = parameters(), nn.Parameter(torch.ones(3, 4), requires_grad=False)
+        groups = [{"params": []}, {"params": [*params, frozen]}] if idle else [{"params": params}]
+        optimizer = mars_of(groups, **form, **fused)
+        for step in range(3):
+            if idle:
+                optimizer.collect_metrics(True)
+                before = copy.deepcopy((params, optimizer.state_dict()))
+                assert optimizer.step(lambda: 7.0) == 7.0
+                assert optimizer.pop_metrics() == {}
+                assert equal(before, (params, optimizer.state_dict()))
+                optimizer.collect_metrics(False)
+            for param in params:
+                fresh(param, step)
+            optimizer.update_previous_grad()
+            optimizer.update_last_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert set(optimizer.state) == set(params)
+        assert torch.equal(frozen, torch.ones(3, 4))
+        runs.append((params, [dict(optimizer.state[param]) for param in params]))
+    assert equal(*runs)
+
+
+def test_nothing_but_an_empty_group():
+    optimizer = Mars([{"params": []}], max_grad_norm=1.0)
+    assert optimizer.step() is None
+    assert torch.isnan(optimizer.grad_norm)
+
+
+def test_thawed_parameters_get_a_state():
+    """A parameter is frozen when the optimizer is built, as for gradual unfreezing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = Mars(model.parameters(), max_grad_norm=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        model[0].requires_grad_(True)
+    assert [optimizer.state[layer.weight]["step"] for layer in model] == [1, 2]
+
+
+def test_previous_parameters_make_no_state():
+    optimizer = mars_hf.create(nn.Linear(3, 3), is_approx=False)
+    optimizer.update_previous_grad()
+    optimizer.update_last_grad()
+    assert not optimizer.has_previous_params and len(optimizer.state) == 0

@@ -1,0 +1,235 @@
+"""Parameter groups: keys that are not settings, groups added, changed and refused, and rates that are said."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import arguments
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import mars_hf
+from mars_hf import Mars
+
+
+def make() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
+
+
+def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int = 1, value: float = 2.0) -> None:
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.full_like(param, value)
+        optimizer.step()
+
+
+# Keys of timm's layer decay, SAM, schedulers, Megatron and others that label groups.
+FOREIGN = {
+    **{"lr_scale": 0.5, "lr_mult": 2.0, "rho": 0.05, "adaptive": True, "max_lr": 0.1, "min_lr": 0.0},
+    **{"group_name": "decay", "use_muon": False, "is_expert": False, "fan": [1, 2]},
+}
+
+
+def test_foreign_keys_are_carried():
+    """Every part of a group split by role keeps them, through a saved state too; they change no bit."""
+    params, plain = make(), make()
+    optimizer = Mars([{"params": params, **FOREIGN}], lr=0.1)
+    train(params, optimizer, 3)
+    train(plain, Mars(plain, lr=0.1), 3)
+    assert all(map(torch.equal, params, plain))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "lr_scale": 0.25})
+    assert optimizer.param_groups[-1]["lr_scale"] == 0.25
+    other = Mars([*({"params": [param]} for param in make()), {"params": [nn.Parameter(torch.ones(2, 2))]}])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (optimizer, other):
+        assert all({key: group[key] for key in FOREIGN} == FOREIGN for group in one.param_groups[:2])
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as a wrapper that shares groups with its base, as public implementations do."""
+
+    def __init__(self, params: Any, base: Callable[..., torch.optim.Optimizer], rho: float = 0.05, **settings: Any):
+        super().__init__(params, {"rho": rho, "adaptive": False, **settings})
+        self.base_optimizer = base(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        moves = [param.grad * (self.param_groups[0]["rho"] / norm) for param in params]
+        torch._foreach_add_(params, moves)
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(params, moves)
+        self.base_optimizer.step()
+
+
+def test_wrapper_that_shares_groups():
+    torch.manual_seed(0)
+    model, given = nn.Linear(4, 3), torch.randn(8, 4)
+    optimizer = SAM(model.parameters(), Mars, lr=0.05)
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(given).pow(2).sum()
+        loss.backward()
+        return loss
+
+    before = closure().item()
+    for _ in range(10):
+        optimizer.step(closure)
+    assert closure().item() < before
+    assert all(group["rho"] == 0.05 for group in optimizer.param_groups)
+
+
+def test_zero_redundancy_optimizer_is_refused(alone):
+    """It copies its own groups' settings over those of its rank's optimizer, which are split by role."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer.*FSDP2 \(fully_shard\) or DeepSpeed ZeRO"):
+        ZeroRedundancyOptimizer(make(), optimizer_class=Mars, lr=0.02)
+
+
+@pytest.mark.filterwarnings("default:optimizer contains")
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        (lambda a, b: a, TypeError, "should be an iterable of Tensors or dicts"),
+        (lambda a, b: [{"params": a}, {"params": a}], ValueError, "appear in more than one parameter group"),
+        (lambda a, b: [("a", a), b], ValueError, "with/without names"),
+        (lambda a, b: [{"params": [a]}, {"params": [("b", b)]}], ValueError, "should be with/without names"),
+        (lambda a, b: [a, 1], TypeError, "got int"),
+        (lambda a, b: [{"params": {a}}], TypeError, "set"),
+        (lambda a, b: {a, b}, TypeError, "set"),
+        (lambda a, b: [], ValueError, "empty parameter list"),
+        (lambda a, b: [a * 2], ValueError, "non-leaf"),
+        (lambda a, b: [{"params": [a], "gama": 0.1}], ValueError, "'gama'.*gamma"),
+        (lambda a, b: [{"params": [b], "role": "matrix"}], ValueError, r"role='matrix' for .* shape \(5,\)"),
+        (lambda a, b: [{"params": [a], "role": "tensor"}], ValueError, "'matrix', 'vector', 'adamw'"),
+    ],
+)
+def test_parameters_that_are_refused(params, error, message):
+    with pytest.raises(error, match=message):
+        Mars(params(*make()))
+
+
+def test_refused_group_leaves_the_optimizer_as_it_was():
+    params, new = make(), nn.Parameter(torch.ones(3, 3))
+    optimizer = Mars(params[:1], max_grad_norm=1.0)
+    for group in ({"params": [new, params[1], params[0]]}, {"params": [new], "lr": -1}, {"params": [new], "gama": 1}):
+        with pytest.raises(ValueError):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group([new])
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.add_param_group({"params": [new], "max_grad_norm": 2.0})
+        train([*params, new], optimizer)
+
+
+@pytest.mark.parametrize("betas", [torch.tensor([0.9, 0.99]), (torch.tensor(0.9), torch.tensor(0.99))], ids=str)
+def test_betas_are_numbers(betas):
+    params, plain = make(), make()
+    try:
+        optimizer = Mars(params, betas=betas)
+    except ValueError as refused:
+        assert "betas" in str(refused) and "number" in str(refused)
+        return
+    train(params, optimizer, 3)
+    train(plain, Mars(plain, betas=(0.9, 0.99)), 3)
+    for a, b in zip(params, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_added_group_shares_the_global_norm(limit):
+    """Also if the owner of the loop has set it since."""
+    params, plain = make(), make()
+    optimizer, other = Mars(params[:1], max_grad_norm=0.5), Mars(plain, max_grad_norm=limit)
+    optimizer.max_grad_norm = limit
+    train(params[:1], optimizer)
+    optimizer.add_param_group({"params": params[1:]})
+    assert optimizer.max_grad_norm == limit
+    train(params, optimizer)
+    train(plain[:1], other)
+    train(plain, other)
+    assert all(map(torch.equal, params, plain))
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["tensors", "pairs"])
+def test_thawed_parameters_are_added(named):
+    """New groups may hold plain tensors, although the groups of `create(model)` have names."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = mars_hf.create(model, mars_type="mars-m")
+    train([param for param in model.parameters() if param.requires_grad], optimizer)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].named_parameters() if named else model[0].parameters())})
+    train(list(model.parameters()), optimizer)
+    assert [optimizer.state[model[index].weight]["step"] for index in (0, 2)] == [1, 2]
+    saved = optimizer.state_dict()
+    assert all(len(group["param_names"]) == len(group["params"]) for group in saved["param_groups"])
+    optimizer.load_state_dict(copy.deepcopy(saved))
+
+
+def test_removed_group():
+    params = make()
+    optimizer = Mars(params)
+    train(params, optimizer, 2)
+    del optimizer.param_groups[0]
+    before = params[0].detach().clone()
+    train(params, optimizer, 2)
+    assert torch.equal(before, params[0]) and optimizer.state[params[1]]["step"] == 4
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if "rate" in str(warning.message)]
+
+
+def test_one_rate_for_all_groups_is_said():
+    """OneCycleLR writes one rate into every group, and lr_1d is half of lr; a list keeps the ratio."""
+    for lr, count in ((0.1, 1), ([0.1, 0.05], 0)):
+        params = make()
+        optimizer = Mars(params, lr=0.1)
+        OneCycleLR(optimizer, max_lr=lr, total_steps=10)
+        assert len(warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))) == count
+
+
+def a_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda kind, _: Mars(make(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind, _: mars_hf.create(a_model(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind, _: Mars([{"params": make(), "lr": 5e-5, "lr_1d": 3e-3}], mars_type=kind),
+        lambda kind, folder: mars_hf.factory(arguments(folder), lr_1d=3e-3)[0](make(), mars_type=kind),
+    ],
+    ids=["Mars", "create", "group", "factory"],
+)
+def test_fast_vectors_are_said_once(make_optimizer, kind, tmp_path):
+    (said,) = warnings_of(lambda: make_optimizer(kind, tmp_path))
+    assert "lr_1d=0.003" in said and "lr=5e-05" in said and "learning_rate" in said
+
+
+@pytest.mark.parametrize("settings", [{"lr": 3e-4, "lr_1d": 3e-3}, {"lr": 5e-5}, {"lr_embeddings": 0.1}], ids=str)
+def test_usual_rates_say_nothing(settings):
+    for kind in ("mars-adamw", "mars-m"):
+        assert not warnings_of(lambda kind=kind: mars_hf.create(a_model(), mars_type=kind, **settings))

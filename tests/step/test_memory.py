@@ -1,0 +1,104 @@
+"""All live tensor bytes between steps are weights, states and gradients, nothing else."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from helpers import mars_of, needs_compiler
+from torch import Tensor, nn
+
+import mars_hf
+
+SHAPES = ((40, 30), (30, 40), (50,), (6, 5, 4), (7,))
+LARGE = ((1001, 1000), (9,))  # above a million elements the compiled backend is the default
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True, scope="module")
+def set_apart():
+    """Ignore objects that exist before these tests, which also makes the search quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def live_bytes() -> int:
+    """Return the bytes of all storages that some tensor refers to, each once."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.device.type == "cpu"]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in found}.values())
+
+
+def test_every_byte_is_counted_once():
+    before = live_bytes()
+    kept = torch.ones(1000)
+    views = [kept[1:], kept.view(10, 100), [(torch.ones(10).double(),)]]
+    assert live_bytes() - before == 4080
+    del kept, views
+    assert live_bytes() == before
+
+
+# Bytes that settings keep per element of matrices and vectors, weights included.
+FORMS: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 16, 12),
+    ({"take_grad": True, "max_grad_norm": 0.1, "fused": True}, 16, 12),
+    ({"amsgrad": True, "maximize": True}, 20, 16),
+    ({"optimize_1d": True, "fused": False}, 16, 16),
+    ({"second_moment": "gradient", "clip_threshold": None}, 12, 12),
+    ({"mars_type": "mars-lion", "take_grad": True}, 12, 12),
+    ({"mars_type": "mars-lion", "clip_threshold": None, "fused": True}, 8, 12),
+    ({"mars_type": "mars-m", "take_grad": True, "max_grad_norm": 0.1}, 12, 12),
+    ({"is_approx": False}, 16, 16),
+    ({"state_dtype": "bfloat16"}, 10, 8),
+    ({"dtype": torch.bfloat16, "rounding": "kahan"}, 16, 12),
+    ({"dtype": torch.bfloat16, "rounding": "stochastic", "fused": True}, 14, 10),
+]
+
+
+@pytest.mark.parametrize(("shapes", "measured"), [(SHAPES, False), (SHAPES, True), (LARGE, False)], ids=str)
+@pytest.mark.parametrize(("settings", "matrix", "vector"), FORMS, ids=str)
+def test_bytes_held(settings, matrix, vector, shapes, measured):
+    """Between steps, after them, and when the optimizer is gone; zeroed gradients count as long as they are there."""
+    settings = {**settings, "ns_steps": 1}
+    dtype, before = settings.pop("dtype", torch.float32), live_bytes()
+    params = [nn.Parameter(torch.full(shape, 0.01, dtype=dtype)) for shape in shapes]
+    optimizer = mars_of(params, **settings)
+    optimizer.collect_metrics(measured)
+    kept = sum(param.numel() * (matrix if param.ndim > 1 else vector) for param in params)
+    allowed = 64 * len(params) + 512  # step counts, scales, norms, and PyTorch's own caches
+    for step in range(6 if shapes is SHAPES else 3):
+        if optimizer.has_previous_params:
+            optimizer.update_previous_grad()
+            optimizer.update_last_grad()
+        for param in params:
+            param.grad = torch.full_like(param, 1.0 + step)
+        optimizer.step()
+        gradients = sum(param.grad.nbytes for param in params if param.grad is not None)
+        assert kept <= live_bytes() - before - gradients <= kept + allowed
+        optimizer.pop_metrics()
+        optimizer.zero_grad(set_to_none=step % 2 == 0 or settings.get("is_approx") is False)
+    optimizer.zero_grad()
+    assert kept <= live_bytes() - before <= kept + allowed
+    del optimizer
+    assert live_bytes() - before == sum(param.nbytes for param in params)
+
+
+def test_parameters_taken_from_groups_are_freed():
+    """accelerate swaps parameters this way, so that the unsharded model can be freed; so does a resized embedding."""
+    model = nn.Linear(50, 40)
+    before = live_bytes()
+    optimizer = mars_hf.create(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["params"] = []
+    optimizer.state.clear()
+    weights = sum(param.nbytes for param in model.parameters())
+    del model, param
+    assert live_bytes() <= before - weights + 512
