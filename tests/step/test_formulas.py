@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from typing import Any
@@ -56,7 +57,12 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 @pytest.fixture
 def fused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the settings of an implementation; plain PyTorch takes whole lists on the CPU for "foreach"."""
-    monkeypatch.setattr(backends, "takes_lists", lambda device: implementation == "foreach")
+    choose, foreach = backends.choose_backend, implementation == "foreach"
+
+    def chosen(*args: Any, **options: Any) -> backends.Backend:
+        return dataclasses.replace(choose(*args, **options), foreach=foreach)
+
+    monkeypatch.setattr("mars_hf.step.choose_backend", chosen)
     return {"fused": implementation == "fused"}
 
 

@@ -260,17 +260,6 @@ def test_save_load_equality_with_weights_only(configuration):
     assert equal(torch.load(file, weights_only=True), saved)
 
 
-def test_can_load_older_state_dict():
-    """Settings younger than a checkpoint take their defaults."""
-    run, twin = trained("default"), trained("default")
-    saved = copy.deepcopy(run[1].state_dict())
-    for group in saved["param_groups"]:
-        for key in ("fused", "maximize", "max_grad_norm", "state_dtype", "rounding", "ns_dtype", "second_moment"):
-            del group[key]
-    twin[1].load_state_dict(saved)
-    assert_alike(run, twin)
-
-
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
