@@ -8,9 +8,7 @@ that have gradients. A round reads: gather, orthogonalize, scatter.
 from __future__ import annotations
 
 import functools
-import hashlib
 import heapq
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +25,6 @@ from mars_hf.distributed.shards import (
     Region,
     ShardSpec,
     is_dtensor,
-    ranks_of,
     regions_of,
     replicas_in_mesh,
 )
@@ -211,26 +208,14 @@ class ProcessGroups(NamedTuple):
 class Exchange:
     """Move matrices to their owners and directions back, among the ranks of some process groups.
 
-    Construction and `run` are collective: all ranks of both groups take part, also those that hold nothing.
+    `run` is collective: all ranks of both groups take part, also those that hold nothing.
     """
 
     def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
-        """Plan.
-
-        Raises:
-            RuntimeError: ranks disagree on the matrices; raised on all ranks.
-        """
+        """Plan."""
         self.groups = groups
         (self._ranks, self._rank), (self._replicas, self._replica) = map(_size_and_rank, groups[:2])
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
-        agreed = repr([sorted(matrix[:3] for matrix in matrices), groups.dtype])
-        digests = gather_objects(hashlib.sha256(agreed.encode()).hexdigest(), groups.shards)
-        if len(set(itertools.chain(*gather_objects(digests, groups.replicas)))) > 1:
-            raise RuntimeError(
-                f"{self._ranks * self._replicas} ranks, {self._ranks} for each copy of the model, disagree on the "
-                "parameters to be updated, on their shapes, or on the dtype of Newton-Schulz: build the optimizer from "
-                "the same parameters in the same order on every rank, and state ns_dtype if their CPUs differ"
-            )
 
     @torch.no_grad()
     def run(
@@ -346,15 +331,6 @@ def pads(sizes: Sequence[int]) -> bool:
     return len(sizes) * max(sizes) <= 1.1 * sum(sizes) and sum(sizes) > 0
 
 
-def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Return the values of all ranks of a process group; this rank's alone if there is none."""
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _size_and_rank(group: Group) -> tuple[int, int]:
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
@@ -456,12 +432,8 @@ class Orthogonalizer:
         shapes: Sequence[torch.Size],
     ) -> Exchange:
         """Return the exchange for these members, made at the first step that has them."""
-        settings = [repr((group["mars_type"], group["layout"], group["ns_steps"])) for group in param_groups]
-        parts = [(index, place, param.shape, specs.get(param)) for index, place, param in members]
-        key = groups, tuple(settings), tuple(parts)
+        key = groups, tuple((index, place, param.shape, specs.get(param)) for index, place, param in members)
         if key not in self._exchanges:
-            for old in [one for one in self._exchanges if not all(map(ranks_of, filter(None, one[0][:2])))]:
-                del self._exchanges[old]  # its process groups have been destroyed
             self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, param_groups, specs, shapes))
         return self._exchanges[key]
 
@@ -499,7 +471,8 @@ def _matrices(
     if all(is_dtensor(param) for *_, param in members):
         return [matrix(i, place, param.shape, regions_of(param)) for i, place, param in members]
     held = {shard.param_index: (place, shard.region) for _, place, param in members for shard in specs[param].shards}
-    everywhere = gather_objects(held, shards)
+    everywhere: list[dict[int, tuple[int, Region]]] = [{}] * dist.get_world_size(shards)
+    dist.all_gather_object(everywhere, held, group=shards)
     matrices = []
     for index, place in sorted({index: place for held in everywhere for index, (place, _) in held.items()}.items()):
         regions = {rank: held[index][1] for rank, held in enumerate(everywhere) if index in held}

@@ -148,7 +148,7 @@ class Shards:
         self._indices: dict[int, int] = {}  # by id
         # Parameters that DeepSpeed has put into flat tensors, by index.
         self._originals: dict[int, weakref.ref[Tensor]] = {}
-        # Mesh to specs, by index, placements and shape of a DTensor.
+        # Mesh to specs, by index, placements and shapes of a DTensor.
         self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for group in param_groups:
             self.extend(group)
@@ -213,20 +213,11 @@ class Shards:
         return None
 
     def _spec_of_dtensor(self, tensor: Any, index: int) -> ShardSpec | None:
-        known = self._meshes.setdefault(tensor.device_mesh, {})
-        key = (index, tensor.placements, tensor.shape)
+        known: dict[Any, ShardSpec | None] = self._meshes.setdefault(tensor.device_mesh, {})
+        key = (index, tensor.placements, tensor.shape, tensor.to_local().shape)
         if key not in known:
             known[key] = spec_of_dtensor(tensor, index)
-        spec: ShardSpec | None = known[key]
-        if spec is not None:
-            part = tensor.to_local().shape
-            if part != spec.shards[0].region.shape(tensor.shape) if spec.shards else part.numel():
-                raise RuntimeError(
-                    f"a DTensor of shape {tuple(tensor.shape)} placed as {tensor.placements} has a part of shape "
-                    f"{tuple(part)} on this rank, which is not how torch divides it: MARS supports what fully_shard, "
-                    "parallelize_module and distribute_tensor make"
-                )
-        return spec
+        return known[key]
 
     def _spec_of_flat(self, tensor: Tensor, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
         """Return the spec of a flat tensor of ZeRO, from where its parameters are now."""
@@ -240,11 +231,7 @@ class Shards:
         module = None if model is None else model()
         originals = self._originals_among(() if module is None else module.parameters())
         if not originals:
-            frozen = gc.get_freeze_count()
-            gc.unfreeze()  # what is frozen is not listed
-            originals = self._originals_among(one for one in gc.get_objects() if id(one) in self._indices)
-            if frozen:
-                gc.freeze()
+            originals = self._originals_among(gc.get_objects())
         self._originals = {index: weakref.ref(param) for index, param in originals}
         return originals
 
@@ -302,7 +289,9 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     if not cuts:
         return None
     region = _region(tensor, cuts, mesh.get_coordinate())
-    numel = region.shape(tensor.shape).numel()
+    numel, shape = region.shape(tensor.shape).numel(), tensor.to_local().shape
+    if shape != region.shape(tensor.shape) if numel else shape.numel():
+        raise _unsupported(tensor, f"a part of shape {tuple(shape)} on this rank")
     shards = (Shard(index, 0, numel, tensor.numel(), region),) if numel else ()
     return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
 
