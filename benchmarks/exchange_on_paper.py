@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from mars_hf.distributed.shards import Region
+from mars_hf.distributed.shards import Slice
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.orthogonalize import Matrix, Round, flops, pads, plan_rounds
 
@@ -57,11 +57,11 @@ MODELS = {
 }
 
 
-def shard(rows: int, ranks: int, rank: int) -> Region:
+def shard(rows: int, ranks: int, rank: int) -> Slice:
     """Return the rows that fully_shard leaves on a rank."""
     full = -(-rows // ranks)
     start = min(rank * full, rows)
-    return Region(0, start, min(full, rows - start))
+    return Slice(0, start, min(full, rows - start))
 
 
 def received(rounds: list[Round], replicas: int, replica: int, rank: int) -> tuple[int, int]:
@@ -70,8 +70,8 @@ def received(rounds: list[Round], replicas: int, replica: int, rank: int) -> tup
     for matrices in rounds:
         sizes = [0] * replicas
         for matrix, (owner, worker) in matrices:
-            region = matrix.region(rank)
-            held = 0 if region is None else region.shape(matrix.shape).numel()
+            part = matrix.slice_of(rank)
+            held = 0 if part is None else part.shape(matrix.shape).numel()
             sizes[owner] += held
             least += matrix.shape.numel() - held if (owner, worker) == (replica, rank) else held
         if replicas > 1 and pads(sizes):

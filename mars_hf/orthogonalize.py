@@ -22,11 +22,11 @@ from mars_hf.distributed.norms import WholeSums, group_order, wire_device
 from mars_hf.distributed.shards import (
     PLAIN,
     Group,
-    Region,
     ShardSpec,
+    Slice,
     is_dtensor,
-    regions_of,
     replicas_in_mesh,
+    slices_of,
 )
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
@@ -122,7 +122,7 @@ class Matrix(NamedTuple):
     param_index: int
     shape: torch.Size  # of the whole parameter
     cost: float  # of the work, in any unit
-    region: Callable[[int], Region | None]  # what a rank holds, by its number among those that hold shards
+    slice_of: Callable[[int], Slice | None]  # what a rank holds, by its number among those that hold shards
     home: int | None = None  # the only rank that holds any of it
     group: int = 0  # index of its parameter group
 
@@ -221,70 +221,70 @@ class Exchange:
     def run(
         self,
         matrices: Round,
-        pieces: Mapping[int, Tensor],
+        shards: Mapping[int, Tensor],
         work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
     ) -> dict[int, Tensor]:
-        """Gather whole matrices on their owners, do the work there, and return this rank's pieces of the results.
+        """Gather whole matrices on their owners, do the work there, and return this rank's shards of the results.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
-            pieces: this rank's region of each, by index, in the dtype of the iteration.
+            shards: this rank's part of each, by index, in the dtype of the iteration.
             work: maps matrices and their whole tensors to results of the same shapes and dtype.
         """
         owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
-        # Matrices of which this rank has a piece, by the replica and rank that work on them.
-        held = [(owner, matrix.param_index) for matrix, owner in matrices if matrix.param_index in pieces]
+        # Matrices of which this rank has a shard, by the replica and rank that work on them.
+        held = [(owner, matrix.param_index) for matrix, owner in matrices if matrix.param_index in shards]
         held.sort(key=lambda pair: pair[0])
         if self.groups.shards is None:
-            wholes = [pieces[matrix.param_index].to(self.groups.device) for matrix in owned]
+            wholes = [shards[matrix.param_index].to(self.groups.device) for matrix in owned]
             results = {matrix.param_index: result for matrix, result in zip(owned, work(owned, wholes), strict=True)}
         else:
             leaving = [(rank, index) for (replica, rank), index in held if replica == self._replica]
-            results = self._in_replica(owned, leaving, pieces, work)
+            results = self._in_replica(owned, leaving, shards, work)
         if self.groups.replicas is None:
             return results
-        return self._from_replicas([(replica, index) for (replica, _), index in held], results, pieces)
+        return self._from_replicas([(replica, index) for (replica, _), index in held], results, shards)
 
     def _in_replica(
         self,
         owned: list[Matrix],
         leaving: Sequence[tuple[int, int]],
-        pieces: Mapping[int, Tensor],
+        shards: Mapping[int, Tensor],
         work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
     ) -> dict[int, Tensor]:
-        """Return this rank's pieces of what its replica works on; `leaving` are the ranks and indices of these."""
+        """Return this rank's shards of what its replica works on; `leaving` are the ranks and indices of these."""
         coming = [
-            (rank, matrix, region)
+            (rank, matrix, part)
             for rank in range(self._ranks)
             for matrix in owned
-            if (region := matrix.region(rank)) is not None
+            if (part := matrix.slice_of(rank)) is not None
         ]
         sent, received = [0] * self._ranks, [0] * self._ranks
         for rank, index in leaving:
-            sent[rank] += pieces[index].numel()
-        for rank, matrix, region in coming:
-            received[rank] += region.shape(matrix.shape).numel()
+            sent[rank] += shards[index].numel()
+        for rank, matrix, part in coming:
+            received[rank] += part.shape(matrix.shape).numel()
         # Gather.
-        flat = self._all_to_all([pieces[index] for _, index in leaving], sent, received)
+        flat = self._all_to_all([shards[index] for _, index in leaving], sent, received)
         wholes = {matrix.param_index: self._empty(matrix.shape) for matrix in owned}
-        parts = [region.of(wholes[matrix.param_index]) for _, matrix, region in coming]
-        if parts:
-            torch._foreach_copy_(parts, _unpack(flat, [part.shape for part in parts]))
+        views = [part.of(wholes[matrix.param_index]) for _, matrix, part in coming]
+        if views:
+            torch._foreach_copy_(views, _unpack(flat, [view.shape for view in views]))
         # Orthogonalize.
         results = [result.contiguous() for result in work(owned, list(wholes.values()))]
         directions = dict(zip(wholes, results, strict=True))
         # Scatter.
-        parts = [region.of(directions[matrix.param_index]) for _, matrix, region in coming]
-        flat = self._all_to_all(parts, received, sent)
-        unpacked = _unpack(flat, [pieces[index].shape for _, index in leaving])
+        views = [part.of(directions[matrix.param_index]) for _, matrix, part in coming]
+        flat = self._all_to_all(views, received, sent)
+        unpacked = _unpack(flat, [shards[index].shape for _, index in leaving])
         return {index: part for (_, index), part in zip(leaving, unpacked, strict=True)}
 
     def _from_replicas(
-        self, held: Sequence[tuple[int, int]], results: Mapping[int, Tensor], pieces: Mapping[int, Tensor]
+        self, held: Sequence[tuple[int, int]], results: Mapping[int, Tensor], shards: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Return this rank's pieces of what all replicas work on; `held` are the replicas and indices of these."""
+        """Return this rank's shards of what all replicas work on; `held` are the replicas and indices of these."""
         blocks = [[index for owner, index in held if owner == replica] for replica in range(self._replicas)]
-        sizes = [sum(pieces[index].numel() for index in block) for block in blocks]
+        sizes = [sum(shards[index].numel() for index in block) for block in blocks]
         block = self._pack([results[index] for index in blocks[self._replica]])
         if pads(sizes):
             gathered = self._empty((len(sizes) * max(sizes),))
@@ -304,7 +304,7 @@ class Exchange:
                 send.wait()
         directions: dict[int, Tensor] = {}
         for indices, flat in zip(blocks, flats, strict=True):
-            directions |= zip(indices, _unpack(flat, [pieces[index].shape for index in indices]), strict=True)
+            directions |= zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True)
         return directions
 
     def _all_to_all(self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
@@ -461,31 +461,31 @@ def _matrices(
 ) -> list[Matrix]:
     """Return the matrices in some members, whose shards the ranks of a group hold; collective under ZeRO."""
 
-    def matrix(index: int, place: int, shape: torch.Size, region: Any, home: int | None = None) -> Matrix:
+    def matrix(index: int, place: int, shape: torch.Size, part: Any, home: int | None = None) -> Matrix:
         group = param_groups[place]
         layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
-        return Matrix(index, shape, flops(shape, layout, group["ns_steps"]), region, home, place)
+        return Matrix(index, shape, flops(shape, layout, group["ns_steps"]), part, home, place)
 
     if shards is None:
-        return [matrix(i, place, p.shape, {0: Region(0, 0, p.shape[0])}.get) for i, place, p in members]
+        return [matrix(i, place, p.shape, {0: Slice(0, 0, p.shape[0])}.get) for i, place, p in members]
     if all(is_dtensor(param) for *_, param in members):
-        return [matrix(i, place, param.shape, regions_of(param)) for i, place, param in members]
-    held = {shard.param_index: (place, shard.region) for _, place, param in members for shard in specs[param].shards}
-    everywhere: list[dict[int, tuple[int, Region]]] = [{}] * dist.get_world_size(shards)
+        return [matrix(i, place, param.shape, slices_of(param)) for i, place, param in members]
+    held = {shard.param_index: (place, shard.slice) for _, place, param in members for shard in specs[param].shards}
+    everywhere: list[dict[int, tuple[int, Slice]]] = [{}] * dist.get_world_size(shards)
     dist.all_gather_object(everywhere, held, group=shards)
     matrices = []
     for index, place in sorted({index: place for held in everywhere for index, (place, _) in held.items()}.items()):
-        regions = {rank: held[index][1] for rank, held in enumerate(everywhere) if index in held}
+        parts = {rank: held[index][1] for rank, held in enumerate(everywhere) if index in held}
         end = 0
-        for region in sorted(regions.values(), key=lambda region: region.start):
-            end = end + region.length if region.start == end else -1
+        for part in sorted(parts.values(), key=lambda part: part.start):
+            end = end + part.length if part.start == end else -1
         if end != shapes[index].numel():
             raise RuntimeError(
                 f"the ranks do not hold each element of parameter {index}, of shape {tuple(shapes[index])}, once: this "
                 "engine lays parameters out in a way that mars_hf does not know"
             )
-        home = next(iter(regions)) if len(regions) == 1 else None
-        matrices.append(matrix(index, place, shapes[index], regions.get, home))
+        home = next(iter(parts)) if len(parts) == 1 else None
+        matrices.append(matrix(index, place, shapes[index], parts.get, home))
     return matrices
 
 

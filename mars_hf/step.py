@@ -234,7 +234,7 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
     target.states = [entry.state for entry, _, _ in parts]
     target.steps = [entry.state["step"] for entry, _, _ in parts]
     target.indices = [entry.param_index if shard is None else shard.param_index for entry, shard, _ in parts]
-    target.offsets = [0 if shard is None else shard.region.offset for _, shard, _ in parts]
+    target.offsets = [0 if shard is None else shard.slice.offset for _, shard, _ in parts]
     target.fractions = [1.0 if shard is None else shard.numel / shard.whole for _, shard, _ in parts]
     if target.group["maximize"]:
         target.scale = torch.full((), -1.0, device=target.params[0].device)

@@ -43,12 +43,12 @@ def newton_schulz(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> dict:
     """Return the update of the orthogonalizing rules for each parameter, by its layout."""
-    found = {}
+    changes = {}
     for name, layout in layouts_of(model, **options).items():
         matrices = split(gradients[name], layout)
         results = orthogonalize(matrices, dtype=gradients[name].dtype)
-        found[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
-    return found
+        changes[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
+    return changes
 
 
 def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
@@ -190,23 +190,23 @@ def test_convolution_is_its_flattened_matrix():
     model = nn.Sequential(nn.Conv2d(3, 8, (2, 3)), nn.ConvTranspose1d(3, 8, 5), nn.Conv2d(3, 8, 3))
     model[2].to(memory_format=torch.channels_last)
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    found = updates(model, gradients, shampoo_scale)
+    changes = updates(model, gradients, shampoo_scale)
     for index, to_rows in enumerate([lambda g: g, lambda g: g.transpose(0, 1), lambda g: g]):
         name = f"{index}.weight"
         rows = to_rows(gradients[name]).flatten(1)
         assert rows.shape[0] == 8
         expected = newton_schulz(rows, dtype=torch.float32) * shampoo_scale(*rows.shape)
-        torch.testing.assert_close(to_rows(found[name]).flatten(1), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(to_rows(changes[name]).flatten(1), expected, rtol=0, atol=1e-5)
 
 
 def test_experts_are_matrices_of_their_own():
     experts = type("TinyExperts", (nn.Module,), {})()
     experts.down_proj = nn.Parameter(torch.randn(4, 16, 6))
     gradient = torch.randn(4, 16, 6)
-    found = updates(experts, {"down_proj": gradient}, shampoo_scale)["down_proj"]
+    changes = updates(experts, {"down_proj": gradient}, shampoo_scale)["down_proj"]
     for expert in range(4):
         alone = newton_schulz(gradient[expert], dtype=torch.float32) * (16 / 6) ** 0.5
-        torch.testing.assert_close(found[expert], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(changes[expert], alone, rtol=0, atol=1e-5)
 
 
 # Models
@@ -228,23 +228,23 @@ def test_torch_modules():
             "query_key_value": nn.Linear(8, 24),  # of an unknown module
         }
     )
-    found = layouts_of(model)
-    assert found["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert found["crossed.k_proj_weight"] == MatrixLayout()
-    assert found["up.weight"] == found["conv1d.weight"] == MatrixLayout(transposed=True)
-    assert found["grouped.weight"] == "depthwise or grouped convolution" and found["table.weight"] == "embedding"
-    assert found["normalized.parametrizations.weight.original1"].startswith("ParametrizationList is not known")
-    assert found["recurrent.weight_ih_l0"] == "LSTM is not known to multiply activations with it"
-    assert found["gate.weight"] == "a single row or column"
-    assert found["qkv.weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert found["query_key_value.weight"] == MatrixLayout()
+    layouts = layouts_of(model)
+    assert layouts["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
+    assert layouts["crossed.k_proj_weight"] == MatrixLayout()
+    assert layouts["up.weight"] == layouts["conv1d.weight"] == MatrixLayout(transposed=True)
+    assert layouts["grouped.weight"] == "depthwise or grouped convolution" and layouts["table.weight"] == "embedding"
+    assert layouts["normalized.parametrizations.weight.original1"].startswith("ParametrizationList is not known")
+    assert layouts["recurrent.weight_ih_l0"] == "LSTM is not known to multiply activations with it"
+    assert layouts["gate.weight"] == "a single row or column"
+    assert layouts["qkv.weight"] == MatrixLayout(parts=(8, 8, 8))
+    assert layouts["query_key_value.weight"] == MatrixLayout()
 
 
 def test_stated_parts():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mixed": nn.Linear(8, 24)})
-    found = layouts_of(model, {"mixed.*": (8, 2, 2)})
-    assert found["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
-    assert found["qkv.weight"] == MatrixLayout()
+    layouts = layouts_of(model, {"mixed.*": (8, 2, 2)})
+    assert layouts["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
+    assert layouts["qkv.weight"] == MatrixLayout()
     with pytest.raises(ValueError, match=r"the parts do not fit its 24 outputs"):
         matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
     with pytest.raises(ValueError, match=r"\['wqkv'\] match no parameter .* names are like 'qkv.weight'"):
@@ -342,5 +342,5 @@ def test_shapes_of_parameters_that_zero_init_has_emptied():
     for param in model.parameters():
         param.ds_shape = param.shape
         param.data = torch.empty(0)
-    found = layouts_of(model, {"c.weight": (8, 16)})
-    assert found == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}
+    layouts = layouts_of(model, {"c.weight": (8, 16)})
+    assert layouts == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mars_hf.distributed.shards import Region
+from mars_hf.distributed.shards import Slice
 from mars_hf.orthogonalize import Matrix, plan_rounds
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "exchange_on_paper.py"
@@ -21,7 +21,7 @@ BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "exchange_on_paper.py"
 
 def rows(shape: tuple[int, ...], ranks: int) -> Any:
     full = -(-shape[0] // ranks)
-    return lambda rank: Region(0, min(rank * full, shape[0]), max(0, min(full, shape[0] - rank * full)))
+    return lambda rank: Slice(0, min(rank * full, shape[0]), max(0, min(full, shape[0] - rank * full)))
 
 
 def matrices(shapes: list[tuple[int, int]], ranks: int = 1, homes: list[int | None] | None = None) -> list[Matrix]:
@@ -48,11 +48,11 @@ def test_no_rank_receives_more_than_it_must(on_paper, monkeypatch, capsys, model
     command = ["x", "--model", model, "--ranks", str(ranks), "--engine", engine, "--shards", str(shards)]
     monkeypatch.setattr(sys, "argv", command)
     on_paper.main()
-    found = json.loads(capsys.readouterr().out)
-    assert 1 <= found["ratio"] <= 1.3
-    assert found["received_bytes"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert 1 <= result["ratio"] <= 1.3
+    assert result["received_bytes"] > 0
     atomic = len(on_paper.MODELS[model]) / ranks
-    assert found["flops_busiest_over_mean"] <= (1.25 if atomic >= 4 else 4 / atomic)
+    assert result["flops_busiest_over_mean"] <= (1.25 if atomic >= 4 else 4 / atomic)
 
 
 def owners(matrices: list[Matrix], **ranks: int) -> dict[int, tuple[int, int]]:

@@ -59,7 +59,7 @@ class WholeSums:
             if flag:
                 messages: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(messages, message, group=group)
-                message = next(found for found in messages if found is not None)
+                message = next(filter(None, messages))
             partly = [(i, part) for i, part in enumerate(fractions) if min(abs(part), abs(part - 1)) > 1e-3]
             if partly and message is None:
                 message = (

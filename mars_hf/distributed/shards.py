@@ -27,7 +27,7 @@ Group = Any
 PLAIN = frozenset({Tensor, nn.Parameter})
 
 
-class Region(NamedTuple):
+class Slice(NamedTuple):
     """The part of a whole parameter that a rank holds.
 
     `dim=None`: elements [start, start + length) of the parameter flattened in row-major order. Otherwise indices
@@ -38,7 +38,7 @@ class Region(NamedTuple):
     dim: int | None
     start: int
     length: int
-    inner: Region | None = None
+    inner: Slice | None = None
     stripes: int = 1
 
     @property
@@ -74,7 +74,7 @@ class Shard(NamedTuple):
     start: int
     numel: int
     whole: int
-    region: Region
+    slice: Slice
 
 
 class ShardSpec(NamedTuple):
@@ -288,20 +288,20 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     mesh, cuts = tensor.device_mesh, _cuts(tensor)
     if not cuts:
         return None
-    region = _region(tensor, cuts, mesh.get_coordinate())
-    numel, shape = region.shape(tensor.shape).numel(), tensor.to_local().shape
-    if shape != region.shape(tensor.shape) if numel else shape.numel():
+    part = _slice(tensor, cuts, mesh.get_coordinate())
+    numel, shape = part.shape(tensor.shape).numel(), tensor.to_local().shape
+    if shape != part.shape(tensor.shape) if numel else shape.numel():
         raise _unsupported(tensor, f"a part of shape {tuple(shape)} on this rank")
-    shards = (Shard(index, 0, numel, tensor.numel(), region),) if numel else ()
+    shards = (Shard(index, 0, numel, tensor.numel(), part),) if numel else ()
     return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
 
 
-def regions_of(tensor: Any) -> Callable[[int], Region]:
-    """Return a function from a rank in the group of a DTensor's spec to the region that it holds."""
+def slices_of(tensor: Any) -> Callable[[int], Slice]:
+    """Return a function from a rank in the group of a DTensor's spec to the part that it holds."""
     cuts = _cuts(tensor)
     group = _group_over(tensor.device_mesh, _mesh_dims(cuts))
     coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
-    return lambda rank: _region(tensor, cuts, coordinates[rank])
+    return lambda rank: _slice(tensor, cuts, coordinates[rank])
 
 
 def replicas_in_mesh(tensor: Any) -> Group:
@@ -337,7 +337,7 @@ def _mesh_dims(cuts: _Cuts) -> tuple[int, ...]:
     return tuple(sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs))
 
 
-def _region(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Region:
+def _slice(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Slice:
     """Return the part of a DTensor that the rank at a coordinate of the mesh holds.
 
     Along one dimension, each mesh dimension cuts what the ones before have left, but for strided shards, which come
@@ -345,7 +345,7 @@ def _region(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Region:
     its mesh dimension comes first. Without later ones, a strided shard takes the same part of each of `factor` blocks,
     as transformers cuts fused projections.
     """
-    mesh, region = tensor.device_mesh, None
+    mesh, part = tensor.device_mesh, None
     for dim in sorted(cuts, reverse=True):  # from the last one on: each holds the later ones
         stripes, in_order = 1, list[int]()
         for mesh_dim, factor in reversed(cuts[dim]):
@@ -365,9 +365,9 @@ def _region(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Region:
             full = -(-length // mesh.size(mesh_dim))
             skipped = min(coordinate[mesh_dim] * full, length)
             start, length = start + skipped, min(full, length - skipped)
-        region = Region(dim, start, length, region, stripes)
-    assert region is not None
-    return region
+        part = Slice(dim, start, length, part, stripes)
+    assert part is not None
+    return part
 
 
 def _unsupported(tensor: Any, kind: str) -> RuntimeError:
@@ -437,7 +437,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     buffers = {
         param.untyped_storage().data_ptr()
         for _, param in linked
-        if (part := _compat.zero12_fragment(param)) is not None and part.untyped_storage().data_ptr() == address
+        if (fragment := _compat.zero12_fragment(param)) is not None and fragment.untyped_storage().data_ptr() == address
     }
     shards = []
     first = dist.get_rank(group) * tensor.numel()
@@ -445,8 +445,8 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
         offset = param.storage_offset()
         start, end = max(offset, first), min(offset + param.numel(), first + tensor.numel())
         if start < end and param.untyped_storage().data_ptr() in buffers:
-            region = Region(None, start - offset, end - start)
-            shards.append(Shard(index, start - first, end - start, param.numel(), region))
+            part = Slice(None, start - offset, end - start)
+            shards.append(Shard(index, start - first, end - start, param.numel(), part))
     return ShardSpec(tuple(shards), group)
 
 
@@ -468,5 +468,5 @@ def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> Shar
         first = dist.get_rank(group) * partition
         numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded
         if numel:
-            shards.append(Shard(index, start, numel, param.ds_numel, Region(None, first, numel)))
+            shards.append(Shard(index, start, numel, param.ds_numel, Slice(None, first, numel)))
     return None if group is None else ShardSpec(tuple(shards), group)

@@ -27,12 +27,12 @@ from mars_hf.distributed.norms import group_order
 from mars_hf.distributed.shards import Shards, ShardSpec
 
 
-class Found(NamedTuple):
+class Held(NamedTuple):
     """One rank's part of a parameter."""
 
-    placement: ShardSpec | None
-    here: Tensor
-    shards: list[int]
+    spec: ShardSpec | None
+    local: Tensor
+    group: list[int]
     replicas: list[int]
 
 
@@ -59,18 +59,18 @@ def count_to(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def from_all_ranks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], place: Any) -> list[Found]:
+def from_all_ranks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], place: Any) -> list[Held]:
     """Return every rank's part of a parameter that `place(whole, mesh)` puts on a mesh."""
-    found = []
+    parts = []
     world = torch.Size(mesh_shape).numel()
     for rank in range(world):
         with one_of(world, rank):
             param = place(count_to(shape), make_mesh(*mesh_shape))
-            placement = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0)
-            groups = (None, None) if placement is None else (placement.group, placement.replicas)
+            spec = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0)
+            groups = (None, None) if spec is None else (spec.group, spec.replicas)
             ranks = [[rank] if group is None else dist.get_process_group_ranks(group) for group in groups]
-            found.append(Found(placement, param.to_local().detach().clone(), *ranks))
-    return found
+            parts.append(Held(spec, param.to_local().detach().clone(), *ranks))
+    return parts
 
 
 def tensor_parallel(dim: int | None, fsdp_dim: int = 0) -> Any:
@@ -83,8 +83,7 @@ def tensor_parallel(dim: int | None, fsdp_dim: int = 0) -> Any:
             distribute_tensor(whole, mesh[mesh.mesh_dim_names[-1]], divided, src_data_rank=None)
         )
         if mesh.ndim > 1:
-            own = mesh[mesh.mesh_dim_names[:-1]]
-            fully_shard(module, mesh=own, shard_placement_fn=lambda _: Shard(fsdp_dim))
+            fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]], shard_placement_fn=lambda _: Shard(fsdp_dim))
         return module.weight
 
     return place
@@ -117,35 +116,35 @@ def text(value: Any) -> str | None:
 def test_each_rank_holds_what_torch_gives_it(place, shape, mesh):
     whole = count_to(shape)
     ranks = from_all_ranks(shape, mesh, place)
-    for rank, found in enumerate(ranks):
-        assert rank in found.shards and rank in found.replicas
-        assert (found.placement.shards == ()) == (found.here.numel() == 0)
-        for piece in found.placement.shards:
-            part = piece.region.of(whole)
-            assert torch.equal(part.reshape(piece.region.shape(whole.shape)), found.here)
-            assert (piece.numel, piece.whole) == (found.here.numel(), whole.numel())
+    for rank, held in enumerate(ranks):
+        assert rank in held.group and rank in held.replicas
+        assert (held.spec.shards == ()) == (held.local.numel() == 0)
+        for shard in held.spec.shards:
+            part = shard.slice.of(whole)
+            assert torch.equal(part.reshape(shard.slice.shape(whole.shape)), held.local)
+            assert (shard.numel, shard.whole) == (held.local.numel(), whole.numel())
         # Together the group's ranks hold each element once.
-        held = [piece.region for other in found.shards for piece in ranks[other].placement.shards]
+        parts = [shard.slice for other in held.group for shard in ranks[other].spec.shards]
         covered = torch.zeros(shape)
-        for region in held:
-            region.of(covered).add_(1)
+        for part in parts:
+            part.of(covered).add_(1)
         assert (covered == 1).all()
-        assert len({region.offset for region in held}) == len(held)
-        for other in found.replicas:
-            assert ranks[other].placement.shards == found.placement.shards
+        assert len({part.offset for part in parts}) == len(parts)
+        for other in held.replicas:
+            assert ranks[other].spec.shards == held.spec.shards
 
 
 def test_each_placement_has_its_group():
     """Of a mesh (replicate, dp, tp)."""
     groups = {}
     for name, place in (("rows", tensor_parallel(0)), ("columns", tensor_parallel(1)), ("all", tensor_parallel(None))):
-        found = from_all_ranks((8, 8), (2, 2, 2), place)[3]
-        groups[name] = found.shards, found.replicas
+        held = from_all_ranks((8, 8), (2, 2, 2), place)[3]
+        groups[name] = held.group, held.replicas
     assert groups == {"rows": ([0, 1, 2, 3], [3, 7]), "columns": ([0, 1, 2, 3], [3, 7]), "all": ([1, 3], [3, 7])}
-    found = from_all_ranks((8, 8), (2, 2), tensor_parallel(None))[3]
-    assert (found.shards, found.replicas) == ([1, 3], [2, 3])
-    found = from_all_ranks((8, 8), (2, 2), tensor_parallel(1))[3]
-    assert (found.shards, found.replicas) == ([0, 1, 2, 3], [3])
+    held = from_all_ranks((8, 8), (2, 2), tensor_parallel(None))[3]
+    assert (held.group, held.replicas) == ([1, 3], [2, 3])
+    held = from_all_ranks((8, 8), (2, 2), tensor_parallel(1))[3]
+    assert (held.group, held.replicas) == ([0, 1, 2, 3], [3])
 
 
 def test_a_group_over_several_dimensions_is_made_once():
@@ -179,23 +178,23 @@ def test_all_ranks_take_the_groups_of_a_mesh_in_one_order():
         with one_of(8, rank):
             mesh = make_mesh(2, 2, 2)
             groups = [mesh.get_group(name) for name in mesh.mesh_dim_names] + [shards._group_over(mesh, (1, 2))]
-            orders.append(sorted(range(4), key=lambda index, own=groups: group_order(own[index])))
+            orders.append(sorted(range(4), key=lambda index, groups=groups: group_order(groups[index])))
     assert all(order == orders[0] for order in orders)
 
 
 def test_peers_hold_what_they_say():
-    """Every rank of a group knows the regions of the others without asking."""
+    """Every rank of a group knows the parts of the others without asking."""
     for place, shape, mesh_shape in PLACED:
         if len(mesh_shape) < 3:
             continue
         ranks = from_all_ranks(shape, mesh_shape, place)
         with one_of(8, 3):
             param = place(count_to(shape), make_mesh(*mesh_shape))
-            region_of = shards.regions_of(param)
-            for number, rank in enumerate(ranks[3].shards):
-                expected = [piece.region for piece in ranks[rank].placement.shards]
-                assert expected in ([region_of(number)], [])
-                assert expected or not region_of(number).shape(param.shape).numel()
+            slice_of = shards.slices_of(param)
+            for number, rank in enumerate(ranks[3].group):
+                expected = [shard.slice for shard in ranks[rank].spec.shards]
+                assert expected in ([slice_of(number)], [])
+                assert expected or not slice_of(number).shape(param.shape).numel()
 
 
 def test_fused_projections_are_blocks_of_which_each_rank_has_a_part():
@@ -205,15 +204,15 @@ def test_fused_projections_are_blocks_of_which_each_rank_has_a_part():
     for rank in range(3):
         with one_of(3, rank):
             mesh = make_mesh(3)
-            here = torch.cat([block.chunk(3)[rank] for block in whole.chunk(2)])
-            param = nn.Parameter(DTensor.from_local(here, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
+            local = torch.cat([block.chunk(3)[rank] for block in whole.chunk(2)])
+            param = nn.Parameter(DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
             assert param.shape == whole.shape
-            (piece,) = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0).shards
-            assert torch.equal(piece.region.of(whole).reshape(here.shape), here)
-            held.append(piece.region)
+            (shard,) = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0).shards
+            assert torch.equal(shard.slice.of(whole).reshape(local.shape), local)
+            held.append(shard.slice)
     covered = torch.zeros(12, 5)
-    for region in held:
-        region.of(covered).add_(1)
+    for part in held:
+        part.of(covered).add_(1)
     assert (covered == 1).all()
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import mars_hf
 from mars_hf.distributed import norms, shards
 from mars_hf.distributed.norms import WholeSums, wire_device
-from mars_hf.distributed.shards import Region, Shards
+from mars_hf.distributed.shards import Shards, Slice
 
 
 def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
@@ -184,7 +184,7 @@ def test_experts_over_several_groups_are_refused(alone):
 def test_dtensors_are_updated_like_plain_tensors(alone, placements, mars_type):
     param = dtensor((6, 4), (1,) * len(placements), ("dp", "tp")[-len(placements) :], placements)
     twin = nn.Parameter(param.detach().full_tensor().clone())
-    optimizer, plain = (mars_hf.Mars([own], mars_type=mars_type) for own in (param, twin))
+    optimizer, plain = (mars_hf.Mars([one], mars_type=mars_type) for one in (param, twin))
     for step in range(3):
         gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
         param.grad, twin.grad = distribute_tensor(gradient, param.device_mesh, placements), gradient
@@ -211,8 +211,8 @@ def test_a_gradient_may_be_placed_otherwise_than_its_parameter(alone, placements
     gradient = torch.randn(6, 4)
     param.grad = DTensor.from_local(gradient, param.device_mesh, placements)
     twin.grad = gradient.clone()
-    for own in (param, twin):
-        mars_hf.Mars([own]).step()
+    for one in (param, twin):
+        mars_hf.Mars([one]).step()
     torch.testing.assert_close(param.detach().full_tensor(), twin.detach(), rtol=1e-6, atol=1e-7)
 
 
@@ -230,9 +230,9 @@ def test_fsdp1_is_refused(alone):
 def test_pieces_know_their_place_in_the_parameter(alone):
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
     layout = Shards([{"params": params, "role": "matrix"}])
-    placement = layout.spec_of(zero12(params), 0)
-    assert [piece.region for piece in placement.shards] == [Region(None, 0, 12), Region(None, 0, 10)]
-    assert placement.group is dist.group.WORLD and placement.replicas is None
+    spec = layout.spec_of(zero12(params), 0)
+    assert [shard.slice for shard in spec.shards] == [Slice(None, 0, 12), Slice(None, 0, 10)]
+    assert spec.group is dist.group.WORLD and spec.replicas is None
     assert layout.spec_of(dtensor((6, 4), (1,), ("shard",), [Shard(-1)]), 0) is None  # one rank holds it whole
 
 
@@ -294,11 +294,11 @@ def test_a_model_can_be_moved_after_the_optimizer_is_made(swaps, when, mars_type
 def test_a_copied_optimizer_steps_on_its_own_parameters(copied):
     mars = mars_hf.Mars([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))], optimize_1d=True)
     twin = copied(mars)
-    for own in (mars, twin):
-        for group in own.param_groups:
+    for optimizer in (mars, twin):
+        for group in optimizer.param_groups:
             for param in group["params"]:
                 param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape)
-        own.step()
+        optimizer.step()
     for one, other in zip(mars.param_groups, twin.param_groups, strict=True):
         for param, copy_ in zip(one["params"], other["params"], strict=True):
             assert param is not copy_ and torch.equal(param, copy_)
@@ -344,7 +344,7 @@ def test_a_placement_is_found_anew_where_parameters_have_moved_in_their_buffer(a
     buffer = params[0].untyped_storage()
     for param, start in zip(params, (10, 0), strict=True):
         param.data = torch.empty(0).set_(buffer, start, param.shape)
-    assert [(piece.param_index, piece.start) for piece in layout.spec_of(flat, 0).shards] == [(0, 10), (1, 0)]
+    assert [(shard.param_index, shard.start) for shard in layout.spec_of(flat, 0).shards] == [(0, 10), (1, 0)]
 
 
 def test_parameters_are_found_among_all_objects(alone):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mars_hf import Mars
-from mars_hf.distributed.shards import Region
+from mars_hf.distributed.shards import Slice
 from mars_hf.orthogonalize import Exchange, Matrix, ProcessGroups
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
@@ -38,40 +38,40 @@ def result_of(tensor: Tensor) -> Tensor:
     return (wide.mT @ wide @ wide.mT / wide.square().sum()).mT.to(tensor.dtype)
 
 
-def along(dim: int, ranks: int) -> Callable[[int, int], Region | None]:
+def along(dim: int, ranks: int) -> Callable[[int, int], Slice | None]:
     """Cut as FSDP2 does; of short dimensions some ranks hold nothing."""
 
-    def region(index: int, rank: int) -> Region:
+    def slice_of(index: int, rank: int) -> Slice:
         full = -(-SHAPES[index][dim] // ranks)
         start = min(rank * full, SHAPES[index][dim])
-        return Region(dim, start, min(full, SHAPES[index][dim] - start))
+        return Slice(dim, start, min(full, SHAPES[index][dim] - start))
 
-    return region
+    return slice_of
 
 
-def boxes(ranks: int) -> Callable[[int, int], Region | None]:
+def boxes(ranks: int) -> Callable[[int, int], Slice | None]:
     """Cut rows in two, and columns among the others."""
     row, column = along(0, 2), along(1, ranks // 2)
     return lambda index, rank: row(index, rank % 2)._replace(inner=column(index, rank // 2))
 
 
-def stripes(ranks: int) -> Callable[[int, int], Region | None]:
+def stripes(ranks: int) -> Callable[[int, int], Slice | None]:
     """Cut columns, and those of (3, 4, 5) as transformers cuts fused projections."""
     column = along(1, ranks)
-    return lambda index, rank: Region(1, rank, 1, stripes=4 // ranks) if index == 3 else column(index, rank)
+    return lambda index, rank: Slice(1, rank, 1, stripes=4 // ranks) if index == 3 else column(index, rank)
 
 
-def stretches(ranks: int) -> Callable[[int, int], Region | None]:
+def stretches(ranks: int) -> Callable[[int, int], Slice | None]:
     """Cut as ZeRO-1/2 does: equal parts of one flat buffer."""
     numels = [torch.Size(shape).numel() for shape in SHAPES]
     part = -(-sum(numels) // ranks)
 
-    def region(index: int, rank: int) -> Region | None:
+    def slice_of(index: int, rank: int) -> Slice | None:
         first = sum(numels[:index])
         start, end = max(first, rank * part), min(first + numels[index], (rank + 1) * part)
-        return Region(None, start - first, end - start) if start < end else None
+        return Slice(None, start - first, end - start) if start < end else None
 
-    return region
+    return slice_of
 
 
 LAYOUTS = {"rows": lambda n: along(0, n), "columns": lambda n: along(1, n), "boxes": boxes, "stripes": stripes}
@@ -88,43 +88,43 @@ LAYOUTS |= {"stretches": stretches}
     ],
 )
 def test_every_rank_gets_its_part_of_every_result(layout, ranks, replicas, dtype):
-    region = (lambda index, rank: Region(0, 0, SHAPES[index][0])) if layout is None else LAYOUTS[layout](ranks)
+    slice_of = (lambda index, rank: Slice(0, 0, SHAPES[index][0])) if layout is None else LAYOUTS[layout](ranks)
     present = [0, 1, 3, 4, 6]  # some matrices have no gradient in this step
 
     def run(number: int) -> tuple[bool, list[int]]:
         replica, rank = divmod(number, ranks)
-        shards = [dist.new_group(list(range(r * ranks, (r + 1) * ranks))) for r in range(replicas)][replica]
+        group = [dist.new_group(list(range(r * ranks, (r + 1) * ranks))) for r in range(replicas)][replica]
         copies = [dist.new_group(list(range(r, ranks * replicas, ranks))) for r in range(ranks)][rank]
-        groups = ProcessGroups(shards if ranks > 1 else None, copies if replicas > 1 else None, CPU, dtype)
+        groups = ProcessGroups(group if ranks > 1 else None, copies if replicas > 1 else None, CPU, dtype)
         matrices = [
-            Matrix(index, torch.Size(shape), float(index + 1), lambda rank, index=index: region(index, rank))
+            Matrix(index, torch.Size(shape), float(index + 1), lambda rank, index=index: slice_of(index, rank))
             for index, shape in enumerate(SHAPES)
         ]
         exchange = Exchange(groups, matrices)
-        pieces = {}
+        shards = {}
         for index in present:
-            held = region(index, rank)
-            if held is not None and (part := held.of(whole(index))).numel():
-                pieces[index] = part.reshape(held.shape(torch.Size(SHAPES[index]))).to(dtype)
-        seen, found = [], {}
+            part = slice_of(index, rank)
+            if part is not None and (values := part.of(whole(index))).numel():
+                shards[index] = values.reshape(part.shape(torch.Size(SHAPES[index]))).to(dtype)
+        worked_on, directions = [], {}
         for matrices_of_round in exchange.rounds:
             moving = [(matrix, owner) for matrix, owner in matrices_of_round if matrix.param_index in present]
 
             def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-                seen.extend(matrix.param_index for matrix in owned)
+                worked_on.extend(matrix.param_index for matrix in owned)
                 return [result_of(tensor) for tensor in wholes]
 
-            here = {matrix.param_index for matrix, _ in moving} & pieces.keys()
-            found |= exchange.run(moving, {index: pieces[index] for index in here}, work)
-        same = found.keys() == pieces.keys()
-        for index, part in found.items():
-            expected = region(index, rank).of(result_of(whole(index).to(dtype)).contiguous())
-            same = same and torch.equal(part, expected.reshape(part.shape)) and part.shape == pieces[index].shape
-        return same, seen
+            of_round = {matrix.param_index for matrix, _ in moving} & shards.keys()
+            directions |= exchange.run(moving, {index: shards[index] for index in of_round}, work)
+        same = directions.keys() == shards.keys()
+        for index, values in directions.items():
+            expected = slice_of(index, rank).of(result_of(whole(index).to(dtype)).contiguous())
+            same = same and torch.equal(values, expected.reshape(values.shape)) and values.shape == shards[index].shape
+        return same, worked_on
 
     results = run_ranks(ranks * replicas, run)
     assert all(same for same, _ in results)
-    assert sorted(index for _, seen in results for index in seen) == present  # each once
+    assert sorted(index for _, worked_on in results for index in worked_on) == present  # each once
 
 
 @pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])
@@ -140,8 +140,8 @@ def test_a_process_group_shares_the_work_and_changes_nothing(mars_type):
         return [param.detach() for param in params]
 
     expected = run(0, shares=False)
-    for found in run_ranks(3, run):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for weights in run_ranks(3, run):
+        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
