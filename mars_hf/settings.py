@@ -14,11 +14,11 @@ import torch
 from mars_hf import matrix_layouts, param_rules
 from mars_hf.newton_schulz import SCHEDULES, coefficients_of
 
-MARS_TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+# The rules, and lr_1d / lr where lr_1d is None: that of every published configuration.
+LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m": 1.0}
+MARS_TYPES = tuple(LR_1D_RATIO)
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
 ROLES = ("matrix", "vector", "adamw")
-# lr_1d / lr where lr_1d is None: that of every published configuration.
-LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m": 1.0}
 
 
 class Kind(NamedTuple):
