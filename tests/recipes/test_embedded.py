@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -91,3 +92,17 @@ def test_interpreter_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match="--data_dir"):
         embedded.read_corpus()
+
+
+def test_second_process_waits(library, tmp_path):
+    with token_files.lock(embedded.prepare(tmp_path / "other", vocab_size=300)):
+        pass
+    folder = tmp_path / "data" / embedded.prepare(tmp_path / "other", vocab_size=300).name
+    results = []
+    thread = threading.Thread(target=lambda: results.append(embedded.prepare(tmp_path / "data", vocab_size=300)))
+    with token_files.lock(folder):
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+    thread.join(60)
+    assert results == [folder]

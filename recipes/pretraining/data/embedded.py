@@ -44,10 +44,7 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(name: str = "stdlib") -> Corpus:
-    """Read an embedded corpus, split by file; empty files are left out.
-
-    Args:
-        name: `stdlib` or `torch-headers`.
+    """Read an embedded corpus (`stdlib` or `torch-headers`), split by file; empty files are left out.
 
     Raises:
         ValueError: this installation lacks the sources.

@@ -30,13 +30,6 @@ def load_named(
 ) -> datasets.Dataset:
     """Load a data set of the Hub, or of its local cache, or a folder of `save_to_disk`, with one column, `text`.
 
-    Args:
-        name: name on the Hub, or path of the folder.
-        config: name of the configuration on the Hub; None if there is only one.
-        split: name of the split.
-        text_column: the column with the documents.
-        num_proc: processes that download; None uses this one.
-
     Raises:
         ValueError: neither cached nor reachable, or no such configuration, split or column.
     """
@@ -84,12 +77,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> datasets.Dataset:
     """Load local files of one kind as a data set with one column, `text`.
 
-    A document is a .txt file, with its line ends as newlines, a row of .jsonl or .json, or a row of .parquet.
-
-    Args:
-        files: the files.
-        text_column: the column, or JSON key, with the documents; `text` for .txt files.
-        cache_dir: folder for a copy of the texts; it must outlive the data set.
+    A document is a .txt file, with its line ends as newlines, or a row. A copy of the texts is in `cache_dir`.
 
     Raises:
         ValueError: a file cannot be read, or has no such column.
@@ -137,13 +125,8 @@ def _text_only(dataset: datasets.Dataset, column: str, what: str) -> datasets.Da
 def split(documents: datasets.Dataset, *, test_size: float, seed: int, cache_dir: Path) -> dict[str, datasets.Dataset]:
     """Hold documents out as nanoGPT does: `train_test_split` with shuffling; its test set is `val`.
 
-    A single document is cut: its end is held out, from the start of a line where it has several.
-
-    Args:
-        documents: the documents.
-        test_size: share to hold out, rounded up to whole documents: at least one.
-        seed: seed of the shuffle.
-        cache_dir: folder for the shuffled order; it must outlive the result.
+    A single document is cut: its end is held out, from the start of a line where it has several. The shuffled order is
+    in `cache_dir`.
 
     Raises:
         ValueError: no document would be left to train on.
@@ -157,17 +140,11 @@ def split(documents: datasets.Dataset, *, test_size: float, seed: int, cache_dir
         features = datasets.Features({TEXT: datasets.Value("large_string")})
         halves = [datasets.Dataset.from_dict({TEXT: [half]}, features=features) for half in (text[:cut], text[cut:])]
         return dict(zip(("train", "val"), halves, strict=True))
-    try:
-        parts = documents.train_test_split(
-            test_size=test_size,
-            seed=seed,
-            shuffle=True,
-            train_indices_cache_file_name=str(cache_dir / "train_indices.arrow"),
-            test_indices_cache_file_name=str(cache_dir / "val_indices.arrow"),
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"--test_size {test_size} of {len(documents)} documents leaves none to train on; give more documents, or a "
-            "smaller --test_size"
-        ) from error
+    parts = documents.train_test_split(
+        test_size=test_size,  # rounded up to whole documents
+        seed=seed,
+        shuffle=True,
+        train_indices_cache_file_name=str(cache_dir / "train_indices.arrow"),
+        test_indices_cache_file_name=str(cache_dir / "val_indices.arrow"),
+    )
     return {"train": parts["train"], "val": parts["test"]}

@@ -40,11 +40,7 @@ class Data(NamedTuple):
 
 
 def load(directory: Path, *, verify: bool = False) -> Data:
-    """Check and load prepared data.
-
-    Args:
-        directory: folder of prepare_data.py.
-        verify: True reads the token files whole, with a progress bar: every id and the hashes.
+    """Check and load a folder of prepare_data.py; `verify` reads the token files whole.
 
     Raises:
         ValueError: the folder holds no prepared data, or something in it is not what meta.json describes.
@@ -83,9 +79,10 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 def _check_meta(meta: Any, path: Path) -> None:
     """Raise ValueError for a value that is missing or out of bounds; other keys are free."""
-    values = dict(meta) if isinstance(meta, dict) else {}
+    meta = meta if isinstance(meta, dict) else {}
+    values = {key: meta.get(key) for key in ("dataset", "vocab_size", "end_of_text")}
     for section in (*SPLITS, "tokenizer_files"):
-        inner = values.pop(section, None)
+        inner = meta.get(section)
         values |= {f"{section}: {key}": value for key, value in inner.items()} if isinstance(inner, dict) else {}
 
     def expect(key: str, accepted: str, is_accepted: object) -> None:
@@ -110,10 +107,8 @@ def _check_meta(meta: Any, path: Path) -> None:
 def check(directory: Path, *, whole: bool = False) -> dict[str, Any]:
     """Compare a folder's files with its meta.json, and return that.
 
-    Args:
-        directory: folder with token files.
-        whole: True reads every byte, with a progress bar: all ids and the hashes. False checks sizes, the tokenizer,
-            all ids of small files and a sample of large ones.
+    Sizes, the tokenizer, all ids of small files and a sample of large ones are checked; `whole` checks all ids and the
+    hashes, with a progress bar.
 
     Raises:
         ValueError: something differs; the message names the file and the position.
@@ -171,11 +166,8 @@ def lock(directory: Path) -> FileLock:
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a folder to write token files into; it becomes `directory` once the block succeeds.
 
-    It is `.NAME.partial` beside `directory`. What a killed process left there is removed.
-
-    Args:
-        directory: the final folder.
-        overwrite: True replaces token files, which stay until the new ones are complete.
+    It is `.NAME.partial` beside `directory`. What a killed process left there is removed. With `overwrite`, token files
+    are replaced, and stay until the new ones are complete.
 
     Raises:
         ValueError: another process writes the folder, or it holds token files without `overwrite`, or other files.
@@ -231,7 +223,7 @@ def write_tokens(
 
     Args:
         path: the file.
-        documents: token ids below 2**16, the end-of-text token last, and the bytes of the document's text in UTF-8.
+        documents: token ids below 2**16, and the bytes of the document's text in UTF-8.
         max_tokens: end after the last whole document within so many tokens; None writes all.
 
     Raises:
@@ -260,13 +252,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """Cut a split into consecutive blocks; labels are the inputs (the model shifts them), without the first."""
 
     def __init__(self, directory: Path, split: str, block_size: int, max_blocks: int | None = None) -> None:
-        """Map the file into memory.
-
-        Args:
-            directory: folder with token files.
-            split: `train` or `val`.
-            block_size: tokens per block; an incomplete last block is dropped.
-            max_blocks: use only the first blocks; None uses all.
+        """Map `train.bin` or `val.bin` into memory; an incomplete last block is dropped, None keeps all other blocks.
 
         Raises:
             ValueError: the split does not fill one block.
