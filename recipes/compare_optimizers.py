@@ -73,6 +73,8 @@ class _Job(NamedTuple):
         """Start or resume the run, and return its result."""
         with resuming.locked(self.folder, "trains", wait=True):  # a run whose comparison was killed ends first
             self.folder.mkdir(exist_ok=True)
+        if self.is_finished:
+            return self.result()
         report.write(self.folder / "arguments.json", self._settings())
         run = resuming.read_run(self.folder)
         can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None

@@ -251,7 +251,8 @@ def test_pictures(tmp_path, name, share):
 def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
     """One run is gone; the command makes it again in the recipe's own process and adds it to the result."""
     file = tmp_path / "tune_tasks.json"
-    gone = next(row for row in RESULTS["tasks"]["runs"] if (row["optim"], row["learning_rate"]) == ("mars_m", 0.032))
+    key = ("sft_lora", "mars_m", 0.032)
+    gone = next(row for row in RESULTS["tasks"]["runs"] if (row["recipe"], row["optim"], row["learning_rate"]) == key)
     file.write_text(json.dumps({"machine": {}, "runs": [row for row in RESULTS["tasks"]["runs"] if row != gone]}))
     started = []
 
@@ -266,7 +267,7 @@ def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
     file.rename(tmp_path / "benchmarks" / "results" / file.name)
     tune.main(["tasks", "--bf16", "true"])
     ((script, argv),) = started
-    assert script == f"{gone['recipe']}.py" and argv[-2:] == ["--bf16", "true"]
+    assert script == "sft_lora.py" and argv[-2:] == ["--bf16", "true"]
     assert argv[argv.index("--learning_rate") + 1] == f"{gone['learning_rate']:g}"
     result = json.loads((tmp_path / "benchmarks" / "results" / file.name).read_text())
     assert {**gone, **result["runs"][-1]}.keys() >= gone.keys() and result["runs"][-1]["eval_loss"] == gone["eval_loss"]

@@ -171,6 +171,22 @@ def test_run_with_a_whole_checkpoint_is_resumed(tmp_path, started):
     assert started[2] == started[0]
 
 
+def test_run_that_a_killed_comparison_left_is_waited_for(tmp_path, started, monkeypatch):
+    argv = ["--optimizers", "adamw", "--seeds", "1"]
+    result = compare(tmp_path, *argv)
+    folder, locked = tmp_path / "compare" / "adamw-1", resuming.locked
+    (folder / "metrics.json").rename(tmp_path / "metrics.json")
+
+    def finishing(output, what, **settings):
+        if output == folder:
+            assert settings == {"wait": True}
+            (tmp_path / "metrics.json").rename(folder / "metrics.json")
+        return locked(output, what, **settings)
+
+    monkeypatch.setattr(resuming, "locked", finishing)
+    assert compare(tmp_path, *argv) == result and len(started) == 1
+
+
 def test_other_settings_are_refused_before_any_run(tmp_path, started, capsys):
     config = tmp_path / "mine.yaml"
     argv = ["--config", str(config), "--seeds", "1"]
