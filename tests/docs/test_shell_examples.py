@@ -324,11 +324,11 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     ),
     "python -m mars_hf run -m llamafactory.cli train config.yaml": ("needs LLaMA-Factory", llama_factory_parses),
     "python -m pytest": ("is this run of the tests", nothing),
-    "python recipes/finetune_vit.py --image_folder photos --optim mars_adamw": (
+    "python recipes/finetune_vit.py --dataset_name photos --optim mars_adamw": (
         "needs photos; tests/recipes/test_finetune_vit.py trains on a folder of images",
         script_parses,
     ),
-    "python recipes/finetune_vit.py --dataset food101 --model_name_or_path google/vit-base-patch16-224-in21k": (
+    "python recipes/finetune_vit.py --dataset_name food101 --model_name_or_path google/vit-base-patch16-224-in21k": (
         "needs the Hub; tests/recipes/test_finetune_vit.py goes on with a local model",
         script_parses,
     ),

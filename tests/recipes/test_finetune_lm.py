@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import datasets
 import finetune_lm
@@ -48,9 +49,14 @@ def run(base, text, output, *argv):
     return finetune_lm.train([*FEW, *paths, "--text_column", "body", *argv])
 
 
+def first(trainer):
+    """Return the loss before the first step."""
+    return next(row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)
+
+
 def test_all_weights_train(base, text, tmp_path):
     trainer, found = run(base, text, tmp_path / "run", "--learning_rate", "1e-2")
-    assert found["eval_loss"] < found["at_step_0"]["eval_loss"] - 1
+    assert found["eval_loss"] < first(trainer) - 1
     assert found["trainable_parameters"] == found["parameters"]
     before = GPT2LMHeadModel.from_pretrained(base).state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
@@ -58,13 +64,15 @@ def test_all_weights_train(base, text, tmp_path):
         assert not torch.equal(param, before[name]) and torch.equal(param, saved[name]), name
     card = (tmp_path / "run" / "README.md").read_text()
     assert "mars-adamw" in card and (tmp_path / "run" / "mars.json").is_file()
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]), rel=1e-4)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == found
 
 
 @pytest.mark.parametrize("optim", ["mars_m", pytest.param("mars_adamw", marks=pytest.mark.slow)])
 def test_only_adapters_train(optim, base, text, tmp_path):
     argv = ["--use_peft", "true", "--learning_rate", "2e-2", "--lora_target_modules", "c_attn,c_proj", "--optim", optim]
     trainer, found = run(base, text, tmp_path / "run", *argv)
-    assert found["eval_loss"] < found["at_step_0"]["eval_loss"] - 0.05
+    assert found["eval_loss"] < first(trainer) - 0.05
     trained = {name for name, param in trainer.model.named_parameters() if param.requires_grad}
     assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)  # A and B of three layers a block
     optimizer = trainer.optimizer.optimizer
@@ -83,7 +91,8 @@ def test_documents_are_cut_into_blocks(tokens):
     found = finetune_lm.blocks(datasets.Dataset.from_dict({"body": texts, "other": texts}), "body", tokenizer, 5)
     count = len(stream) // 5
     assert count > 2 and len(stream) % 5
-    assert list(found["input_ids"]) == list(found["labels"]) == [stream[5 * i : 5 * i + 5] for i in range(count)]
+    assert list(found["input_ids"]) == [stream[5 * i : 5 * i + 5] for i in range(count)]
+    assert list(found["labels"]) == [[-100, *ids[1:]] for ids in found["input_ids"]]
 
 
 def test_a_tokenizer_may_have_no_end_of_text(tokens):
@@ -94,49 +103,58 @@ def test_a_tokenizer_may_have_no_end_of_text(tokens):
 
 
 @pytest.mark.slow
-def test_the_default_text_is_headers():
-    name, train, held_out = finetune_lm.load(finetune_lm.ScriptArguments())
-    assert name == "torch-headers" and len(train) > 200 and len(held_out) > 80
+def test_default_text():
+    train, held_out = finetune_lm.load(finetune_lm.FinetuneArguments())
+    assert len(train) > 200 and len(held_out) > 80
     assert "#include" in train[0]["text"] and not set(train["text"]) & set(held_out["text"])
 
 
-@pytest.mark.parametrize("use_peft", [False, True])
-def test_rates_for_pretrained_models_are_those_of_the_command(use_peft):
-    adamw = finetune_lm.STARTS_PRETRAINED[use_peft]["adamw_torch"].learning_rate
-    for optim, start in finetune_lm.STARTS_PRETRAINED[use_peft].items():
-        if optim != "adamw_torch":
-            assert start.learning_rate == pytest.approx(
-                suggest(optim.replace("_", "-"), AdamW(adamw), width=768)["lr"], rel=0.03
-            )
+def test_rates_to_start_from():
+    args = finetune_lm.FinetuneArguments(optim="mars_m")
+    assert (args.output_dir, args.learning_rate) == ("runs/finetune-full-mars_m", 1.6e-2)
+    args = finetune_lm.FinetuneArguments(optim="mars_m", model_name_or_path="x", use_peft=True)
+    assert args.output_dir == "runs/finetune-lora-mars_m"
+    assert args.learning_rate == pytest.approx(suggest("mars-m", AdamW(2e-4))["lr"], rel=0.03)
+    assert args.optim_args == "beta1=0.95,beta2=0.95,lr_1d=0.0002"
+    args = finetune_lm.FinetuneArguments(optim="mars_m", learning_rate=1.0, optim_args="gamma=0.1", output_dir="x")
+    assert (args.output_dir, args.learning_rate, args.optim_args) == ("x", 1.0, "gamma=0.1")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "line"),
     [
-        ("--dataset_name gone", ("--dataset_name gone", "check the name")),
-        ("--text_column prose", ("columns body", "accepted: prose, or what --text_column names")),
-        ("--model_name_or_path gone", ("--model_name_or_path gone", "give a folder or a name on the Hub")),
-        ("--block_size 33", ("--block_size 33 is above the model's context", "at most 32")),
-        ("--optim sgd", ("--optim sgd", "no learning rate", "give --learning_rate")),
-        ("--use_peft true --lora_target_modules nothing", ("--lora_target_modules nothing", "or all-linear")),
+        ("--dataset_name gone", "gone"),
+        ("--text_column prose", "prose"),
+        ("--model_name_or_path gone", "gone: transformers loads no causal language model from it"),
+        ("--block_size 33", "blocks of 33 tokens are longer than the model's context; give at most 32"),
+        (
+            "--optim sgd",
+            "--optim sgd: the recipe has no learning rate for it, only for adamw_torch, mars_adamw, mars_m",
+        ),
+        ("--use_peft true --lora_target_modules nothing", "nothing"),
+        ("--epochs 3", "--epochs"),
+        ("--block_size 32 --dataset_name short", "the text has fewer than --block_size 32 tokens"),
     ],
 )
-def test_mistakes(words, said, base, text, tmp_path, monkeypatch, capsys):
+def test_wrong_input(words, line, base, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "train.jsonl").write_text('{"body": "a"}\n{"body": "b"}\n')
     given = {"--model_name_or_path": str(base), "--dataset_name": str(text), "--text_column": "body"}
     argv = [word for flag, value in given.items() if flag not in words for word in (flag, value)]
     with pytest.raises(SystemExit) as end:
-        finetune_lm.main(["--use_cpu", "true", *argv, *words.split()])
+        finetune_lm.main(["--use_cpu", "true", "--test_size", "0.5", *argv, *words.split()])
     assert end.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert all(part in line for part in said), line
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("finetune_lm.py: ")]
+    assert line in said
     assert not list(tmp_path.glob("runs/*/metrics.json"))
 
 
-def test_text_shorter_than_a_block(base, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
-    argv = ["--model_name_or_path", str(base), "--dataset_name", str(tmp_path / "text"), "--test_size", "0.5"]
-    with pytest.raises(SystemExit):
-        finetune_lm.main(["--use_cpu", "true", "--output_dir", str(tmp_path / "run"), *argv])
-    assert "the text has fewer than --block_size 32 tokens" in capsys.readouterr().err
+def test_finished_run_is_not_overwritten_and_divergence_is_named(base, text, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match="run holds a finished run; give another --output_dir, or delete it"):
+        run(base, text, tmp_path / "run")
+    argv = ["--learning_rate", "1e30", "--max_grad_norm", "0", "--optim", "adamw_torch"]
+    with pytest.raises(ValueError, match=r"non-finite; give a --learning_rate below 1e\+30"):
+        run(base, text, tmp_path / "diverged", *argv)

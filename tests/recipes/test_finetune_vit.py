@@ -30,14 +30,15 @@ def finished(tmp_path_factory):
 def test_a_run_on_the_digits_learns(finished):
     output, trainer, found = finished
     assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 1797
-    assert found["at_step_0"]["eval_accuracy"] < 0.25 and found["eval_accuracy"] > 0.35
-    assert json.loads((output / "metrics.json").read_text())["eval_macro_f1"] == found["eval_macro_f1"]
+    first = next(row for row in trainer.state.log_history if "eval_loss" in row)
+    assert first["eval_accuracy"] < 0.25 and found["eval_accuracy"] > 0.35
+    assert json.loads((output / "metrics.json").read_text()) == found
     card = (output / "README.md").read_text()
     assert "mars-m" in card and "scikit-learn digits" in card and "pipeline_tag: image-classification" in card
 
 
 def test_the_optimizer_is_mars_and_classes_are_balanced(finished):
-    _, trainer, found = finished
+    _, trainer, _ = finished
     optimizer = trainer.optimizer.optimizer
     assert isinstance(optimizer, mars_hf.Mars)
     assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-m"}
@@ -46,8 +47,6 @@ def test_the_optimizer_is_mars_and_classes_are_balanced(finished):
     assert roles["vit.embeddings.patch_embeddings.projection.weight"] == "matrix"
     assert roles["classifier.weight"] == roles["vit.embeddings.position_embeddings"] == "adamw"
     assert roles["classifier.bias"] == "vector"
-    rules = {group["role"]: group["rule"] for group in found["groups"]}
-    assert rules == {"matrix": "mars-m", "adamw": "adamw", "vector": "adamw"}
     counts = np.bincount(trainer.eval_dataset.with_format(None)["label"])
     assert counts.min() >= 34 and counts.max() <= 38  # of 360 images
 
@@ -72,19 +71,19 @@ def folder(tmp_path):
 
 
 def test_a_folder_of_images(folder, tmp_path):
-    argv = ["--image_folder", str(folder), "--image_size", "8", "--output_dir", str(tmp_path / "run")]
+    argv = ["--dataset_name", str(folder), "--image_size", "8", "--output_dir", str(tmp_path / "run")]
     trainer, found = finetune_vit.train([*TINY, *argv, "--max_steps", "20"])
-    assert len(trainer.eval_dataset) == 8 and found["dataset"] == "images"
+    assert len(trainer.eval_dataset) == 8 and found["dataset"] == str(folder)
     assert found["eval_accuracy"] == 1
     assert trainer.model.config.id2label == {0: "bright", 1: "dark"}
 
 
 def test_a_pretrained_model_goes_on_with_other_classes(finished, folder, tmp_path):
     source, _, _ = finished
-    argv = ["--image_folder", str(folder), "--model_name_or_path", str(source), "--output_dir", str(tmp_path / "run")]
+    argv = ["--dataset_name", str(folder), "--model_name_or_path", str(source), "--output_dir", str(tmp_path / "run")]
     few = ["--max_steps", "3", "--eval_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "true"]
     trainer, found = finetune_vit.train([*few, *argv])
-    assert found["learning_rate"] == finetune_vit.STARTS_PRETRAINED["mars_m"].learning_rate
+    assert found["learning_rate"] == 6.4e-5
     before = AutoModelForImageClassification.from_pretrained(source).state_dict()
     after = trainer.model.state_dict()
     assert after["classifier.weight"].shape == (2, 32)
@@ -113,26 +112,26 @@ def test_a_run_is_reproducible(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "line"),
     [
-        ("--image_folder gone", ("--image_folder gone: no such folder", "subfolder of images per class")),
-        ("--image_folder empty", ("--image_folder empty", "subfolder")),
-        ("--image_folder a --dataset b", ("--image_folder and --dataset both", "leave one out")),
-        ("--dataset no/such", ("--dataset no/such", "check the name")),
-        ("--label_column class", ("--label_column class", "no such column", "it has image, label")),
-        ("--patch_size 3", ("--image_size 8 is not a multiple of --patch_size 3",)),
-        ("--num_attention_heads 5", ("--hidden_size 64 is not a multiple of --num_attention_heads 5",)),
-        ("--model_name_or_path gone", ("--model_name_or_path gone", "give a folder or a name on the Hub")),
-        ("--optim adam", ("--optim 'adam' is unknown", "accepted: mars_m, mars_adamw, adamw_torch")),
-        ("--optim sgd", ("--optim sgd", "no learning rate", "give --learning_rate")),
+        ("--dataset_name gone", "gone"),
+        ("--label_column class", "the data have the columns image, label; name one"),
+        ("--test_size 2", "test_size=2"),
+        ("--num_attention_heads 5", "--num_attention_heads 5 must divide --hidden_size 64"),
+        ("--patch_size 3", "--patch_size 3 must divide --image_size 8"),
+        ("--model_name_or_path gone", "couldn't find them in the cached files"),
+        ("--optim adam --learning_rate 1", "adam is not a valid OptimizerNames"),
+        (
+            "--optim sgd",
+            "--optim sgd: the recipe has no learning rate for it, only for mars_m, mars_adamw, adamw_torch",
+        ),
     ],
 )
-def test_mistakes(words, said, tmp_path, monkeypatch, capsys):
+def test_wrong_input(words, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit) as end:
         finetune_vit.main(["--use_cpu", "true", *words.split()])
     assert end.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert all(part in line for part in said), line
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("finetune_vit.py: ")]
+    assert line in said
     assert not (tmp_path / "runs").exists()

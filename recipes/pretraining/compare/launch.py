@@ -25,7 +25,7 @@ from pretraining.run.arguments import read
 
 SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 # Of mars_hf.NonFiniteError; launchers do not hand on exit codes.
-_DIVERGED = "steps in a row with a non-finite loss or gradient"
+_DIVERGED = "non-finite"
 # Long enough that the first steps, which compile and warm up, weigh little.
 _SPEED_STEPS, _SPEED_RUNS = 60, 3
 _SHORT = [
