@@ -1,13 +1,6 @@
-"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, trained with MARS.
+"""`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MarsTrainer as its Trainer.
 
-`Trainer` is MarsTrainer there: the script has exact MARS (`--optim_args is_approx=false`), clipping inside the step and
-the optimizer it hands over.
-
-`python -m mars_hf configs`: the folder of the launch configs for `accelerate launch --config_file`.
-
-`python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER`: a DeepSpeed checkpoint for another number of processes.
-
-`python -m mars_hf suggest --adamw-lr LR`: settings of MARS from those of AdamW.
+The other commands are `configs`, `to_universal` and `suggest`; see `--help`.
 """
 
 from __future__ import annotations

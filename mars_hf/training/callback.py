@@ -5,6 +5,7 @@ Importing this module gives one to every Trainer made from then on; it does noth
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, is_initialized
 from torch import nn
 from transformers.trainer import Trainer
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import TrainingArguments
 
@@ -127,13 +128,11 @@ class LastGradientCallback(TrainerCallback):
             hub.save_settings(self.trainer, folder)
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write what a push is to include: Trainer's pushes of checkpoints have no card."""
+        """Write the card and mars.json: Trainer's pushes of checkpoints have no card."""
         if self._mars is not None and self.trainer is not None:
             hub.leave(self.trainer)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the card and mars.json."""
-        self.on_push_begin(args, state, control)
+    on_train_end = on_push_begin
 
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
@@ -198,9 +197,7 @@ def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 def _will_log(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the step that begins now will be logged; as DefaultFlowCallback decides at its end."""
-    step = state.global_step + 1
-    if step == 1 and args.logging_first_step:
-        return True
-    if args.logging_strategy == IntervalStrategy.STEPS:
-        return step % state.logging_steps == 0
-    return args.logging_strategy == IntervalStrategy.EPOCH
+    state = copy.copy(state)
+    state.global_step += 1
+    control = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
+    return control.should_log or args.logging_strategy == IntervalStrategy.EPOCH

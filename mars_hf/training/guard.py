@@ -25,15 +25,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
-    """Return the Mars that will step.
-
-    Args:
-        optimizer: Trainer's optimizer, wrappers included.
-        expected: the Mars that must step; None accepts any.
-
-    Raises:
-        RuntimeError: another optimizer would step; the message has the remedy.
-    """
+    """Return the Mars that will step; RuntimeError if it is another optimizer, or another Mars than the expected one."""
     steps = innermost(optimizer)
     if isinstance(steps, Mars) and (expected is None or steps is expected):
         return steps
@@ -60,32 +52,22 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
 def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     """Take the settings of MARS's checkpoint, whose loading has put them into the groups, as those it was created with.
 
-    Args:
-        state: the Trainer's, as the checkpoint had it; all checkpoints to come keep the settings in it.
-        optimizer: Trainer's optimizer, wrappers included.
-
-    Returns:
-        At most one line, about settings that win over those given now.
-
-    Raises:
-        RuntimeError: another optimizer has loaded them.
+    They are kept in the Trainer's state for all checkpoints to come. Returns at most one line, about settings that win
+    over those given now; RuntimeError if another optimizer has loaded the checkpoint.
     """
     states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
-    saved = states.pop(_MARK, None)
-    mars = innermost(optimizer)
-    if saved is not None and not mars.state:  # the checkpoint held weights only
-        saved = None
+    mars, saved = innermost(optimizer), states.pop(_MARK, None)
+    resumes = saved is not None and mars.state  # else the checkpoint held weights only
     if not isinstance(mars, Mars):
-        if saved is None:
+        if not resumes:
             return []
         raise RuntimeError(
             f"MARS saved the checkpoint of step {state.global_step}, and {type(mars).__name__} would resume it with "
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
             "or the optimizer that saved it, or load the checkpoint as the model, with from_pretrained"
         )
-    given = saved_settings.to_json(mars.created_with)
-    changed = []
-    if saved is not None and saved["create"] is not None and given is not None:
+    given, changed = saved_settings.to_json(mars.created_with), []
+    if resumes and saved["create"] is not None and given is not None:
         create = saved["create"]
         changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
         mars.created_with = check(create)
@@ -115,12 +97,7 @@ def require_stale_gradients(mars: Mars) -> None:
 
 
 def require_parameters(optimizer: Any, model: nn.Module) -> None:
-    """Raise RuntimeError unless the optimizer has every trainable parameter of the model; it may have others too.
-
-    Args:
-        optimizer: Trainer's optimizer, wrappers included: DeepSpeed's put other tensors into the groups.
-        model: the model as it will be trained.
-    """
+    """Raise RuntimeError unless Trainer's optimizer has every trainable parameter of the model; it may have others."""
     known = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
     while optimizer is not None:
         for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # of a model's parameters, in any dtype

@@ -35,7 +35,6 @@ _SEAL = "<!-- mars_hf {}: training rewrites this file unless somebody has edited
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)")
 _ADAPTER = "base_model:adapter:"
-_TIMES = ("runtime", "per_second", "preparation_time")  # what Trainer adds to the metrics of an evaluation
 _COLUMNS = ("lr", "betas", "eps", "weight_decay")
 _MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx")  # groups under AdamW do not use them
 _CITATION = """```bibtex
@@ -143,43 +142,29 @@ def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) 
     data.tags = list(dict.fromkeys((*tags, *TAGS)))
     data.datasets = [name for name in _listed(data.datasets) if _on_hub(name)] or None
     data.library_name = "peft" if _is_adapter(model) else data.library_name
-    data.pipeline_tag = data.pipeline_tag or _task(model)
+    data.pipeline_tag = data.pipeline_tag or modelcard.TrainingSummary.from_trainer(trainer, finetuned_from="").tasks
     data.eval_results = _eval_results(data, trainer, dataset) or None
     if data.eval_results:
         data.model_name = data.model_name or Path(str(trainer.args.output_dir)).absolute().name
 
 
 def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:
-    """Return the results in a card's metadata, and the final metrics that they lack."""
+    """Return the results in a card's metadata, and those at the end of training that they lack."""
     results = [result for result in data.eval_results or () if result.dataset_type]
     known = [result.metric_type for result in results]
+    state, rows = trainer.state, trainer.state.log_history
+    if not any("train_runtime" in row for row in rows):
+        return results
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:  # whose weights stay
+        rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
     hub_name = data.datasets[0] if data.datasets and len(data.datasets) == 1 else "unknown"
     name = ", ".join(dataset or _listed(data.datasets)) or "unknown"
-    sets = sorted(trainer.eval_dataset, key=len, reverse=True) if isinstance(trainer.eval_dataset, dict) else ()
-    for key, value in _final_metrics(trainer).items():
-        part = next((part for part in sets if key.startswith(f"{part}_")), None)
-        metric = key.removeprefix(f"{part}_")
-        if metric not in known:
-            place = data.pipeline_tag or "other", hub_name, part or name, metric, value
-            # The Hub tells several sets apart by `config`.
-            results.append(EvalResult(*place, dataset_config=part, metric_name=metric.replace("_", " ").capitalize()))
+    for metric, value in (modelcard.parse_log_history(rows)[2] or {}).items():
+        metric_type = metric.lower().replace(" ", "_")
+        if metric_type not in known and isinstance(value, (int, float)) and math.isfinite(value):
+            task = data.pipeline_tag or "other"
+            results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
     return results
-
-
-def _final_metrics(trainer: Any) -> dict[str, float]:
-    """Return the finite metrics of the weights that stay: of the best step if that was loaded, else the last ones."""
-    state = trainer.state
-    steps = [row["step"] for row in state.log_history if any(name.startswith("eval_") for name in row)]
-    has_ended = any("train_runtime" in row for row in state.log_history)
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint and has_ended:
-        steps.append(state.best_global_step)
-    values = {name: value for row in state.log_history if row["step"] in steps[-1:] for name, value in row.items()}
-    return {
-        name.removeprefix("eval_"): value
-        for name, value in values.items()
-        if name.startswith("eval_") and not name.endswith(_TIMES)
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    }
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -209,14 +194,6 @@ def _usage(folder: Path, trainer: Any, model: Any, base: str | None) -> str | No
         return None
     name = json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False)
     return f"from {library} import {loader}\n\nmodel = {loader}.from_pretrained({name})"
-
-
-def _task(model: Any) -> str | None:
-    """Return the Hub's name of a model's task, by its class, as Trainer's card has it."""
-    kind = type(model.get_base_model() if _is_adapter(model) else model).__name__.removeprefix("FSDP")
-    tasks: Mapping[str, Any] = modelcard.TASK_MAPPING  # to classes, one or several by architecture
-    matches = (task for task, kinds in tasks.items() for names in kinds.values() if kind in _listed(names))
-    return next(matches, None)
 
 
 def _is_adapter(model: Any) -> bool:

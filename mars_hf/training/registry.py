@@ -37,12 +37,8 @@ _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2
 class MarsFactory:
     """Make Mars where Trainer and others call an optimizer's class.
 
-    Trainer calls `factory()(model)`; others call it with groups of parameters, which keep what they state.
-
-    Args:
-        args: read at each call, because a search changes them in place.
-        settings: as of `factory`.
-        model: decides about the roles of parameters that come in groups.
+    Trainer calls `factory()(model)`; others call it with groups of parameters, which keep what they state, and whose
+    roles `model` decides. The arguments are read at each call, because a search changes them in place.
     """
 
     def __init__(self, args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None = None) -> None:
@@ -92,8 +88,6 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
-    if "param_rules" in settings:
-        settings["param_rules"] = list(settings["param_rules"])  # an iterator could be read once only
     resolve(settings, args)  # complains here, where the caller can see it
     return MarsFactory(args, settings), {}
 

@@ -28,13 +28,10 @@ _NOT_COPIED = ("train_dataset", "eval_dataset")
 class StalePass(TrainerCallback):
     """Run the micro-batches of each exact step at the previous step's parameters, ahead of the ordinary pass.
 
-    All micro-batches run at once, so gradients accumulate and synchronize as in an ordinary step, whatever wraps the
-    model. Each ordinary micro-batch starts from the random state of its stale one and so draws the same dropout masks.
-    Nothing else of a stale pass remains: it changes copies of the batches and of the Trainer's containers (metrics,
-    counters), and buffers of modules are restored.
-
-    Both passes need the same inputs. Those of `compute_loss` are compared, so a Trainer that generates or draws
-    different ones inside the step raises an error before the step.
+    All micro-batches run at once, so gradients accumulate and synchronize as in an ordinary step. Each ordinary
+    micro-batch starts from the random state of its stale one and so draws the same dropout masks. A stale pass changes
+    copies of the batches and of the Trainer's containers, and buffers of modules are restored. The inputs of
+    `compute_loss` are compared: a Trainer that generates or draws others inside the step raises an error before it.
 
     Args:
         trainer: a TrainerWithMars.

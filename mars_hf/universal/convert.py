@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.saved_settings import write_whole
 from mars_hf.universal.checkpoint import WEIGHTS, is_plain, known_layout, read, step_of
 
 _MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
@@ -59,9 +60,7 @@ def to_universal(source: str | Path, target: str | Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    latest = target.with_name(f".latest_universal-{target.name}")
-    latest.write_text(target.name)
-    latest.replace(target.with_name("latest_universal"))  # whoever reads it finds the old text or the new one
+    write_whole(target.with_name("latest_universal"), target.name)
 
 
 def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:
@@ -75,8 +74,6 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
     if not files:
         remedy = "give the folder that holds them, such as checkpoint-10/global_step10"
         raise ValueError(f"{folder} is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it; {remedy}")
-    if (folder / "offloaded_tensors").exists():
-        raise ValueError(f"the states of {folder} were offloaded to NVMe, which mars_hf does not know")
     model_file = next((folder / name for name in _MODEL_FILES.values() if (folder / name).is_file()), None)
     if model_file is None:
         raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
@@ -97,8 +94,6 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
     state = saved["optimizer_state_dict"]
     zero3 = "fp32_flat_groups" in state
     base = state["optimizer_state_dict" if zero3 else "base_optimizer_state"]
-    if not isinstance(base, dict):
-        raise ValueError(f"{file} was saved with elastic_checkpoint, which mars_hf does not know")
     if zero3:
         weights = state["fp32_flat_groups"]
         places = [_zero3_places(shapes, rank, world) for shapes in model["param_shapes"]]

@@ -267,16 +267,6 @@ def test_a_data_set_without_a_name(tmp_path):
     assert sorted(results) == [("unknown", "accuracy"), ("unknown", "loss")]
 
 
-def test_several_evaluation_sets(tmp_path):
-    run = trainer(arguments(tmp_path, **BY_NAME, **EVALUATED), eval_dataset={"de": Blocks(8), "de_at": Blocks(4)})
-    run.train()
-    results = {
-        (result.dataset_name, result.metric_type): result.metric_value for result in metadata_of(run).eval_results
-    }
-    logged = {name: value for row in run.state.log_history for name, value in row.items()}
-    assert results == {("de", "loss"): logged["eval_de_loss"], ("de_at", "loss"): logged["eval_de_at_loss"]}
-
-
 def test_results_of_the_best_weights(tmp_path):
     """With load_best_model_at_end the weights that stay are not those of the last evaluation."""
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
@@ -329,7 +319,7 @@ def test_adapter_of_peft(tmp_path, base):
     run.create_model_card()
     card, data = card_of(run), metadata_of(run)
     assert {"lora", "mars"} <= set(data.tags) and not any(tag.endswith(":") for tag in data.tags)
-    assert data.library_name == "peft" and data.pipeline_tag == "text-generation"
+    assert data.library_name == "peft"
     assert "- PEFT " in card and "## Optimizer" in card and str(tmp_path) not in card
     assert data.base_model == ("openai-community/gpt2" if base == "on the Hub" else None)
     assert ("from peft import AutoPeftModelForCausalLM" in card) == (base == "on the Hub")
