@@ -185,8 +185,8 @@ def divides_by_unused_scale(wrapper: Any) -> bool:
 
 def checkpoint_classes(names: Iterable[str]) -> list[Any]:
     """Import those of the names that are in `CHECKPOINT_CLASSES`; ImportError without DeepSpeed."""
-    known = (name.rpartition(".") for name in names if name in CHECKPOINT_CLASSES)
-    return [getattr(importlib.import_module(module), name) for module, _, name in known]
+    paths = (name.rpartition(".") for name in names if name in CHECKPOINT_CLASSES)
+    return [getattr(importlib.import_module(module), name) for module, _, name in paths]
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------

@@ -85,12 +85,16 @@ def assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
         names.setdefault(param, []).append(name)
     indices: dict[nn.Parameter, int] = {}
     for index, (pattern, _) in enumerate(rules):
-        matched = [param for param, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+        matched = [
+            param
+            for param, param_names in names.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in param_names)
+        ]
         trained = [param for param in matched if param.requires_grad]
         if all(param in indices for param in trained):
             earlier = {rules[indices[param]].pattern: None for param in trained}
             frozen = [names[param][0] for param in matched]
-            trainable = [name for param, known in names.items() if param.requires_grad for name in known]
+            trainable = [name for param, param_names in names.items() if param.requires_grad for name in param_names]
             raise ValueError(_why_unused(pattern, earlier, frozen, trainable))
         for param in trained:
             indices.setdefault(param, index)

@@ -63,8 +63,10 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
     rows = []
     for group in param_groups:
         names = group.get("param_names", ())
-        known = names and sizes.keys() >= set(names)
-        counts = [sizes[name] for name in names] if known else [shape_of(param).numel() for param in group["params"]]
+        are_of_model = names and sizes.keys() >= set(names)
+        counts = (
+            [sizes[name] for name in names] if are_of_model else [shape_of(param).numel() for param in group["params"]]
+        )
         rows.append(
             {
                 "role": group["role"],

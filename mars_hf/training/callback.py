@@ -152,7 +152,7 @@ class LastGradientCallback(TrainerCallback):
 def attach(trainer: Trainer) -> None:
     """Make one LastGradientCallback the first of a Trainer's: its metrics must reach the trackers among the others."""
     handler = trainer.callback_handler
-    callback = next((own for own in handler.callbacks if isinstance(own, LastGradientCallback)), None)
+    callback = next((each for each in handler.callbacks if isinstance(each, LastGradientCallback)), None)
     if callback is None:
         # Noted now, because DeepSpeed drops an instance before training begins.
         callback = LastGradientCallback(required=isinstance(trainer.optimizer, Mars))

@@ -25,7 +25,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
-    """Return the Mars that will step; RuntimeError if it is another optimizer, or another Mars than the expected one."""
+    """Return the Mars that will step; RuntimeError if it is another one, or not the expected Mars."""
     steps = innermost(optimizer)
     if isinstance(steps, Mars) and (expected is None or steps is expected):
         return steps
@@ -66,10 +66,10 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
             "or the optimizer that saved it, or load the checkpoint as the model, with from_pretrained"
         )
-    given, changed = saved_settings.to_json(mars.created_with), []
-    if resumes and saved["create"] is not None and given is not None:
+    stated, changed = saved_settings.to_json(mars.created_with), []
+    if resumes and saved["create"] is not None and stated is not None:
         create = saved["create"]
-        changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
+        changed = [f"{name}={create[name]} (given: {stated[name]})" for name in stated if create[name] != stated[name]]
         mars.created_with = check(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
     line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
@@ -98,13 +98,13 @@ def require_stale_gradients(mars: Mars) -> None:
 
 def require_parameters(optimizer: Any, model: nn.Module) -> None:
     """Raise RuntimeError unless Trainer's optimizer has every trainable parameter of the model; it may have others."""
-    known = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
+    param_ids = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
     while optimizer is not None:
         for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # of a model's parameters, in any dtype
-            known |= {id(param) for group in getattr(optimizer, name, ()) for param in group}
+            param_ids |= {id(param) for group in getattr(optimizer, name, ()) for param in group}
         optimizer = getattr(optimizer, "optimizer", None)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in known]
+    missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in param_ids]
     if not missing:
         return
     name, shape = missing[0]

@@ -151,7 +151,7 @@ def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) 
 def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:
     """Return the results in a card's metadata, and those at the end of training that they lack."""
     results = [result for result in data.eval_results or () if result.dataset_type]
-    known = [result.metric_type for result in results]
+    metric_types = [result.metric_type for result in results]
     state, rows = trainer.state, trainer.state.log_history
     if not any("train_runtime" in row for row in rows):
         return results
@@ -161,7 +161,7 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     name = ", ".join(dataset or _listed(data.datasets)) or "unknown"
     for metric, value in (modelcard.parse_log_history(rows)[2] or {}).items():
         metric_type = metric.lower().replace(" ", "_")
-        if metric_type not in known and isinstance(value, (int, float)) and math.isfinite(value):
+        if metric_type not in metric_types and isinstance(value, (int, float)) and math.isfinite(value):
             task = data.pipeline_tag or "other"
             results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
     return results

@@ -144,7 +144,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
             )
         return create(groups, **arguments)
     options = {name: value for name, value in arguments.items() if name in MODEL_DEFAULTS}
-    known = {
+    settings_of = {
         id(param): {name: value for name, value in group.items() if name != "params"}
         for group in param_groups(model, mars_type=mars_type, **options)
         for _, param in group["params"]
@@ -154,8 +154,10 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
     for index, group in enumerate(groups if groups and isinstance(groups[0], dict) else [{"params": groups}]):
         entries = group["params"]
         for entry in [entries] if isinstance(entries, Tensor) else entries:
-            own = known.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
-            split.setdefault((index, repr(own)), {**group, **own, "params": []})["params"].append(entry)
+            role_settings = settings_of.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
+            split.setdefault((index, repr(role_settings)), {**group, **role_settings, "params": []})["params"].append(
+                entry
+            )
     mars = create(split.values(), **{name: value for name, value in arguments.items() if name not in options})
     mars.created_with = arguments
     return mars
@@ -228,6 +230,6 @@ def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], tr
 
 def asking_for_mars(args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None) -> TrainingArguments:
     """Return a copy of the arguments that names MARS, for trainers that choose an optimizer by them."""
-    asks: Any = copy.copy(args)
-    asks.optim, asks.mars_factory = OptimizerNames(next(iter(OPTIM_NAMES))), MarsFactory(args, settings, model)
-    return asks
+    asking: Any = copy.copy(args)
+    asking.optim, asking.mars_factory = OptimizerNames(next(iter(OPTIM_NAMES))), MarsFactory(args, settings, model)
+    return asking

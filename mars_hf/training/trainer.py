@@ -55,14 +55,14 @@ class TrainerWithMars(_Base):
         super().__init__(*args, **kwargs)
         mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
         callback: LastGradientCallback = self._known(LastGradientCallback)[0]
-        callback.required |= self._own_settings is not None or mars is not None
+        callback.required |= self._mars_settings is not None or mars is not None
         callback.optimizer = callback.optimizer or mars
         self.add_callback(self._stale_pass)
         if not self._known(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
 
     @functools.cached_property  # read by __init__, or before by a class that makes its optimizer at once
-    def _own_settings(self) -> dict[str, Any] | None:
+    def _mars_settings(self) -> dict[str, Any] | None:
         """The settings of the Mars that this trainer makes; None where an optimizer is given."""
         if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
             return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
@@ -94,7 +94,7 @@ class TrainerWithMars(_Base):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
-        settings = self._own_settings
+        settings = self._mars_settings
         if self.optimizer is None and self._kept_optimizer is not None:
             self.optimizer = self._kept_optimizer
         args = self.args
@@ -121,17 +121,17 @@ class TrainerWithMars(_Base):
                 f"is_approx=False with {type(self).__name__}: exact MARS takes two gradients of one batch, and "
                 f"{method} makes new completions for each; use is_approx=True"
             )
-        own, given = mars.max_grad_norm, self.args.max_grad_norm
-        unset = given == type(self.args).__dataclass_fields__["max_grad_norm"].default
-        if own is not None and given != own and (not unset or self.is_deepspeed_enabled):
+        limit, args_limit = mars.max_grad_norm, self.args.max_grad_norm
+        unset = args_limit == type(self.args).__dataclass_fields__["max_grad_norm"].default
+        if limit is not None and args_limit != limit and (not unset or self.is_deepspeed_enabled):
             raise ValueError(
-                f"max_grad_norm={given!r} in TrainingArguments and {own!r} for MARS contradict each other; give one"
-                + (", in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "")
+                f"max_grad_norm={args_limit!r} in TrainingArguments and {limit!r} for MARS contradict each other; "
+                + ("give one, in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "give one")
             )
         self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
         mars.take_grad = True
         mars.expects_stale_gradients = mars.is_exact
-        if own is not None:  # off until a step in which it can clip
+        if limit is not None:  # off until a step in which it can clip
             mars.max_grad_norm = None
 
     def _give_back(self) -> None:
@@ -143,9 +143,9 @@ class TrainerWithMars(_Base):
     def clips_at(self) -> float:
         """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
         mars = innermost(self.optimizer)
-        own = mars.max_grad_norm if isinstance(mars, Mars) else None
-        own = self._adopted_with.get("max_grad_norm", own)
-        return self.args.max_grad_norm if own is None else own
+        norm = mars.max_grad_norm if isinstance(mars, Mars) else None
+        norm = self._adopted_with.get("max_grad_norm", norm)
+        return self.args.max_grad_norm if norm is None else norm
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the given scheduler, or the one that Trainer builds."""
@@ -162,12 +162,12 @@ class TrainerWithMars(_Base):
             mars.max_grad_norm = self.clips_at()
             return mars.grad_norm
         mars.max_grad_norm = None
-        given = self.args.max_grad_norm
+        max_grad_norm = self.args.max_grad_norm
         self.args.max_grad_norm = self.clips_at()
         try:
             return super()._clip_grad_norm(model)
         finally:
-            self.args.max_grad_norm = given
+            self.args.max_grad_norm = max_grad_norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
@@ -182,9 +182,9 @@ class TrainerWithMars(_Base):
         # Exact MARS clips two gradients, and both the same way.
         if mars.is_exact or self.accelerator.scaler is not None or self._clips_by_itself():
             return False
-        known = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
+        of_mars = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
         # Trainer's norm is that of the model: not of weights in a loss.
-        return known == {id(param) for param in model.parameters() if param.grad is not None}
+        return of_mars == {id(param) for param in model.parameters() if param.grad is not None}
 
     def _clips_by_itself(self) -> bool:
         """Return whether a class or the instance overrides Trainer's clipping, and may look at clipped gradients."""
@@ -275,12 +275,12 @@ def with_mars(trainer_class: type[Trainer]) -> type[Trainer]:
         return trainer_class
     if trainer_class not in _combined:
         namespace = {"__doc__": f"{trainer_class.__name__} with MARS; see mars_hf.MarsTrainer.", "__module__": __name__}
-        made = type(f"Mars{trainer_class.__name__}", (TrainerWithMars, trainer_class), namespace)
+        combined = type(f"Mars{trainer_class.__name__}", (TrainerWithMars, trainer_class), namespace)
         signature = inspect.signature(trainer_class)
-        own = inspect.Parameter("mars_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None)
-        params = sorted([*signature.parameters.values(), own], key=lambda param: param.kind)
-        made.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
-        _combined[trainer_class] = made
+        mars_kwargs = inspect.Parameter("mars_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None)
+        params = sorted([*signature.parameters.values(), mars_kwargs], key=lambda param: param.kind)
+        combined.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+        _combined[trainer_class] = combined
     return _combined[trainer_class]
 
 

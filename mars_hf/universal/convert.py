@@ -24,7 +24,7 @@ class Rank(NamedTuple):
     zero3: bool
     weights: list[Tensor]
     states: list[dict[str, Any]]
-    places: list[dict[str, tuple[int, int]]]  # start and length
+    offsets: list[dict[str, tuple[int, int]]]  # start and length
     common: dict[str, Any]
 
 
@@ -96,11 +96,11 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
     base = state["optimizer_state_dict" if zero3 else "base_optimizer_state"]
     if zero3:
         weights = state["fp32_flat_groups"]
-        places = [_zero3_places(shapes, rank, world) for shapes in model["param_shapes"]]
+        offsets = [_zero3_offsets(shapes, rank, world) for shapes in model["param_shapes"]]
     else:
         weights = state["single_partition_of_fp32_groups"]
-        places = [
-            {name: (place.start, place.numel) for name, place in mapping.items()}
+        offsets = [
+            {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
             for mapping in state["param_slice_mappings"]
         ]
     keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -108,7 +108,7 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
     common |= {"ds_version": saved["ds_version"], "param_groups": base["param_groups"]}
     states = [base["state"].get(index, {}) for index in range(len(weights))]
     _refuse_paths({key for state in states for key in state}, file)
-    return Rank(zero3, weights, states, places, common)
+    return Rank(zero3, weights, states, offsets, common)
 
 
 def _refuse_paths(names: Iterable[Any], file: Path) -> None:
@@ -118,24 +118,24 @@ def _refuse_paths(names: Iterable[Any], file: Path) -> None:
             raise ValueError(f"{file} names a parameter or state {name!r}, which cannot be the name of a file")
 
 
-def _zero3_places(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
+def _zero3_offsets(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Each parameter is cut into equal shares; the last ones may be padded or empty."""
-    places, start = {}, 0
+    offsets, start = {}, 0
     for name, shape in shapes.items():
         share = -(-shape.numel() // world)
-        places[name] = start, min(share, max(0, shape.numel() - rank * share))
+        offsets[name] = start, min(share, max(0, shape.numel() - rank * share))
         start += share
-    return places
+    return offsets
 
 
 def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: Path) -> None:
     """Make a folder for each parameter, with a file for its weights and each of its states."""
     from tqdm import tqdm
 
-    names = [(index, name) for index in range(len(ranks[0].places)) for rank in ranks for name in rank.places[index]]
+    names = [(index, name) for index in range(len(ranks[0].offsets)) for rank in ranks for name in rank.offsets[index]]
     for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
         (folder / name).mkdir(parents=True)
-        holders = [rank for rank in ranks if name in rank.places[index]]
+        holders = [rank for rank in ranks if name in rank.offsets[index]]
         for key in (WEIGHTS, *holders[0].states[index]):
             flat = [rank.weights[index] if key == WEIGHTS else rank.states[index][key] for rank in holders]
             if key == "step":
@@ -145,7 +145,7 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
                 raise ValueError(
                     f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
                 )
-            slices = [slice(start, start + numel) for start, numel in (rank.places[index][name] for rank in holders)]
+            slices = [slice(start, start + numel) for start, numel in (rank.offsets[index][name] for rank in holders)]
             whole = torch.cat([value[part] for value, part in zip(flat, slices, strict=True)])
             if whole.numel() != shapes[name].numel():
                 shape = tuple(shapes[name])

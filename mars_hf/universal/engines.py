@@ -67,13 +67,13 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
     for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
-        places = [str(zero / engine.param_names[param]) for param in params]
+        folders = [str(zero / engine.param_names[param]) for param in params]
         state = engine.optimizer.state[flat] = {}
         for key, value in states[params[0]].items():
             if key == "step":
                 state[key] = value
             elif key != WEIGHTS:
-                pieces = [read(place, key, param=param) for place, param in zip(places, params, strict=True)]
+                pieces = [read(folder, key, param=param) for folder, param in zip(folders, params, strict=True)]
                 state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
                 state[key][: sum(map(len, pieces))] = torch.cat(pieces)
 
