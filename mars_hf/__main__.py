@@ -49,7 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)
     elif options.command == "configs":
-        print(_launch_configs())
+        package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout
+        folders = [path / "accelerate_configs" for path in (package, package.parent)]
+        print(folders[0] if folders[0].is_dir() else folders[1])
     elif options.command == "suggest":
         try:
             print(suggest.run(options))
@@ -98,13 +100,6 @@ def replace_trainer() -> None:
     from mars_hf.training.trainer import MarsTrainer  # registers
 
     transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
-
-
-def _launch_configs() -> Path:
-    """Return the folder of the launch configs: in the package of a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    folder = package / "accelerate_configs"
-    return folder if folder.is_dir() else package.parent / "accelerate_configs"
 
 
 if __name__ == "__main__":

@@ -58,10 +58,6 @@ def _are_coefficients(value: Any) -> bool:
     return all(len(triple) == 3 and not math.isnan(sum(map(_number, triple))) for triple in triples)
 
 
-def _are_sizes(value: Any) -> bool:
-    return all(type(size) is int and size > 0 for size in value)
-
-
 _NUMBER = Kind("a finite number >= 0", lambda value: _number(value) >= 0, float, float)
 _RATE = Kind(
     "a finite number >= 0, or a tensor of one element",
@@ -86,7 +82,11 @@ _COEFFICIENTS = Kind(
 )
 _SPLIT = Kind(
     "'auto', 'none', or a mapping of name patterns to sizes",
-    lambda value: value in ("auto", "none") if isinstance(value, str) else all(map(_are_sizes, value.values())),
+    lambda value: (
+        value in ("auto", "none")
+        if isinstance(value, str)
+        else all(type(size) is int and size > 0 for sizes in value.values() for size in sizes)
+    ),
     names=("auto", "none"),
 )
 _LAYOUT = Kind(

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, is_initialized
-from torch import nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -51,7 +49,6 @@ class LastGradientCallback(TrainerCallback):
         self.optimizer = optimizer
         self.required = required
         self._mars: Mars | None = None
-        self._was_finite = True
         self._active: list[Any] | None = None  # adapters of each layer for which the parameters have been checked
 
     def on_train_begin(
@@ -67,7 +64,11 @@ class LastGradientCallback(TrainerCallback):
         if self.required or _asks_for_mars(args, self.trainer) or isinstance(guard.innermost(optimizer), Mars):
             self._mars = guard.require_mars(optimizer, self.optimizer)
             self._model = kwargs["model"]
-            self._adapted = [layer for layer in self._model.modules() if _is_adapted(layer)]
+            self._adapted = [
+                layer
+                for layer in self._model.modules()
+                if any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
+            ]
             self._active = None
             guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
@@ -110,13 +111,6 @@ class LastGradientCallback(TrainerCallback):
         """Put the metrics of the last step where trackers and the history see them."""
         if self._mars is not None and "loss" in logs:
             metrics = self._mars.pop_metrics()
-            is_finite = math.isfinite(metrics.get("mars/update_rms", 0.0))
-            if self._was_finite and not is_finite and state.is_world_process_zero:
-                _log(
-                    logging.WARNING,
-                    "the last update of MARS was not finite; mars_hf.NonFiniteCallback stops such a run",
-                )
-            self._was_finite = is_finite
             logs.update(metrics)
             if state.log_history:
                 state.log_history[-1].update(metrics)  # Trainer keeps a copy made before the callbacks ran
@@ -136,7 +130,12 @@ class LastGradientCallback(TrainerCallback):
 
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
-        merged = [layer for layer in self._adapted if layer.merged and _trains_adapters(layer)]
+        merged = [
+            layer
+            for layer in self._adapted
+            if layer.merged
+            and any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+        ]
         if merged:
             names = sorted({name for layer in merged for name in layer.merged_adapters})
             raise RuntimeError(
@@ -161,15 +160,6 @@ def attach(trainer: Trainer) -> None:
 
 
 _compat.call_after(Trainer, "__init__", attach)
-
-
-def _is_adapted(layer: nn.Module) -> bool:
-    """Return whether a layer holds adapters of PEFT."""
-    return any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
-
-
-def _trains_adapters(layer: nn.Module) -> bool:
-    return any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
 
 
 def _log(level: int, message: str) -> None:

@@ -179,17 +179,15 @@ class TrainerWithMars(_Base):
         return grad_norm
 
     def _can_fold(self, mars: Mars, model: Any) -> bool:
+        # A class or the instance may override Trainer's clipping, and look at clipped gradients.
+        owners = [self, *(kind for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer))]
+        clips_by_itself = any("_clip_grad_norm" in vars(owner) for owner in owners)
         # Exact MARS clips two gradients, and both the same way.
-        if mars.is_exact or self.accelerator.scaler is not None or self._clips_by_itself():
+        if mars.is_exact or self.accelerator.scaler is not None or clips_by_itself:
             return False
         of_mars = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
         # Trainer's norm is that of the model: not of weights in a loss.
         return of_mars == {id(param) for param in model.parameters() if param.grad is not None}
-
-    def _clips_by_itself(self) -> bool:
-        """Return whether a class or the instance overrides Trainer's clipping, and may look at clipped gradients."""
-        owners = [vars(kind) for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer)]
-        return any("_clip_grad_norm" in names for names in (vars(self), *owners))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""

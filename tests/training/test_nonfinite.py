@@ -207,9 +207,3 @@ def test_a_gradient_that_no_loss_scale_helps_counts(tmp_path, reports, monkeypat
     with pytest.raises(NonFiniteError):
         run.train()
     assert [line.split(":")[0] for line in reports()] == ["step 4", "step 5", "step 6"]  # 8, 4 and 2 come first
-
-
-def test_plain_trainer_warns_once(tmp_path, caplog):
-    make(tmp_path, from_step(3, GRADIENT), kind=Trainer).train()
-    messages = [record.getMessage() for record in caplog.records]
-    assert len([message for message in messages if message.startswith("the last update of MARS was not finite")]) == 1
