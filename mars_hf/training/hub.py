@@ -91,6 +91,11 @@ def leave(trainer: Any) -> None:
     card = folder / CARD
     with _warning(trainer):
         save_settings(trainer, folder)
+        push = getattr(trainer, "push_in_progress", None)
+        if push is not None and not push.is_done():  # it reads the card
+            if not _has_ended(trainer):
+                return
+            push.wait_until_done()
         has_config = hasattr(trainer.model, "config")  # which Trainer's card reads
         if has_config and trainer.is_world_process_zero() and (not card.exists() or _is_sealed(card)):
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
@@ -153,7 +158,7 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     results = [result for result in data.eval_results or () if result.dataset_type]
     metric_types = [result.metric_type for result in results]
     state, rows = trainer.state, trainer.state.log_history
-    if not any("train_runtime" in row for row in rows):
+    if not _has_ended(trainer):
         return results
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint:  # whose weights stay
         rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
@@ -165,6 +170,10 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
             task = data.pipeline_tag or "other"
             results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
     return results
+
+
+def _has_ended(trainer: Any) -> bool:
+    return any("train_runtime" in row for row in trainer.state.log_history)
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from hub_server import mistakes_in
 from huggingface_hub import ModelCard
 from torch import nn
-from transformers import GPT2LMHeadModel, Trainer, default_data_collator, modelcard
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator, modelcard
 
 import mars_hf
 from mars_hf.training import hub
@@ -204,6 +205,26 @@ def test_a_card_of_the_user_stays(tmp_path, content):
     run.train()
     run.save_model()
     assert (tmp_path / "README.md").read_bytes() == content and saved(tmp_path)["create"]["lr"] == 1e-3
+
+
+def test_a_card_is_not_rewritten_while_it_is_pushed(tmp_path):
+    """A push in the background would upload half of it; only the end of training waits."""
+    run = trainer(arguments(tmp_path, **BY_NAME))
+    run.train()
+    before, run.args.max_steps = card_of(run), 3
+    seen = []
+    run.push_in_progress = SimpleNamespace(is_done=lambda: False, wait_until_done=lambda: seen.append(card_of(run)))
+    run.add_callback(PushEachStep(run))
+    run.train()
+    assert seen[0] == before and "- training_steps: 3\n" in card_of(run)
+
+
+class PushEachStep(TrainerCallback):
+    def __init__(self, run) -> None:
+        self.run = run
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.run.callback_handler.on_push_begin(args, state, control)
 
 
 class Regression(nn.Module):
