@@ -89,7 +89,8 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
         print(f"model       {model.num_parameters():,} parameters, {model.config.activation_function}")
         if model.config.vocab_size in GPT2_VOCABULARY:
             try:
-                AutoTokenizer.from_pretrained("openai-community/gpt2").save_pretrained(folder)
+                tokenizer = AutoTokenizer.from_pretrained("openai-community/gpt2", trust_remote_code=False)
+                tokenizer.save_pretrained(folder)
             except OSError as error:
                 print(f"tokenizer   none: {' '.join(str(error).split())}")
         folder.rename(output)
