@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 namespace {
 
@@ -48,6 +49,13 @@ struct Tensors {
     uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[LISTS + (LISTS + 1) * count + i]); }
     int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
     bool has(List list) const { return type(list) != ABSENT; }
+    bool is_double() const { return std::count(words, words + LISTS, FLOAT64) > 0; }  // the type of the arithmetic
+
+    int64_t rows(int64_t first, int64_t last) const {
+        int64_t total = 0;
+        for (int64_t i = first; i < last; i++) total += rows(i);
+        return total;
+    }
 };
 
 // --- types ----------------------------------------------------------------------------------------------------------
@@ -143,8 +151,7 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
 // Calls work(tensor, offset, elements, row) for this thread's share of the rows of tensors `first` to `last`.
 template <class Work>
 void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
-    int64_t rows = 0, row = 0;
-    for (int64_t i = first; i < last; i++) rows += tensors.rows(i);
+    int64_t rows = tensors.rows(first, last), row = 0;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
     for (int64_t i = first; i < last && row < end; row += tensors.rows(i++)) {
@@ -238,8 +245,10 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
 }
 
 template <class T>
-void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products, bool corrected, double* rows,
-          double* out, int64_t threads) {
+void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products, bool corrected, double* out,
+          int64_t threads) {
+    std::unique_ptr<double[]> of_rows(new double[SUMS * tensors.rows(0, tensors.count)]);
+    double* rows = of_rows.get();
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
     share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
         row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
@@ -334,11 +343,6 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
     }
 }
 
-double clip_factor(double square, double threshold) {
-    double ratio = std::sqrt(square) / threshold;
-    return 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
-}
-
 // Computes the clipping factors of tensors `first` to `last`, rows from `sums` on; all threads of a team take part.
 template <class T>
 void set_clip_factors(const Tensors& tensors, Scalars<double>* scalars, int64_t first, int64_t last, double* sums) {
@@ -349,15 +353,18 @@ void set_clip_factors(const Tensors& tensors, Scalars<double>* scalars, int64_t 
     });
 #pragma omp barrier
 #pragma omp single
-    for (int64_t i = first, row = 0; i < last; row += tensors.rows(i++))
-        scalars[i].clip_factor = clip_factor(total(sums + row, tensors.rows(i)), scalars[i].clip_threshold);
+    for (int64_t i = first; i < last; sums += tensors.rows(i++)) {
+        double ratio = std::sqrt(total(sums, tensors.rows(i))) / scalars[i].clip_threshold;
+        scalars[i].clip_factor = 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
+    }
 }
 
 template <class T>
-void update(const Tensors& tensors, Scalars<double>* scalars, const Options& options, double* sums, int64_t threads) {
+void update(const Tensors& tensors, Scalars<double>* scalars, const Options& options, int64_t threads) {
+    std::unique_ptr<double[]> sums(new double[options.clips ? tensors.rows(0, tensors.count) : 0]);
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
     in_waves(tensors, [&](int64_t first, int64_t last) {
-        if (options.clips) set_clip_factors<T>(tensors, scalars, first, last, sums);
+        if (options.clips) set_clip_factors<T>(tensors, scalars, first, last, sums.get());
         share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
             update_row<T>(tensors, scalars[i], options, i, at, n);
         });
@@ -366,20 +373,20 @@ void update(const Tensors& tensors, Scalars<double>* scalars, const Options& opt
 
 }  // namespace
 
-// `rows`: four doubles per row. `out`: 4 x count.
-extern "C" void mars_sums(int64_t count, const int64_t* words, const double* scalars, int64_t in_double,
-                          int64_t products, int64_t corrected, double* rows, double* out, int64_t threads) {
-    auto call = in_double ? sums<double> : sums<float>;
-    call({count, words}, reinterpret_cast<const Scalars<double>*>(scalars), products, corrected, rows, out, threads);
+// `out`: 4 x count.
+extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t products,
+                          int64_t corrected, double* out, int64_t threads) {
+    Tensors tensors{count, words};
+    auto call = tensors.is_double() ? sums<double> : sums<float>;
+    call(tensors, scalars, products, corrected, out, threads);
 }
 
-// `rows`: one double per row if it clips, else empty.
-extern "C" void mars_update(int64_t count, const int64_t* words, double* scalars, int64_t in_double, int64_t rule,
+extern "C" void mars_update(int64_t count, const int64_t* words, Scalars<double>* scalars, int64_t rule,
                             int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t stochastic,
-                            double* rows, int64_t threads) {
+                            int64_t threads) {
     Tensors tensors{count, words};
     Last last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
     Options options{static_cast<Rule>(rule), last, square_gradient != 0, clips != 0, stochastic != 0};
-    auto call = in_double ? update<double> : update<float>;
-    call(tensors, reinterpret_cast<Scalars<double>*>(scalars), options, rows, threads);
+    auto call = tensors.is_double() ? update<double> : update<float>;
+    call(tensors, scalars, options, threads);
 }

@@ -26,11 +26,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Must match cpu.cpp, as `RULES` must: types by number (0 means no tensor), and the elements of a row (one partial sum
-# each).
+# Must match cpu.cpp, as `RULES` must: types by number; 0 means no tensor.
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
-ROW = 4096
 _COLUMNS = 13  # fields of Scalars in cpu.cpp
 
 
@@ -55,13 +53,10 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    rows = torch.empty(4 * _rows(gradients), dtype=torch.float64, device="cpu")
-    scalars = _scalars(len(gradients), scale, last_scales, k)
-    lists = [[], gradients, [], [], last_grads]
-    table = _table(lists)
-    _loaded().mars_sums(
-        len(gradients), _address(table), _address(scalars), _is_double(lists), products, corrected,
-        rows.data_ptr(), result.data_ptr(), torch.get_num_threads(),
+    table, scalars = _table([[], gradients, [], [], last_grads]), _scalars(len(gradients), scale, last_scales, k)
+    _library().mars_sums(
+        len(gradients), _address(table), _address(scalars), products, corrected,
+        result.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return result
 
@@ -79,9 +74,7 @@ def update(
     With `clip_threshold` the kernel computes the factors itself, right before a tensor's update, while its gradients
     are in the cache.
     """
-    lists = [params, gradients, exp_avgs, exp_avg_sqs, last_grads]
     lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
-    clips = options.clip_threshold is not None
     corrects = options.rule == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
     rates = {t: lr / (1 - beta1**t) if corrects else lr for t in set(steps)}
@@ -90,21 +83,12 @@ def update(
         *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
         *([rates[t] for t in steps], [roots[t] for t in steps], options.eps, options.clip_threshold),
     )
-    rows = torch.empty(_rows(params) if clips else 0, dtype=torch.float64, device="cpu")
-    table = _table(lists, options.seeds)
-    _loaded().mars_update(
-        len(params), _address(table), _address(scalars), _is_double(lists),
-        RULES.index(options.rule), options.second_moment == "gradient", options.keep_last, clips, bool(options.seeds),
-        rows.data_ptr(), torch.get_num_threads(),
+    table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.seeds)
+    _library().mars_update(
+        len(params), _address(table), _address(scalars), RULES.index(options.rule),
+        options.second_moment == "gradient", options.keep_last, options.clip_threshold is not None,
+        bool(options.seeds), torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _is_double(lists: Sequence[Sequence[Tensor]]) -> bool:
-    return any(tensors[0].dtype == torch.float64 for tensors in lists if tensors)
-
-
-def _rows(tensors: Sequence[Tensor]) -> int:
-    return sum(-(-tensor.numel() // ROW) for tensor in tensors)
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
@@ -136,15 +120,8 @@ def _address(words: array[Any]) -> int:
     return words.buffer_info()[0]
 
 
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    if library is None:
-        raise RuntimeError("the compiled kernels could not be made; a warning has said why")
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> Any:
     """Return the kernels, or None if they cannot be compiled or loaded."""
     try:
         library = compiler.load(SOURCE)
@@ -152,8 +129,7 @@ def _library() -> ctypes.CDLL | None:
         logger.warning("MARS takes its slower CPU path for the rest of this run. %s", error)
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
-    library.mars_sums.argtypes = [word, *[address] * 2, *[word] * 3, *[address] * 2, word]
-    library.mars_sums.restype = None
-    library.mars_update.argtypes = [word, *[address] * 2, *[word] * 6, address, word]
-    library.mars_update.restype = None
+    library.mars_sums.argtypes = [word, address, address, word, word, address, word]
+    library.mars_update.argtypes = [word, address, address, *[word] * 6]
+    library.mars_sums.restype = library.mars_update.restype = None
     return library
