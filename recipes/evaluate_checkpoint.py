@@ -22,7 +22,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run.errors import one_line_errors
+from pretraining.run import errors
 from tasks import evaluation, models
 from transformers import HfArgumentParser
 
@@ -54,7 +54,7 @@ class Arguments:
     use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU."})
 
 
-@one_line_errors("evaluate_checkpoint.py")
+@errors.one_line_errors("evaluate_checkpoint.py")
 def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
@@ -134,4 +134,4 @@ def held_out_loss(args: Arguments, model: Any, tokenizer: Any | None, accelerato
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -24,7 +24,7 @@ import datasets
 import metrics
 from peft import get_peft_model
 from pretraining.data import embedded
-from pretraining.run.errors import one_line_errors
+from pretraining.run import errors
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, Start
 from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
@@ -76,7 +76,8 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
         super().__post_init__()
 
 
-def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
+@errors.one_line_errors("finetune_lm.py")
+def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
     (args,) = HfArgumentParser(FinetuneArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
@@ -135,11 +136,5 @@ def blocks(documents: datasets.Dataset, column: str, tokenizer: Any, block: int)
     return datasets.Dataset.from_dict({"input_ids": sequences, "labels": labels})
 
 
-@one_line_errors("finetune_lm.py")
-def main(argv: list[str] | None = None) -> None:
-    """Train; `argv` is the command line without the program's name."""
-    train(argv)
-
-
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -20,7 +20,7 @@ import datasets
 import metrics
 import numpy as np
 from PIL import Image
-from pretraining.run.errors import one_line_errors
+from pretraining.run import errors
 from sklearn.datasets import load_digits
 from tasks import finetuning
 from tasks.finetuning import RecipeArguments, Start
@@ -72,7 +72,8 @@ class VitArguments(RecipeArguments, TrainingArguments):
         super().__post_init__()
 
 
-def train(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
+@errors.one_line_errors("finetune_vit.py")
+def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
     (args,) = HfArgumentParser(VitArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
@@ -149,11 +150,5 @@ def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
     return ViTForImageClassification(config), ViTImageProcessor(size={"height": image_size, "width": image_size})
 
 
-@one_line_errors("finetune_vit.py")
-def main(argv: list[str] | None = None) -> None:
-    """Train; `argv` is the command line without the program's name."""
-    train(argv)
-
-
 if __name__ == "__main__":
-    main()
+    errors.run(main)

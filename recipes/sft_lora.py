@@ -23,7 +23,7 @@ from typing import Any
 
 import datasets
 from pretraining.data import embedded
-from pretraining.run.errors import one_line_errors
+from pretraining.run import errors
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, Start
 from transformers import HfArgumentParser, set_seed
@@ -64,7 +64,8 @@ class SftArguments(RecipeArguments, LoraArguments, SFTConfig):
         super().__post_init__()
 
 
-def train(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
+@errors.one_line_errors("sft_lora.py")
+def main(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
     (args,) = HfArgumentParser(SftArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
@@ -121,11 +122,5 @@ def described_functions(sources: Sequence[str]) -> Iterator[dict[str, str]]:
                 yield {"prompt": prompt, "completion": f'    """{text.splitlines()[0]}"""\n'}
 
 
-@one_line_errors("sft_lora.py")
-def main(argv: list[str] | None = None) -> None:
-    """Train; `argv` is the command line without the program's name."""
-    train(argv)
-
-
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -46,7 +46,7 @@ def text(tmp_path_factory):
 
 def run(base, text, output, *argv):
     paths = ["--model_name_or_path", str(base), "--dataset_name", str(text), "--output_dir", str(output)]
-    return finetune_lm.train([*FEW, *paths, "--text_column", "body", *argv])
+    return finetune_lm.main([*FEW, *paths, "--text_column", "body", *argv])
 
 
 def first(trainer):
@@ -150,11 +150,13 @@ def test_wrong_input(words, line, base, text, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("runs/*/metrics.json"))
 
 
-def test_finished_run_is_not_overwritten_and_divergence_is_named(base, text, tmp_path):
+def test_finished_run_is_not_overwritten_and_divergence_is_named(base, text, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match="run holds a finished run; give another --output_dir, or delete it"):
+    with pytest.raises(SystemExit):
         run(base, text, tmp_path / "run")
-    argv = ["--learning_rate", "1e30", "--max_grad_norm", "0", "--optim", "adamw_torch"]
-    with pytest.raises(ValueError, match=r"non-finite; give a --learning_rate below 1e\+30"):
+    assert "run holds a finished run; give another --output_dir, or delete it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        argv = ["--learning_rate", "1e30", "--max_grad_norm", "0", "--optim", "adamw_torch"]
         run(base, text, tmp_path / "diverged", *argv)
+    assert "non-finite; give a --learning_rate below 1e+30" in capsys.readouterr().err

@@ -23,7 +23,7 @@ TINY = [
 def finished(tmp_path_factory):
     """Train a tiny ViT on the digits."""
     output = tmp_path_factory.mktemp("runs") / "vit"
-    trainer, found = finetune_vit.train([*TINY, "--learning_rate", "1e-2", "--output_dir", str(output)])
+    trainer, found = finetune_vit.main([*TINY, "--learning_rate", "1e-2", "--output_dir", str(output)])
     return output, trainer, found
 
 
@@ -72,7 +72,7 @@ def folder(tmp_path):
 
 def test_a_folder_of_images(folder, tmp_path):
     argv = ["--dataset_name", str(folder), "--image_size", "8", "--output_dir", str(tmp_path / "run")]
-    trainer, found = finetune_vit.train([*TINY, *argv, "--max_steps", "20"])
+    trainer, found = finetune_vit.main([*TINY, *argv, "--max_steps", "20"])
     assert len(trainer.eval_dataset) == 8 and found["dataset"] == str(folder)
     assert found["eval_accuracy"] == 1
     assert trainer.model.config.id2label == {0: "bright", 1: "dark"}
@@ -82,7 +82,7 @@ def test_a_pretrained_model_goes_on_with_other_classes(finished, folder, tmp_pat
     source, _, _ = finished
     argv = ["--dataset_name", str(folder), "--model_name_or_path", str(source), "--output_dir", str(tmp_path / "run")]
     few = ["--max_steps", "3", "--eval_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "true"]
-    trainer, found = finetune_vit.train([*few, *argv])
+    trainer, found = finetune_vit.main([*few, *argv])
     assert found["learning_rate"] == 6.4e-5
     before = AutoModelForImageClassification.from_pretrained(source).state_dict()
     after = trainer.model.state_dict()
@@ -99,14 +99,14 @@ def test_a_pretrained_model_goes_on_with_other_classes(finished, folder, tmp_pat
 )
 def test_the_default_run_ends_above_nine_tenths(optim, tmp_path):
     argv = ["--optim", optim, "--output_dir", str(tmp_path / "run"), "--disable_tqdm", "true", "--use_cpu", "true"]
-    _, found = finetune_vit.train(argv)
+    _, found = finetune_vit.main(argv)
     assert found["eval_accuracy"] > 0.9
 
 
 def test_a_run_is_reproducible(tmp_path):
     runs = []
     for number in range(2):
-        trainer, _ = finetune_vit.train([*TINY, "--max_steps", "4", "--output_dir", str(tmp_path / str(number))])
+        trainer, _ = finetune_vit.main([*TINY, "--max_steps", "4", "--output_dir", str(tmp_path / str(number))])
         runs.append(list(trainer.model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

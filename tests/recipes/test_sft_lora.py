@@ -44,7 +44,7 @@ def instructions(tmp_path_factory):
 
 def run(base, instructions, output, *argv):
     paths = ["--model_name_or_path", str(base), "--dataset_name", str(instructions), "--output_dir", str(output)]
-    return sft_lora.train([*FEW, *paths, *argv])
+    return sft_lora.main([*FEW, *paths, *argv])
 
 
 def first(trainer):
@@ -161,7 +161,7 @@ def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sft_lora, "_BASE_SETTINGS", [*tiny, *more, "--sample_tokens", "0"])
     argv = [*FEW, "--learning_rate", "1e-2"]
     for run_name in ("first", "second"):
-        trainer, found = sft_lora.train([*argv, "--output_dir", str(tmp_path / "runs" / run_name)])
+        trainer, found = sft_lora.main([*argv, "--output_dir", str(tmp_path / "runs" / run_name)])
         assert found["eval_loss"] < first(trainer)["eval_loss"] - 0.02
     assert capsys.readouterr().out.count("pretraining a small GPT-2") == 1
 
