@@ -79,10 +79,9 @@ def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int,
     batch, rest = list(shape[: int(layout.batched)]), list(shape[int(layout.batched) :])
     if layout.transposed:
         rest[0], rest[1] = rest[1], rest[0]
-    out, cols = rest[0], math.prod(rest[1:])
-    parts = layout.parts or (out,)
-    repeats = out // sum(parts) if out else 0
-    return [(*batch, repeats * rows, cols) for rows in parts]
+    parts = layout.parts or (rest[0],)
+    repeats = rest[0] // sum(parts) if rest[0] else 0
+    return [(*batch, repeats * rows, math.prod(rest[1:])) for rows in parts]
 
 
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
@@ -111,10 +110,8 @@ def of_model(
         model: any module.
         split_fused: projections to split into their parts.
 
-            - `"auto"`: query, key and value in `nn.MultiheadAttention`, in any `qkv` with three times as many outputs
-              as inputs, and in GPT-2, GPTBigCode, GPT-NeoX, BLOOM, Falcon, CodeGen, MPT, ModernBERT, Phi-3 and DeBERTa
-              of transformers; gate and up in `gate_up_proj`. Interleaved ones (a head's query, key and value side by
-              side) are split the way the model computes them. Anything else stays one matrix.
+            - `"auto"`: those of the table `_FUSED`, any `qkv` with three times as many outputs as inputs, and gate and
+              up in `gate_up_proj`, the way the model computes them. Anything else stays one matrix.
             - `"none"`: none, as in reference implementations.
             - a mapping of shell patterns of parameter names to sizes along the output dimension (see
               `MatrixLayout.parts`): these only, those of unknown modules too. The first match counts.

@@ -80,17 +80,13 @@ def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.devic
 def compute_directions(
     momenta: Sequence[Tensor], settings: Sequence[NewtonSchulz], out_dtype: torch.dtype
 ) -> list[Tensor]:
-    """Orthogonalize whole first moments and multiply them by their scale.
+    """Orthogonalize whole first moments, each with its settings, and multiply them by their scale.
 
-    Matrices of one shape and the same settings go through Newton-Schulz together, whichever parameters they belong to.
-
-    Args:
-        momenta: the first moments: the parameters' shapes, any strides; not modified.
-        settings: one for each.
-        out_dtype: dtype of the results; the scale is applied in it, so the iteration's result is rounded once.
+    Matrices of one shape and the same settings go through Newton-Schulz together. The scale is applied in the dtype of
+    the results, so the iteration's result is rounded once.
 
     Returns:
-        New tensors with the shapes and strides of `momenta`.
+        New tensors with the shapes and strides of `momenta`, which are not modified.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     layouts = []
@@ -140,9 +136,9 @@ def plan_rounds(
 
     Args:
         matrices: all of them, with and without gradients.
-        ranks: number of ranks that hold the shards of a copy; 1 for whole matrices.
+        ranks: number of ranks that hold the shards of a copy.
         replicas: number of copies.
-        max_elements: of the whole matrices that a rank receives in one round; one matrix may have more.
+        max_elements: of the whole matrices that a rank receives in one round, unless one has more.
     """
     matrices = sorted(matrices, key=lambda matrix: (-matrix.cost, matrix.param_index))
     workers, busiest = _divide(matrices, ranks * replicas, -1.0)
@@ -214,7 +210,10 @@ class Exchange:
     def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
         """Plan."""
         self.groups = groups
-        (self._ranks, self._rank), (self._replicas, self._replica) = map(_size_and_rank, groups[:2])
+        sizes = [
+            (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group)) for group in groups[:2]
+        ]
+        (self._ranks, self._rank), (self._replicas, self._replica) = sizes
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
 
     @torch.no_grad()
@@ -253,12 +252,8 @@ class Exchange:
         work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
     ) -> dict[int, Tensor]:
         """Return this rank's shards of what its replica works on; `leaving` are the ranks and indices of these."""
-        coming = [
-            (rank, matrix, part)
-            for rank in range(self._ranks)
-            for matrix in owned
-            if (part := matrix.slice_of(rank)) is not None
-        ]
+        slices = [(rank, matrix, matrix.slice_of(rank)) for rank in range(self._ranks) for matrix in owned]
+        coming = [(rank, matrix, part) for rank, matrix, part in slices if part is not None]
         sent, received = [0] * self._ranks, [0] * self._ranks
         for rank, index in leaving:
             sent[rank] += shards[index].numel()
@@ -329,10 +324,6 @@ class Exchange:
 def pads(sizes: Sequence[int]) -> bool:
     """Return whether blocks of these sizes go in one all-gather, padded; else each is broadcast, without padding."""
     return len(sizes) * max(sizes) <= 1.1 * sum(sizes) and sum(sizes) > 0
-
-
-def _size_and_rank(group: Group) -> tuple[int, int]:
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
 
 
 def _unpack(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -166,10 +166,8 @@ class Shards:
     ) -> dict[Tensor, ShardSpec]:
         """Return the specs of sharded tensors, those without a gradient included; whole parameters have none.
 
-        Args:
-            param_groups: the optimizer's, as the step finds them.
-            wanted: for each group, whether a step needs norms or directions of its parameters.
-            model: the model that the optimizer was made from; None if it is not known.
+        `wanted` says for each group whether a step needs norms or directions of its parameters. `model` is the one that
+        the optimizer was made from; None if it is not known.
 
         Raises:
             RuntimeError: a tensor is a part of something unknown; the message describes it.
