@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mars_hf import _compat, rules, states
 from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shard, ShardSpec, is_dtensor, local
+from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, is_dtensor, local
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
@@ -29,7 +29,6 @@ from mars_hf.orthogonalize import (
 )
 from mars_hf.settings import ORTHOGONAL_TYPES
 
-_PLAIN = {Tensor, nn.Parameter}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Rows of the sums.
 GG, GL, LL, CC = range(4)
@@ -177,7 +176,7 @@ def _collect_ordinary(
             entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
     tensors = [tensor for entry in entries for tensor in entry.tensors]
     steps = [entry.state["step"] for entry in entries]
-    if not (set(map(type, tensors)) <= _PLAIN and set(map(type, steps)) == {Tensor}):
+    if not (set(map(type, tensors)) <= PLAIN and set(map(type, steps)) == {Tensor}):
         return []
     if not {tensor.dtype for tensor in tensors} <= _FLOATS or len({tensor.device for tensor in tensors}) > 1:
         return []
@@ -209,7 +208,7 @@ def _collect_any(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Ten
             check_gradient(param, param.grad)
             keys = states.prepare(param, group, state)
             tensors = [param, param.grad, *[state[key] for key in keys]]
-            if type(param) not in _PLAIN:
+            if type(param) not in PLAIN:
                 tensors = [local(tensor.detach()) for tensor in tensors]
             entries.append(_Entry(place, index, param, state, keys, tensors))
     return entries
