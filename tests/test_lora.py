@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import mars_hf
 from mars_hf import Mars
 
-RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
-ORTHOGONAL = RULES[2:]
+RULES = ("mars-adamw", "mars-m")
+ORTHOGONAL = ("mars-shampoo", "mars-m")
 
 
 def llama() -> LlamaForCausalLM:
@@ -94,7 +94,7 @@ LORA_OF_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.expe
     ],
     ids=["heads", "experts", "ia3", "adalora", "loha", "oft", "prompts"],
 )
-def test_roles_of_adapters_of_peft(kind, settings, expected):
+def test_roles_of_adapters(kind, settings, expected):
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=50, num_local_experts=3))
     model = llama() if kind == "IA3Config" else model
@@ -105,7 +105,7 @@ def test_roles_of_adapters_of_peft(kind, settings, expected):
 
 @pytest.mark.parametrize("mars_type", RULES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_and_b_are_matrices_and_all_that_trains(kind, mars_type):
+def test_roles_of_lora(kind, mars_type):
     model = adapted(kind)
     base = {name: value for name, value in values(model).items() if name not in trainable(model)}
     optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2, weight_decay=0.1)
@@ -120,17 +120,9 @@ def test_a_and_b_are_matrices_and_all_that_trains(kind, mars_type):
     assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
 
 
-@pytest.mark.parametrize("mars_type", RULES)
-def test_adapters_step_as_groups_made_by_hand(mars_type):
-    model, twin = adapted("llama"), adapted("llama")
-    train(model, mars_hf.create(model, mars_type=mars_type, lr=1e-2, weight_decay=0.1))
-    train(twin, Mars([p for p in twin.parameters() if p.requires_grad], mars_type=mars_type, lr=1e-2, weight_decay=0.1))
-    assert changed(model, values(twin)) == set()
-
-
 @pytest.mark.parametrize("mars_type", ORTHOGONAL)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_updates_of_a_and_b_are_orthogonal(kind, mars_type):
+def test_updates_are_orthogonal(kind, mars_type):
     """A (rank, in) has orthogonal rows and B (out, rank) orthogonal columns, for each projection of its own."""
     model = adapted(kind)
     before = values(model)
@@ -154,7 +146,7 @@ def layouts(optimizer: Mars) -> dict[str, tuple | None]:
 
 
 @pytest.mark.parametrize("split_fused", ["auto", "none"])
-def test_b_of_a_fused_projection_is_split_as_its_weight(split_fused):
+def test_fused_projection(split_fused):
     model = adapted(target_modules=["c_attn", "c_fc"])
     for name, parts in layouts(mars_hf.create(model, mars_type="mars-m", split_fused=split_fused)).items():
         assert parts == ((8, 8, 8) if split_fused == "auto" and "c_attn.lora_B" in name else None)
@@ -194,7 +186,7 @@ def test_adapters_of_embeddings(mars_type):
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_trainable_tokens_are_embeddings(mars_type):
+def test_trainable_tokens(mars_type):
     model = adapted("llama", trainable_token_indices=[1, 2])
     optimizer = mars_hf.create(model, mars_type=mars_type, lr_embeddings=0.5)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
@@ -209,14 +201,14 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_magnitudes_of_dora_are_vectors(mars_type):
+def test_dora(mars_type):
     model = get_peft_model(Convolutions(), LoraConfig(r=2, target_modules=["conv", "linear"], use_dora=True))
     for name, role in roles(mars_hf.create(model, mars_type=mars_type)).items():
         assert role == ("vector" if "lora_magnitude_vector" in name else "matrix"), name
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_adapters_of_rank_one(mars_type):
+def test_rank_one(mars_type):
     """One row or column cannot be orthogonalized: mars-shampoo and mars-m leave it to AdamW."""
     model = adapted("llama", r=1)
     optimizer = mars_hf.create(model, mars_type=mars_type)
@@ -226,7 +218,7 @@ def test_adapters_of_rank_one(mars_type):
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_modules_to_save_are_copies_with_the_role_of_the_original(mars_type):
+def test_modules_to_save(mars_type):
     model = adapted("llama", modules_to_save=["embed_tokens", "lm_head", "norm"])
     optimizer = mars_hf.create(model, mars_type=mars_type)
     of_tables = "adamw" if mars_type in ORTHOGONAL else "matrix"
@@ -239,27 +231,10 @@ def test_modules_to_save_are_copies_with_the_role_of_the_original(mars_type):
     assert not any("original_module" in name for name in trainable(model))
 
 
-def test_a_pattern_gives_b_a_rate_of_its_own():
-    model = adapted()
-    optimizer = mars_hf.create(model, lr=1e-3, param_rules=[("*.lora_B.*", {"lr": 1.6e-2})])
-    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
-    assert all(rate == (1.6e-2 if ".lora_B." in name else 1e-3) for name, rate in rates.items())
-
-
 # --- several adapters, switching -------------------------------------------------------------------------------------
 
 
-def test_only_the_active_adapter_trains():
-    model = adapted()
-    model.add_adapter("other", config())
-    optimizer = mars_hf.create(model)
-    assert all(".default." in name for name in roles(optimizer))
-    before = values(model)
-    train(model, optimizer)
-    assert changed(model, before) == trainable(model)
-
-
-def test_an_optimizer_of_each_adapter_steps_while_it_is_active():
+def test_optimizer_of_each_adapter():
     model = adapted()
     model.add_adapter("other", config())
     optimizers = {}
@@ -273,7 +248,7 @@ def test_an_optimizer_of_each_adapter_steps_while_it_is_active():
         assert changed(model, before) == trainable(model) and all(f".{name}." in own for own in trainable(model))
 
 
-def test_an_optimizer_of_both_adapters_follows_a_switch():
+def test_optimizer_of_both_adapters():
     model = adapted()
     model.add_adapter("other", config())
     model.base_model.set_adapter(["default", "other"])
@@ -286,7 +261,7 @@ def test_an_optimizer_of_both_adapters_follows_a_switch():
 
 
 @pytest.mark.parametrize("change", ["another adapter", "lora"])
-def test_a_step_that_can_train_nothing_any_more_is_refused(change):
+def test_step_that_trains_nothing_any_more(change):
     model = adapted() if change == "another adapter" else gpt2()
     optimizer = mars_hf.create(model)
     train(model, optimizer)
@@ -300,11 +275,6 @@ def test_a_step_that_can_train_nothing_any_more_is_refused(change):
     with pytest.raises(RuntimeError, match=r"no parameter of this optimizer requires a gradient.*mars_hf\.create"):
         optimizer.step()
     assert changed(model, before) == set()
-
-
-def test_frozen_parameters_alone_are_a_step_that_does_nothing():
-    """As torch's optimizers do; it is losing them all that is refused."""
-    Mars([nn.Parameter(torch.ones(2, 2), requires_grad=False)]).step()
 
 
 class Do(TrainerCallback):
@@ -331,18 +301,18 @@ def run(folder, model, change=None, checkpoint=None, optimizer=None, **settings)
     return model
 
 
-def test_trainer_stops_if_another_adapter_is_made_active(tmp_path):
+def test_trainer_with_another_adapter(tmp_path):
     with pytest.raises(RuntimeError, match=r"has none of the model's .* it lacks .*lora_A\.other"):
         run(tmp_path, adapted(), switch)
 
 
-def test_trainer_stops_if_a_part_of_the_adapters_is_missing(tmp_path):
+def test_trainer_with_missing_adapters(tmp_path):
     """Biases train on, so the loss has a gradient, and the optimizer has something to step."""
     with pytest.raises(RuntimeError, match=r"it lacks .*lora_A\.other"):
         run(tmp_path, adapted(bias="lora_only"), switch)
 
 
-def test_trainer_goes_on_with_another_adapter_that_the_optimizer_has(tmp_path):
+def test_trainer_with_a_known_adapter(tmp_path):
     model = adapted()
     model.add_adapter("other", config())
     model.base_model.set_adapter(["default", "other"])
@@ -353,13 +323,13 @@ def test_trainer_goes_on_with_another_adapter_that_the_optimizer_has(tmp_path):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer_stops_if_an_adapter_is_merged(tmp_path, checkpointing):
+def test_trainer_with_a_merged_adapter(tmp_path, checkpointing):
     """With gradient checkpointing the inputs require gradients, so torch sees nothing wrong."""
     with pytest.raises(RuntimeError, match=r"adapter 'default' is merged into .* 6 layers.*unmerge_adapter\(\)"):
         run(tmp_path, adapted(), lambda model: model.merge_adapter(), gradient_checkpointing=checkpointing)
 
 
-def test_trainer_does_not_begin_with_a_merged_adapter(tmp_path):
+def test_trainer_that_begins_merged(tmp_path):
     model = adapted()
     optimizer = mars_hf.create(model)
     model.merge_adapter()
@@ -367,17 +337,7 @@ def test_trainer_does_not_begin_with_a_merged_adapter(tmp_path):
         run(tmp_path, model, optimizer=optimizer)
 
 
-def test_a_merge_between_steps_that_is_undone_changes_nothing(tmp_path):
-    def there_and_back(model: PeftModel) -> None:
-        model.merge_adapter()
-        model.unmerge_adapter()
-
-    plain, merged = run(tmp_path / "a", adapted()), run(tmp_path / "b", adapted(), there_and_back)
-    for one, other in zip(plain.parameters(), merged.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # unmerging rounds the base weights
-
-
-def test_a_model_without_its_adapters_needs_another_optimizer(tmp_path):
+def test_model_without_its_adapters(tmp_path):
     model = adapted()
     optimizer = mars_hf.create(model)
     merged = model.merge_and_unload()
@@ -395,7 +355,7 @@ def test_a_model_without_its_adapters_needs_another_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_a_run_resumes_bit_for_bit(tmp_path, mars_type):
+def test_resume(tmp_path, mars_type):
     def go(folder, checkpoint=None, **settings):
         model = adapted()
         rules = [("*.lora_B.*", {"lr": 2e-2})]
@@ -408,7 +368,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, mars_type):
     assert changed(whole, values(resumed)) == set()
 
 
-def test_a_loaded_adapter_trains_if_it_was_loaded_for_that(tmp_path):
+def test_loaded_adapter(tmp_path):
     adapted().save_pretrained(tmp_path)
     load = functools.partial(PeftModel.from_pretrained, gpt2(), tmp_path)
     with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):

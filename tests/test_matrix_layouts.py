@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import transformers
@@ -12,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from mars_hf import matrix_layouts
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import muon_scale, orthogonalize, shampoo_scale
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "hidden_size": 32, **SMALL}
@@ -34,21 +31,6 @@ def split(tensor: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
     """Return the matrices in a parameter-shaped tensor."""
     shapes = matrix_layouts.matrix_shapes(tensor.shape, layout)
     return [view.reshape(shape) for view, shape in zip(matrix_layouts.views(tensor, layout), shapes, strict=True)]
-
-
-def newton_schulz(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    (result,) = orthogonalize([matrix], dtype=dtype)
-    return result
-
-
-def updates(model: nn.Module, gradients: dict, scale: Callable, **options) -> dict:
-    """Return the update of the orthogonalizing rules for each parameter, by its layout."""
-    changes = {}
-    for name, layout in layouts_of(model, **options).items():
-        matrices = split(gradients[name], layout)
-        results = orthogonalize(matrices, dtype=gradients[name].dtype)
-        changes[name] = join([result * scale(*result.shape[-2:]) for result in results], layout, like=gradients[name])
-    return changes
 
 
 def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
@@ -104,19 +86,6 @@ def test_views_write_through(shape, layout, shapes):
     assert not tensor.any()
 
 
-def test_split_of_one_projection_is_a_view():
-    weight = torch.randn(24, 72)
-    for matrix in split(weight, MatrixLayout(transposed=True, parts=(24, 24, 24))):
-        assert matrix._base is weight
-
-
-def test_join_keeps_strides_and_takes_the_matrices_dtype():
-    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    joined = join([m.bfloat16() for m in split(weight, MatrixLayout())], MatrixLayout(), like=weight)
-    assert joined.stride() == weight.stride()
-    assert joined.dtype == torch.bfloat16
-
-
 def test_interleaved_parts_are_taken_head_by_head():
     weight = torch.arange(12.0)[:, None].expand(12, 2)
     query, key = split(weight, MatrixLayout(parts=(2, 1)))
@@ -145,70 +114,6 @@ def test_layouts_as_plain_values():
 # Updates through layouts
 
 
-def to_linear(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, Conv1D):
-            linear = nn.Linear(child.nx, child.nf)
-            linear.weight = nn.Parameter(child.weight.detach().T.clone())
-            setattr(module, name, linear)
-        else:
-            to_linear(child)
-
-
-@pytest.mark.parametrize("scale", [shampoo_scale, muon_scale])
-@pytest.mark.parametrize("split_fused", ["auto", "none"])
-def test_conv1d_and_linear_get_the_same_update(scale, split_fused):
-    block = of("GPT2LMHeadModel", "GPT2Config", GPT2).transformer.h[0]
-    # In float64: the two sum in different orders.
-    gradients = {name: torch.randn_like(p, dtype=torch.float64) for name, p in block.named_parameters()}
-    as_conv1d = updates(block, gradients, scale, split_fused=split_fused)
-    to_linear(block)
-    transposed = {name: g.T.contiguous() if g.ndim == 2 else g for name, g in gradients.items()}
-    as_linear = updates(block, transposed, scale, split_fused=split_fused)
-    assert len(as_conv1d) == 4
-    for name, update in as_conv1d.items():
-        assert update.norm() > 0.1
-        torch.testing.assert_close(as_linear[name].T, update, rtol=0, atol=1e-12)
-    # The scale follows the output dimension, not the storage: (24, 96) stored is 96 outputs.
-    if scale is shampoo_scale and split_fused == "none":
-        plain = newton_schulz(gradients["mlp.c_fc.weight"], dtype=torch.float64)
-        torch.testing.assert_close(as_conv1d["mlp.c_fc.weight"], 2 * plain, rtol=0, atol=1e-12)
-
-
-def test_fused_is_its_parts_apart():
-    attention = of("GPT2LMHeadModel", "GPT2Config", GPT2).transformer.h[0].attn
-    gradient = torch.randn(24, 72)
-    gradients = {"c_attn.weight": gradient, "c_proj.weight": torch.randn(24, 24)}
-    fused = updates(attention, gradients, shampoo_scale)["c_attn.weight"]
-    apart = [newton_schulz(part.T, dtype=torch.float32).T for part in gradient.split(24, dim=1)]
-    torch.testing.assert_close(fused, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
-    whole = updates(attention, gradients, shampoo_scale, split_fused="none")["c_attn.weight"]
-    assert (whole - fused).abs().max() > 0.1
-
-
-def test_convolution_is_its_flattened_matrix():
-    model = nn.Sequential(nn.Conv2d(3, 8, (2, 3)), nn.ConvTranspose1d(3, 8, 5), nn.Conv2d(3, 8, 3))
-    model[2].to(memory_format=torch.channels_last)
-    gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    changes = updates(model, gradients, shampoo_scale)
-    for index, to_rows in enumerate([lambda g: g, lambda g: g.transpose(0, 1), lambda g: g]):
-        name = f"{index}.weight"
-        rows = to_rows(gradients[name]).flatten(1)
-        assert rows.shape[0] == 8
-        expected = newton_schulz(rows, dtype=torch.float32) * shampoo_scale(*rows.shape)
-        torch.testing.assert_close(to_rows(changes[name]).flatten(1), expected, rtol=0, atol=1e-5)
-
-
-def test_experts_are_matrices_of_their_own():
-    experts = type("TinyExperts", (nn.Module,), {})()
-    experts.down_proj = nn.Parameter(torch.randn(4, 16, 6))
-    gradient = torch.randn(4, 16, 6)
-    changes = updates(experts, {"down_proj": gradient}, shampoo_scale)["down_proj"]
-    for expert in range(4):
-        alone = newton_schulz(gradient[expert], dtype=torch.float32) * (16 / 6) ** 0.5
-        torch.testing.assert_close(changes[expert], alone, rtol=0, atol=1e-5)
-
-
 # Models
 
 
@@ -228,23 +133,23 @@ def test_torch_modules():
             "query_key_value": nn.Linear(8, 24),  # of an unknown module
         }
     )
-    layouts = layouts_of(model)
-    assert layouts["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert layouts["crossed.k_proj_weight"] == MatrixLayout()
-    assert layouts["up.weight"] == layouts["conv1d.weight"] == MatrixLayout(transposed=True)
-    assert layouts["grouped.weight"] == "depthwise or grouped convolution" and layouts["table.weight"] == "embedding"
-    assert layouts["normalized.parametrizations.weight.original1"].startswith("ParametrizationList is not known")
-    assert layouts["recurrent.weight_ih_l0"] == "LSTM is not known to multiply activations with it"
-    assert layouts["gate.weight"] == "a single row or column"
-    assert layouts["qkv.weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert layouts["query_key_value.weight"] == MatrixLayout()
+    found = layouts_of(model)
+    assert found["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
+    assert found["crossed.k_proj_weight"] == MatrixLayout()
+    assert found["up.weight"] == found["conv1d.weight"] == MatrixLayout(transposed=True)
+    assert found["grouped.weight"] == "depthwise or grouped convolution" and found["table.weight"] == "embedding"
+    assert found["normalized.parametrizations.weight.original1"].startswith("ParametrizationList is not known")
+    assert found["recurrent.weight_ih_l0"] == "LSTM is not known to multiply activations with it"
+    assert found["gate.weight"] == "a single row or column"
+    assert found["qkv.weight"] == MatrixLayout(parts=(8, 8, 8))
+    assert found["query_key_value.weight"] == MatrixLayout()
 
 
 def test_stated_parts():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mixed": nn.Linear(8, 24)})
-    layouts = layouts_of(model, {"mixed.*": (8, 2, 2)})
-    assert layouts["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
-    assert layouts["qkv.weight"] == MatrixLayout()
+    found = layouts_of(model, {"mixed.*": (8, 2, 2)})
+    assert found["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
+    assert found["qkv.weight"] == MatrixLayout()
     with pytest.raises(ValueError, match=r"the parts do not fit its 24 outputs"):
         matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
     with pytest.raises(ValueError, match=r"\['wqkv'\] match no parameter .* names are like 'qkv.weight'"):
@@ -342,5 +247,5 @@ def test_shapes_of_parameters_that_zero_init_has_emptied():
     for param in model.parameters():
         param.ds_shape = param.shape
         param.data = torch.empty(0)
-    layouts = layouts_of(model, {"c.weight": (8, 16)})
-    assert layouts == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}
+    found = layouts_of(model, {"c.weight": (8, 16)})
+    assert found == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import reference
 import torch
 from reference import newton_schulz_of_mars, newton_schulz_of_mars_m
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mars_hf import newton_schulz as ns
@@ -68,7 +66,7 @@ class CountProducts(TorchDispatchMode):
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 2048)], ids=str)
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
-def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
+def test_iteration(schedule, shape, dtype, bar):
     if schedule == "polar-express" and min(shape) == 1:
         bar *= 10  # a singular value of exactly 1, where these polynomials are steep
     matrix = torch.randn(shape)
@@ -79,54 +77,21 @@ def test_is_the_straight_line_iteration(schedule, shape, dtype, bar):
 
 @pytest.mark.parametrize("official", [newton_schulz_of_mars, newton_schulz_of_mars_m])
 @pytest.mark.parametrize("shape", [(32, 32), (80, 32), (128, 512)], ids=str)
-def test_bf16_is_nearer_to_the_iteration_than_the_official_code(official, shape):
+def test_rounding_to_bf16(official, shape):
     matrix = torch.randn(shape)
     exact = straight_line(matrix, per_step("quintic"))
     assert distance(newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
 
 
-@pytest.mark.parametrize("file", ["small_grads", "clipped_grads"])
-@pytest.mark.parametrize("case", ["mars-shampoo.1d_adamw", "mars-m"])
-def test_first_update_of_the_official_code(file, case):
-    """Golden files hold bf16 rounding of 3e-2 and more: only the same order of roundings gives 1e-4."""
-    shampoo = case != "mars-m"
-    tensors = load_file(GOLDEN / f"{file}.safetensors")
-    description = json.loads((GOLDEN / f"{file}.json").read_text())
-    settings = description["cases"][case]
-    lr, decay = settings["lr"], settings["weight_decay" if shampoo else "wd"]
-    official, eps = (newton_schulz_of_mars, 1e-8) if shampoo else (newton_schulz_of_mars_m, 1e-7)
-    compared = 0
-    for i, shape in enumerate(description["shapes"]):
-        if len(shape) != 2:
-            continue
-        corrected = tensors[f"grad.0.p{i}"] * (1 + settings["gamma"] * 0.95 / (1 - 0.95))
-        momentum = corrected / max(1.0, corrected.norm().item()) * (1 - 0.95)
-        momentum = momentum.mul(1 / (1 - 0.95)) if shampoo else momentum
-        scale = (ns.shampoo_scale if shampoo else ns.muon_scale)(*shape)
-        change = tensors[f"{case}.0.p{i}"].double() - (1 - lr * decay) * tensors[f"init.p{i}"].double()
-        golden = change / (-lr * scale)
-        assert distance(official(momentum, eps), golden) < 1e-4
-        assert distance(newton_schulz(momentum, eps=eps), golden) < 6e-2
-        assert distance(newton_schulz(momentum, eps=eps, dtype=torch.float32), golden) < 7e-2
-        compared += 1
-    assert compared == 3
-
-
 @pytest.mark.parametrize("eps", [1e-7, 1.0])
-def test_eps_is_added_to_the_norm(eps):
+def test_eps(eps):
     matrix = torch.randn(6, 10)
     actual = newton_schulz(matrix, dtype=torch.float32, eps=eps)
     assert distance(actual, straight_line(matrix, per_step("quintic"), eps)) < 1e-5
 
 
-def test_steps():
-    matrix = torch.randn(6, 10)
-    (actual,) = ns.orthogonalize([matrix], coefficients=[ns.QUINTIC] * 2, dtype=torch.float32)
-    assert distance(actual, straight_line(matrix, [ns.QUINTIC] * 2)) < 1e-5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_input_is_left_alone_and_its_dtype_returned(dtype):
+def test_input_and_dtypes(dtype):
     matrix = torch.randn(4, 6, dtype=dtype)
     before = matrix.clone()
     assert newton_schulz(matrix).dtype == dtype
@@ -140,9 +105,9 @@ def test_input_is_left_alone_and_its_dtype_returned(dtype):
 
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("condition", [None, 1.0, 1e1, 1e2, 1e4])
+@pytest.mark.parametrize("condition", [None, 1.0, 1e4])
 @pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
-def test_singular_values_are_bounded(schedule, dtype, condition, shape):
+def test_singular_values(schedule, dtype, condition, shape):
     matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
     rounding = 0.01 if dtype == torch.bfloat16 else 1e-3
     share, low, high = RANGES[schedule]
@@ -155,7 +120,7 @@ def test_singular_values_are_bounded(schedule, dtype, condition, shape):
 
 
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
-def test_bounds_are_those_of_the_polynomial(schedule):
+def test_bounds_of_the_polynomials(schedule):
     share, low, high = RANGES[schedule]
     s = torch.logspace(math.log10(share), 0, 200_001, dtype=torch.float64)
     for a, b, c in per_step(schedule):
@@ -165,7 +130,7 @@ def test_bounds_are_those_of_the_polynomial(schedule):
 
 
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
-def test_rank_one_stays_bounded_in_bf16(schedule):
+def test_rank_one(schedule):
     # The whole norm is in one singular value, at the end of the polynomials' interval.
     matrices = torch.stack([torch.outer(torch.randn(48), torch.randn(80)) for _ in range(20)] + [torch.ones(48, 80)])
     result = newton_schulz(matrices, schedule=schedule)
@@ -175,9 +140,9 @@ def test_rank_one_stays_bounded_in_bf16(schedule):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("condition", [None, 1e1, 1e2, 1e3, 1e4])
+@pytest.mark.parametrize("condition", [None, 1e1, 1e4])
 @pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
-def test_polar_express_is_closer_to_the_polar_factor(dtype, condition, shape):
+def test_polar_factor(dtype, condition, shape):
     matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
     near = newton_schulz(matrix, "polar-express", dtype=dtype)
     far = newton_schulz(matrix, dtype=dtype)
@@ -194,7 +159,7 @@ def best_quintic(low: float, high: float) -> np.ndarray:
     return np.array([a, b, c])
 
 
-def test_polar_express_is_minimax_on_what_the_steps_before_leave():
+def test_polar_express_is_minimax():
     low, high, powers = 1e-3, 1.0, np.array([1, 3, 5])
     for step, stored in enumerate(ns.POLAR_EXPRESS):
         fitted = best_quintic(max(low, 0.02407327424182761 * high), high)
@@ -206,12 +171,12 @@ def test_polar_express_is_minimax_on_what_the_steps_before_leave():
         np.testing.assert_allclose(stored, fitted / safety**powers, rtol=1e-9)
 
 
-def test_zeros_stay_zeros():
+def test_zeros():
     assert not newton_schulz(torch.zeros(2, 3, 4)).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_spoils_its_own_matrix_only(bad):
+def test_not_finite(bad):
     matrices = torch.randn(3, 4, 5)
     matrices[1, 2, 3] = bad
     results = ns.orthogonalize(list(matrices))
@@ -228,7 +193,7 @@ def test_no_elements(shape):
     assert full.isfinite().all()
 
 
-def test_batched_is_one_by_one():
+def test_batches_are_one_by_one():
     base = torch.randn(40, 64)
     matrices = [
         torch.randn(16, 24),
@@ -252,7 +217,7 @@ def test_batched_is_one_by_one():
         torch.testing.assert_close(result.double(), each.view(matrix.shape), rtol=1e-4, atol=1e-5)
 
 
-def test_handful_of_products_for_a_whole_gpt2():
+def test_products_of_gpt2():
     # The four matrices of each of GPT-2's 12 layers, stored (in, out), as (out, in).
     d = 16
     stored = [(d, 3 * d), (d, d), (d, 4 * d), (4 * d, d)] * 12
@@ -268,14 +233,14 @@ def test_handful_of_products_for_a_whole_gpt2():
 @pytest.mark.parametrize(
     ("max_elements", "products"), [(None, 2), (48, 4), (1, 5)], ids=["two shapes", "two of a shape", "each alone"]
 )
-def test_batches_are_of_one_shape_and_bounded(max_elements, products):
+def test_batches(max_elements, products):
     matrices = [torch.randn(shape) for shape in [(4, 6), (5, 5), (6, 4), (4, 6), (2, 4, 6)]]
     with CountProducts() as counted:
         ns.orthogonalize(matrices, max_elements=max_elements)
     assert counted.count == products * 5 * 3
 
 
-def test_chunks_hold_one_kind_up_to_their_limit():
+def test_chunks():
     kinds, sizes = "aabaab", [4, 4, 9, 4, 20, 1]
     assert ns.chunks_of(kinds, sizes, [8] * 6) == [("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1)]
     assert ns.chunks_of([], [], []) == []

@@ -13,11 +13,8 @@ from torch import nn
 import mars_hf
 from mars_hf import Mars, saved_settings
 from mars_hf.settings import (
-    GROUP_KEYS,
     KEYS_1D,
     RULE_KEYS,
-    SETTINGS,
-    UnknownHyperparameterError,
     check,
     read,
 )
@@ -61,7 +58,7 @@ def differences(one: nn.Module, other: nn.Module, atol: float = 0.0) -> list[str
 # --- which rule a parameter has --------------------------------------------------------------------------------------
 
 
-def test_the_first_match_wins_and_the_rest_keeps_its_groups():
+def test_first_match_wins():
     rules = [("a.*", {"lr": 1e-2}), ("*.bias", {"lr_1d": 5e-3}), ("*.weight", {"gamma": 0.1})]
     optimizer = mars_hf.create(small(), lr=1e-3, param_rules=rules[:2])
     assert named(optimizer) == [
@@ -88,12 +85,7 @@ def test_forms_of_rules():
         assert optimizer.created_with["param_rules"] == [("a.*", {"lr": 1e-2})]
 
 
-def test_a_rule_without_settings_keeps_parameters_from_later_rules():
-    optimizer = mars_hf.create(small(), lr=1e-3, param_rules=[("a.bias", {}), ("a.*", {"lr": 1.0})])
-    assert setting(optimizer, "lr")["a.bias"] == 5e-4 and setting(optimizer, "lr")["a.weight"] == 1.0
-
-
-def test_patterns_are_case_sensitive_and_match_whole_names():
+def test_patterns():
     for pattern in ("A.*", "weight", "wte"):
         with pytest.raises(ValueError, match="matches no parameter"):
             mars_hf.create(small(), param_rules=[(pattern, {"lr": 1.0})])
@@ -114,55 +106,18 @@ def tied() -> nn.ModuleDict:
         ([("head.*", {"lr": 1e-3}), ("x.*", {})], 1e-3),
     ],
 )
-def test_a_tied_parameter_matches_by_either_name(rules, lr):
+def test_tied_parameters(rules, lr):
     model = tied()
     if len(rules) > 1:
         model["x"] = nn.Linear(2, 2)
     assert setting(mars_hf.create(model, param_rules=rules), "lr")["wte.weight"] == lr
 
 
-def test_two_rules_for_the_names_of_a_tied_parameter():
-    """The first rule of the list has it, and the second has nothing left."""
-    with pytest.raises(ValueError, match=r"'wte\.\*' decides nothing.* 'head\.\*' before"):
-        mars_hf.create(tied(), param_rules=[("head.*", {"lr": 1e-3}), ("wte.*", {"lr": 1e-2})])
-
-
-def test_names_of_a_wrapped_model_are_those_of_the_wrapper():
-    wrapped = nn.Sequential()
-    wrapped.module = small()
-    rates = setting(mars_hf.create(wrapped, param_rules=[("*a.weight", {"lr": 1.0})]), "lr")
-    assert rates["module.a.weight"] == 1.0
-    with pytest.raises(ValueError, match=r"'a\.weight' matches no parameter.*'module\.a\.weight'"):
-        mars_hf.create(wrapped, param_rules=[("a.weight", {"lr": 1.0})])
-    compiled = torch.compile(small())
-    rates = setting(mars_hf.create(compiled, param_rules=[("*a.weight", {"lr": 1.0})]), "lr")
-    assert rates["_orig_mod.a.weight"] == 1.0
-
-
 # --- what a rule sets ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
-def test_a_rule_steps_as_a_group_made_by_hand(mars_type):
-    rule = {"lr": 2e-3, "betas": (0.8, 0.9), "weight_decay": 0.3, "gamma": 0.2, "eps": 1e-6, "clip_threshold": 0.5}
-    by_rule, by_hand = small(), small()
-    by_rule.wte.requires_grad_(False)
-    by_hand.wte.requires_grad_(False)
-    settings = {"lr": 1e-2, "weight_decay": 0.1, "mars_type": mars_type}
-    groups = [{"params": [by_hand.b.weight, by_hand.b.bias, *by_hand.norm.parameters()]}]
-    groups += [{"params": list(by_hand.a.parameters()), **rule}]
-    train(by_rule, mars_hf.create(by_rule, param_rules=[("a.*", rule)], **settings))
-    train(by_hand, Mars(groups, **settings))
-    assert differences(by_rule, by_hand) == []
-    without = small()
-    without.wte.requires_grad_(False)
-    train(without, mars_hf.create(without, **settings))
-    # Matrices multiplied together round otherwise than one by one.
-    assert differences(by_rule, without, atol=1e-6) == ["a.weight", "a.bias"]
-
-
 @pytest.mark.parametrize("name", RULE_KEYS)
-def test_every_setting_of_a_group_reaches_its_parameters_and_no_others(name):
+def test_every_setting(name):
     others = {
         **{"role": "adamw", "betas": (0.5, 0.6), "betas_1d": (0.5, 0.6), "layout": {"parts": (2, 2)}},
         **{"lr": 0.5, "eps": 1e-6, "weight_decay": 0.25, "gamma": 0.5, "mars_type": "mars-shampoo", "is_approx": False},
@@ -185,11 +140,7 @@ def matrix_layout(**fields) -> dict:
     return {"transposed": False, "parts": None, "batched": False, **fields}
 
 
-def test_rules_take_what_groups_take():
-    assert set(RULE_KEYS) == {*GROUP_KEYS, *KEYS_1D, "role"} - {"max_grad_norm"}
-
-
-def test_a_rule_wins_over_other_options():
+def test_rules_win_over_options():
     settings = {"weight_decay": 0.1, "lr": 1e-3, "lr_embeddings": 0.5}
     rules = [("wte.*", {"lr": 2e-3, "weight_decay": 0.2})]
     optimizer = mars_hf.create(small(), param_rules=rules, **settings)
@@ -202,7 +153,7 @@ def test_a_rule_wins_over_other_options():
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 @pytest.mark.parametrize("role", ["matrix", "vector", "adamw"])
 @pytest.mark.parametrize("optimize_1d", [False, True])
-def test_the_rate_of_embeddings_holds_in_any_role(mars_type, role, optimize_1d):
+def test_lr_embeddings(mars_type, role, optimize_1d):
     settings = {"mars_type": mars_type, "optimize_1d": optimize_1d, "lr_embeddings": 0.5}
     optimizer = mars_hf.create(small(), param_rules=[("wte.*", {"role": role})], **settings)
     assert setting(optimizer, "lr")["wte.weight"] == 0.5
@@ -213,7 +164,7 @@ def test_the_rate_of_embeddings_holds_in_any_role(mars_type, role, optimize_1d):
 # --- roles -----------------------------------------------------------------------------------------------------------
 
 
-def test_roles_take_the_settings_of_their_kind():
+def test_settings_of_roles():
     settings = {"lr": 1e-3, "lr_1d": 2e-3, "weight_decay": 0.1, "weight_decay_1d": 0.2, "betas_1d": (0.7, 0.8)}
     rules = [("a.weight", {"role": "vector"}), ("b.weight", {"role": "adamw"})]
     optimizer = mars_hf.create(small(), param_rules=rules, **settings)
@@ -223,7 +174,7 @@ def test_roles_take_the_settings_of_their_kind():
     assert [entry[1] for entry in named(optimizer)] == ["matrix", "vector", "vector", "adamw"]
 
 
-def test_a_role_decides_what_is_orthogonalized():
+def test_roles():
     model = small()
     rules = [("wte.*", {"role": "matrix"}), ("a.weight", {"role": "adamw"}), ("b.weight", {"role": "vector"})]
     optimizer = mars_hf.create(model, mars_type="mars-m", lr=1e-2, param_rules=rules)
@@ -238,7 +189,7 @@ def test_a_role_decides_what_is_orthogonalized():
     torch.testing.assert_close((before.a.weight - model.a.weight).abs(), torch.full((4, 4), 1e-2), rtol=1e-4, atol=0)
 
 
-def test_a_rule_of_another_type_has_the_layouts_and_reasons_of_the_model():
+def test_mars_type():
     model = gpt2()
     optimizer = mars_hf.create(model, param_rules=[("transformer.h.0.*", {"mars_type": "mars-m"})])
     types = setting(optimizer, "mars_type")
@@ -256,7 +207,7 @@ def test_a_rule_of_another_type_has_the_layouts_and_reasons_of_the_model():
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
-def test_a_vector_cannot_be_a_matrix(mars_type):
+def test_role_that_does_not_fit(mars_type):
     with pytest.raises(ValueError, match=r"param_rules 'a\.\*': role='matrix' for 'a.bias' of shape \(4,\)"):
         mars_hf.create(small(), mars_type=mars_type, param_rules=[("a.*", {"role": "matrix"})])
 
@@ -286,22 +237,11 @@ def test_a_vector_cannot_be_a_matrix(mars_type):
         ([(None, {})], r"param_rules\[0\]: pattern=None is not a shell pattern"),
     ],
 )
-def test_rules_that_cannot_be(rules, message):
+def test_wrong_rules(rules, message):
     model = small()
     model.norm.requires_grad_(False)
     with pytest.raises((ValueError, TypeError), match=message):
         mars_hf.create(model, param_rules=rules)
-
-
-@pytest.mark.parametrize("key", ["gama", "learning_rate", "split_fused", "lr_embeddings", "anything"])
-def test_unknown_settings_are_refused_as_in_groups(key):
-    with pytest.raises(UnknownHyperparameterError, match=rf"param_rules 'a\.\*': unknown '{key}'"):
-        mars_hf.create(small(), param_rules=[("a.*", {key: 1.0})])
-
-
-def test_rules_need_a_model():
-    with pytest.raises(ValueError, match=r"param_rules=.*plain parameters have neither names nor modules"):
-        mars_hf.create(small().parameters(), param_rules=[("a.*", {"lr": 1.0})])
 
 
 # --- strings and files -----------------------------------------------------------------------------------------------
@@ -315,7 +255,7 @@ def test_rules_need_a_model():
         ("nowhere.yaml", r"param_rules='nowhere\.yaml' cannot be read .*No such file"),
     ],
 )
-def test_rules_in_optim_args_that_cannot_be_read(tmp_path, text, message):
+def test_wrong_optim_args(tmp_path, text, message):
     mars_hf.register()
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, optim="mars_adamw", optim_args=f"param_rules={text}")
@@ -331,7 +271,7 @@ IN_FILE = [("a.*", {"lr": 1e-3, "betas": (0.8, 0.9)}), ("*.bias", {"role": "vect
 
 
 @pytest.mark.parametrize("name", ["rules.yaml", "rules.yml", "rules.json"])
-def test_rules_in_a_file(tmp_path, name):
+def test_files(tmp_path, name):
     json_text = json.dumps([{"pattern": pattern, **settings} for pattern, settings in IN_FILE])
     (tmp_path / name).write_text(json_text if name.endswith("json") else YAML)
     for text in (str(tmp_path / name), json_text):
@@ -349,7 +289,7 @@ def test_rules_in_a_file(tmp_path, name):
         ("- {pattern: x, lr: much}", "lr='much' is not valid"),
     ],
 )
-def test_a_file_that_cannot_be_read(tmp_path, text, message):
+def test_wrong_files(tmp_path, text, message):
     (tmp_path / "rules.yaml").write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
         check({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
@@ -362,7 +302,7 @@ RULES = [("*.mlp.*", {"lr": 2e-3, "gamma": 0.1}), ("*.bias", {"lr_1d": 1e-4})]
 
 
 @pytest.mark.parametrize("way", ["factory", "iterator", "name", "groups"])
-def test_every_way_into_trainer_takes_rules(tmp_path, way):
+def test_ways_into_trainer(tmp_path, way):
     mars_hf.register()
     model = gpt2()
     expected = mars_hf.create(model, lr=1e-3, param_rules=RULES)
@@ -388,7 +328,7 @@ def test_every_way_into_trainer_takes_rules(tmp_path, way):
     assert run.optimizer.created_with["param_rules"] == RULES
 
 
-def test_a_run_resumes_bit_for_bit(tmp_path):
+def test_resume(tmp_path):
     def run(folder, checkpoint=None, rules=RULES, **settings):
         model = gpt2()
         optimizer = mars_hf.create(model, lr=1e-3, param_rules=rules)
@@ -407,14 +347,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
         run("other", checkpoint, rules=RULES[::-1], max_steps=4)
 
 
-def test_groups_have_the_same_order_in_every_process():
-    first, second = (mars_hf.create(gpt2(), mars_type="mars-m", param_rules=RULES) for _ in range(2))
-    assert named(first) == named(second)
-    for one, other in zip(first.param_groups, second.param_groups, strict=True):
-        assert [*one] == [*other]
-
-
-def test_a_loaded_state_brings_no_patterns():
+def test_loaded_state():
     with_rules = mars_hf.create(small(), param_rules=[("*", {"gamma": 0.1})])
     without = mars_hf.create(small())
     without.load_state_dict(with_rules.state_dict())
@@ -422,7 +355,7 @@ def test_a_loaded_state_brings_no_patterns():
     assert {group["gamma"] for group in without.param_groups} == {0.1}
 
 
-def test_the_card_and_mars_json_name_patterns(tmp_path):
+def test_card_and_mars_json(tmp_path):
     model = gpt2()
     made = trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=1e-3, param_rules=RULES), None))
     made.train()
@@ -445,7 +378,7 @@ def test_the_card_and_mars_json_name_patterns(tmp_path):
         ([["a.*"]], "is no rule"),
     ],
 )
-def test_rules_of_a_file_are_checked(tmp_path, rules, line):
+def test_rules_of_mars_json(tmp_path, rules, line):
     saved_settings.write(tmp_path, "0.1.0", mars_hf.create(small()).created_with, [])
     content = json.loads((tmp_path / "mars.json").read_text())
     content["create"]["param_rules"] = rules
@@ -453,7 +386,3 @@ def test_rules_of_a_file_are_checked(tmp_path, rules, line):
     with pytest.raises(ValueError, match=line) as raised:
         mars_hf.create(small(), like=tmp_path)
     assert str(raised.value).startswith(f"like='{tmp_path}': its mars.json")
-
-
-def test_the_setting_is_in_the_table():
-    assert SETTINGS["param_rules"].scope == "model" and SETTINGS["param_rules"].default == []

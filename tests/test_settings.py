@@ -66,13 +66,13 @@ def arguments_of(function) -> dict:
     return found
 
 
-def test_signatures_follow_the_table():
+def test_signatures():
     assert arguments_of(Mars) == dict(DEFAULTS)
     assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS]
     assert len(SETTINGS) + len(("like", "process_group")) == 27
 
 
-def test_a_group_holds_the_settings_of_groups():
+def test_keys_of_groups():
     group = Mars([nn.Parameter(torch.zeros(2, 2))]).param_groups[0]
     assert group.keys() == {"params", "role", *GROUP_KEYS}
     assert not {*KEYS_1D, *MODEL_DEFAULTS} & group.keys()
@@ -81,14 +81,14 @@ def test_a_group_holds_the_settings_of_groups():
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_examples_cover_the_table():
+def test_examples_are_complete():
     assert WRONG.keys() == SETTINGS.keys()
     assert TEXTS.keys() == SETTINGS.keys() - {"betas", "betas_1d"} | {"beta1", "beta2_1d"}
 
 
 @pytest.mark.parametrize("door", ["create", "Mars", "group", "rule"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_wrong_values_are_refused_in_one_line(name, door):
+def test_wrong_values(name, door):
     for value in WRONG[name]:
         params = [nn.Parameter(torch.ones(2, 2))]
         with pytest.raises(ValueError, match=rf"(?s){name}") as refused:
@@ -117,7 +117,7 @@ def test_wrong_layouts(layout, accepted):
 
 
 @pytest.mark.parametrize("settings", [{"ns_coefficients": [(3.0, -4.0, 2.0)] * 4}, {"ns_steps": 4}], ids=str)
-def test_a_schedule_has_as_many_triples_as_steps(settings):
+def test_schedules(settings):
     settings = {"ns_coefficients": "polar-express", **settings}
     for group in ({}, settings):
         with pytest.raises(ValueError, match=r"schedule of [45] steps and ns_steps=[54]; give as many triples"):
@@ -125,7 +125,7 @@ def test_a_schedule_has_as_many_triples_as_steps(settings):
             Mars(params, mars_type="mars-m", **({} if group else settings))
 
 
-def test_long_values_and_control_characters_are_shown_in_one_short_line():
+def test_long_values():
     with pytest.raises(ValueError) as refused:
         Mars([nn.Parameter(torch.ones(2, 2))], mars_type="a\x1b[31m\n\u2028" + 10_000 * "x")
     line = str(refused.value)
@@ -136,12 +136,12 @@ def test_long_values_and_control_characters_are_shown_in_one_short_line():
     ("name", "value", "meant"),
     [("mars_type", "mars_m", "mars-m"), ("rounding", "Nearest", "nearest"), ("ns_coefficients", "quintik", "quintic")],
 )
-def test_a_near_miss_of_a_value_names_it(name, value, meant):
+def test_misspelt_values(name, value, meant):
     with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
         check({name: value})
 
 
-def test_values_become_plain_types():
+def test_plain_types():
     checked = check({"lr": np.float64(0.5), "betas": [np.float32(0.5), 1 / 3], "fused": None, "layout": MatrixLayout()})
     assert [type(value) for value in checked.values()] == [float, tuple, type(None), dict]
     assert [type(beta) for beta in checked["betas"]] == [float, float]
@@ -161,13 +161,13 @@ def test_values_become_plain_types():
     ],
 )
 @pytest.mark.parametrize("door", ["create", "group"])
-def test_a_near_miss_of_a_name_names_it(name, meant, door):
+def test_misspelt_names(name, meant, door):
     params = [nn.Parameter(torch.ones(2, 2))]
     with pytest.raises(UnknownHyperparameterError, match=f"did you mean '{meant}'.*accepted: lr, betas"):
         mars_hf.create(params, **{name: 1}) if door == "create" else Mars([{"params": params, name: 1}])
 
 
-def test_labels_of_groups_pass_and_unknown_keywords_do_not():
+def test_labels():
     params = [nn.Parameter(torch.ones(2, 2))]
     assert Mars([{"params": params, "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
     with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
@@ -178,13 +178,13 @@ def test_labels_of_groups_pass_and_unknown_keywords_do_not():
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_optim_args_are_read(name):
+def test_optim_args(name):
     value = parse_optim_args(f"{name}={TEXTS[name]}")[name]
     default = DEFAULTS[PAIR_KEYS[name][0]] if name in PAIR_KEYS else SETTINGS[name].default
     assert check({name: value})[name] not in (default, TEXTS[name] if TEXTS[name][0].isdigit() else default)
 
 
-def test_optim_args_hold_several_settings():
+def test_several_optim_args():
     text = "gamma=5e-2, clip_threshold=None,mars_type=mars-m,like=me/model-2,fused=TRUE"
     expected = {"gamma": 0.05, "clip_threshold": None, "mars_type": "mars-m", "like": "me/model-2", "fused": True}
     assert parse_optim_args(text) == expected
@@ -204,7 +204,7 @@ def test_optim_args_hold_several_settings():
         ("layout=none", "unknown 'layout'"),
     ],
 )
-def test_optim_args_of_another_form(text, message):
+def test_forms_of_optim_args(text, message):
     with pytest.raises(ValueError, match=message):
         parse_optim_args(text)
 
@@ -223,12 +223,12 @@ def test_optim_args_of_another_form(text, message):
         ("mars_type=mars_m", "did you mean 'mars-m'"),
     ],
 )
-def test_values_of_optim_args_that_do_not_fit(text, message):
+def test_wrong_optim_args(text, message):
     with pytest.raises(ValueError, match=message):
         check(parse_optim_args(text))
 
 
-def test_strings_of_rules_are_read():
+def test_strings_of_rules():
     """YAML takes 1e-3 for a string."""
     (rule,) = check({"param_rules": [("a.*", {"lr": "1e-3", "clip_threshold": "none", "role": "vector"})]})[
         "param_rules"

@@ -45,7 +45,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_one_process_goes_on_where_zero_stopped(tmp_path, stage, form):
+def test_zero_to_one_process(tmp_path, stage, form):
     model, mars = trained(**FORMS[form])
     source = save_zero(tmp_path / "step2", model, mars, stage)
     main(["to_universal", str(source), str(tmp_path / "universal")])
@@ -62,7 +62,7 @@ def test_one_process_goes_on_where_zero_stopped(tmp_path, stage, form):
         train(fresh, twin, 2)
 
 
-def test_loading_does_not_tie_the_optimizer_to_the_files(tmp_path, zero2):
+def test_files_stay_as_they_are(tmp_path, zero2):
     universal.to_universal(zero2, tmp_path / "universal")
     files = {file: file.read_bytes() for file in (tmp_path / "universal").rglob("*.pt")}
     model = Net()
@@ -78,7 +78,7 @@ def edit(file: Path, change) -> None:
     torch.save(content, file)
 
 
-def test_what_is_no_whole_checkpoint_is_told_and_leaves_nothing(tmp_path, zero2):
+def test_incomplete_zero_checkpoints(tmp_path, zero2):
     def refused(match: str, source: Path = zero2, target: Path = tmp_path / "universal") -> None:
         before = sorted(tmp_path.iterdir())
         with pytest.raises(ValueError, match=match):
@@ -121,7 +121,7 @@ def reshape(file: Path, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (15,), (4, 5)])
 @pytest.mark.parametrize("key", ["exp_avg", "last_grad", "fp32"])
-def test_states_of_another_shape_are_refused_and_change_nothing(tmp_path, zero2, key, shape):
+def test_states_of_another_shape(tmp_path, zero2, key, shape):
     target = tmp_path / "universal"
     universal.to_universal(zero2, target)
     reshape(target / "zero" / "weight" / f"{key}.pt", shape)
@@ -146,7 +146,7 @@ def test_states_of_another_shape_are_refused_and_change_nothing(tmp_path, zero2,
 
 
 @pytest.mark.parametrize("lacking", ["last_grad", "fp32"])
-def test_an_incomplete_checkpoint_is_refused_by_one_process(tmp_path, zero2, lacking):
+def test_incomplete_universal_checkpoint(tmp_path, zero2, lacking):
     target = tmp_path / "universal"
     universal.to_universal(zero2, target)
     (target / "zero" / "weight" / f"{lacking}.pt").unlink()
@@ -159,7 +159,7 @@ def test_an_incomplete_checkpoint_is_refused_by_one_process(tmp_path, zero2, lac
 
 @pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=repr)
 @pytest.mark.parametrize("where", ["zero", "universal"])
-def test_a_step_counter_may_be_a_number(tmp_path, number, where):
+def test_step_counts(tmp_path, number, where):
     model, mars = trained()
     source, target = save_zero(tmp_path / "step2", model, mars), tmp_path / "universal"
     if where == "zero":
@@ -184,7 +184,7 @@ def count(states: dict, number: object) -> None:
         state["step"] = number
 
 
-def test_a_partition_that_is_too_short_is_refused(tmp_path, zero2):
+def test_partition_sizes(tmp_path, zero2):
     """Longer ones are padded: DeepSpeed pads states but not the weights that it saves."""
     model, _ = trained()
     files = list(zero2.glob("*_optim_states.pt"))
@@ -210,7 +210,7 @@ def shorten(saved: dict) -> None:
     state["exp_avg"] = state["exp_avg"][:7]
 
 
-def test_the_name_of_the_latest_is_there_at_once_or_not_at_all(tmp_path, zero2, monkeypatch):
+def test_latest_universal(tmp_path, zero2, monkeypatch):
     (tmp_path / "latest_universal").write_text("older")
 
     def full(file, target):
@@ -225,7 +225,7 @@ def test_the_name_of_the_latest_is_there_at_once_or_not_at_all(tmp_path, zero2, 
     assert (tmp_path / "latest_universal").read_text() == "newer"
 
 
-def test_another_model_or_optimizer_is_refused_and_left_alone(tmp_path, zero2):
+def test_other_models_and_optimizers(tmp_path, zero2):
     target = tmp_path / "universal"
     universal.to_universal(zero2, target)
 
@@ -246,25 +246,8 @@ def test_another_model_or_optimizer_is_refused_and_left_alone(tmp_path, zero2):
         universal.load(target, model, mars_hf.create(other))
 
 
-def test_mistakes_are_one_line_of_the_command(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["to_universal", str(tmp_path), str(tmp_path / "universal")])
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it" in line
-
-
-def test_a_step_without_the_last_gradient_is_an_error():
-    model, mars = trained()
-    del mars.state[model.weight]["last_grad"]
-    before = [param.clone() for param in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"shape \(3, 5\).*python -m mars_hf to_universal"):
-        train(model, mars, 1)
-    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.slow
-def test_deepspeed_is_extended_by_an_optimizer():
+def test_deepspeed_is_extended():
     code = """
 import deepspeed, mars_hf, torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -280,7 +263,7 @@ assert hasattr(DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_check
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_engine_is_refused_what_lacks_its_last_gradient_and_nothing_else(tmp_path, form):
+def test_engine_without_last_gradient(tmp_path, form):
     model, mars = trained(**FORMS[form])
     target = tmp_path / "universal"
     universal.to_universal(save_zero(tmp_path / "step2", model, mars), target)
@@ -298,7 +281,7 @@ def test_an_engine_is_refused_what_lacks_its_last_gradient_and_nothing_else(tmp_
             engines.load_zero12(pytest.fail, engine, "groups", str(target))
 
 
-def test_engines_that_cannot_load_say_so():
+def test_engines_that_cannot_load():
     with pytest.raises(ValueError, match="round_robin_gradients"):
         engines.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
     with pytest.raises(ValueError, match="NVMe"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,23 +42,3 @@ def test_others_take_none_more(monkeypatch, options):
 
 def test_the_command_line_decides(monkeypatch):
     assert processes(monkeypatch, numprocesses=3) == 3
-
-
-@pytest.mark.slow
-def test_workers_start_no_workers(tmp_path):
-    """A worker reads this conftest too, with its number of processes reset."""
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "conftest.py").write_text(CONFTEST.read_text())
-    (tests / "test_one.py").write_text("import os\ndef test(): assert os.environ['PYTEST_XDIST_WORKER']\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert finished.returncode == 0 and "1 passed" in finished.stdout, finished.stdout[-2000:]

@@ -84,21 +84,9 @@ def test_mixed_dtypes_stay_in_registers():
     assert code.metadata.shared == 0
 
 
-def test_everything_in_bfloat16_moves_128_bits_at_once():
-    code = update(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, 8)
-    assert accesses(code, "v4.b32") == (5, 4)
-    assert code.metadata.shared == 0
-
-
 def test_a_last_gradient_that_is_not_kept_is_not_written():
     code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4, KEEP_LAST=False)
     assert accesses(code, "v4.b32") == (10, 6)
-
-
-def test_momentum_reads_no_parameter():
-    """The kernel reads gradient, last gradient and first moment; it writes the latter two and m."""
-    code = update(tl.float32, tl.float32, tl.float32, tl.float32, 4, RULE="momentum")
-    assert accesses(code, "v4.b32") == (6, 6)
 
 
 def sums(gradient, last, vector, target=HOPPER, compute=tl.float32):

@@ -98,11 +98,6 @@ def test_commands_name_files_extras_and_markers_that_exist(path: Path) -> None:
             assert set(re.findall(r"\w+", expression)) <= {*markers, "not", "and", "or"}, expression
 
 
-def test_files_in_commands_are_recognized() -> None:
-    words = ["pip", "install", "-c", "constraints.txt", "-e", ".[test]", "--ignore", "tests/x", "not a/file", "dist/*"]
-    assert files_named_by([*words, "tests/y.py::test[z]"]) == ["constraints.txt", "tests/x", "tests/y.py"]
-
-
 def test_cached_files_exist() -> None:
     named = [
         step["with"]["cache-dependency-path"]
@@ -171,15 +166,6 @@ def test_pages_install_the_pinned_torch(page: str) -> None:
 def test_hooks_run_the_pinned_ruff() -> None:
     revisions = {repo["repo"]: repo.get("rev") for repo in load(ROOT / ".pre-commit-config.yaml")["repos"]}
     assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{pins('constraints.txt')['ruff']}"
-
-
-@pytest.mark.parametrize("path", [path for path in TEMPLATES if path.stem != "config"], ids=lambda path: path.stem)
-def test_issue_template_is_complete(path: Path) -> None:
-    template = load(path)
-    assert template["name"] and template["description"]
-    names = [field["id"] for field in template["body"]]
-    assert len(set(names)) == len(names)
-    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in template["body"])
 
 
 def test_citation_names_this_version_and_both_papers() -> None:

@@ -210,7 +210,7 @@ REFUSED: dict[str, Any] = {
     ),
     "no tensor": (lambda p, m: m.state[p].update(exp_avg=1.0), "exp_avg of 1.0"),
     "bad step": (lambda p, m: m.state[p].update(step=torch.ones(2)), r"step=shape \(2,\)"),
-    "no last gradient": (lambda p, m: m.state[p].pop("last_grad"), r"shape \(6, 5\).*no last gradient"),
+    "no last gradient": (lambda p, m: m.state[p].pop("last_grad"), r"shape \(6, 5\).*no last gradient.*to_universal"),
     "parameter of another shape": (lambda p, m: setattr(p, "data", torch.ones(5, 6)), r"gradient of shape \(6, 5\)"),
     "freed": (lambda p, m: p.untyped_storage().resize_(0), "has been freed"),
     "unknown rule": (lambda p, m: m.param_groups[0].update(mars_type="adamw"), "mars_type='adamw'.*accepted"),

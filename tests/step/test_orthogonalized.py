@@ -67,40 +67,6 @@ def directions(momenta, settings, out_dtype: torch.dtype = torch.float32) -> dic
     return dict(zip(momenta, found, strict=True))
 
 
-def test_directions_of_many_matrices():
-    momenta = {
-        3: random((6, 18), 0),
-        1: random((6, 6), 1),
-        4: random((2, 6, 6), 2),
-        0: random((6, 4, 3, 2), 3).to(memory_format=torch.channels_last),
-        2: random((6, 6), 4),
-        5: random((6, 6), 5),
-    }
-    settings = {
-        3: settings_of("mars-shampoo", MatrixLayout(transposed=True, parts=(6, 6, 6)), dtype=torch.float32),
-        1: settings_of("mars-m", dtype=torch.float32),
-        4: settings_of("mars-m", MatrixLayout(batched=True), dtype=torch.float32),
-        0: settings_of("mars-shampoo", dtype=torch.float32),
-        2: settings_of("mars-m", coefficients=POLAR_EXPRESS, dtype=torch.float32),
-        5: settings_of("mars-m", eps=1.0, dtype=torch.float32),
-    }
-    copies = {key: m.clone() for key, m in momenta.items()}
-    together = directions(momenta, settings)
-    assert list(together) == list(momenta)
-    for key, m in momenta.items():
-        (alone,) = directions({0: m}, {0: settings[key]}).values()
-        close(together[key], alone)
-        assert together[key].stride() == m.stride()
-        assert torch.equal(m, copies[key])
-    # Each against the formula.
-    query = newton_schulz(momenta[3][:, :6].T, 1e-7).T
-    close(together[3][:, :6].double(), query, 1e-5)
-    close(together[4][1].double(), 0.2 * 6**0.5 * newton_schulz(momenta[4][1], 1e-7), 1e-5)
-    flat = newton_schulz(momenta[0].flatten(1), 1e-7)
-    close(together[0].flatten(1).double(), flat, 1e-5)
-    close(together[5].double(), 0.2 * 6**0.5 * newton_schulz(momenta[5], 1.0), 1e-5)
-
-
 def test_products_are_shared():
     momenta = {key: random((8, 24) if key % 2 else (8, 8), key) for key in range(8)}
     settings = {
@@ -369,21 +335,6 @@ def test_singular_values_of_the_update(mars_type, shape):
         values = torch.linalg.svdvals((param.detach() - before).double()) / scale
         assert values.max() < 1.22
         assert values.median() > 0.67
-
-
-@every_type
-def test_metrics(mars_type):
-    params = make((8, 6), (6, 6), (3,))
-    before = [param.detach().clone() for param in params[:2]]
-    optimizer, plain = Mars(params, mars_type=mars_type), make((8, 6), (6, 6), (3,))
-    optimizer.collect_metrics(True)
-    after = run(params, optimizer, range(1))
-    metrics = optimizer.pop_metrics()
-    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=False)])
-    assert metrics["mars/update_rms"] == pytest.approx(moved.square().mean().sqrt().item(), rel=1e-4)
-    assert metrics["mars/corrected_norm_ratio"] == pytest.approx(1.475)
-    unmeasured = run(plain, Mars(plain, mars_type=mars_type), range(1))
-    assert all(torch.equal(a, b) for a, b in zip(after, unmeasured, strict=True))
 
 
 @every_type
