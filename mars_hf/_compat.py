@@ -116,16 +116,6 @@ def cpu_multiplies_bfloat16() -> bool:
     return uses_avx512 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Tell whether autograd knows a tensor as a view of another."""
-    return bool(tensor._is_view())
-
-
-def is_zerotensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no memory because it is zero everywhere."""
-    return tensor._is_zerotensor()
-
-
 def shard_of(placement: Any) -> tuple[int, int] | None:
     """Return the dimension that a DTensor's placement shards, and its split factor, 1 for Shard; None for others."""
     kind = type(placement).__name__

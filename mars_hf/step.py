@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mars_hf import _compat, rules, states
+from mars_hf import rules, states
 from mars_hf.distributed.norms import WholeSums
 from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, is_dtensor, local
 from mars_hf.kernels import Backend, choose_backend
@@ -505,7 +505,7 @@ def _look(tensors: Sequence[Tensor], index: int, spans: list[tuple[int, int, int
     order: list[int] | None = None
     for tensor in tensors:
         has_values = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
-        if not has_values or _compat.is_zerotensor(tensor):
+        if not has_values or tensor._is_zerotensor():
             fits.append(False)
             continue
         address, numel, itemsize = tensor.data_ptr(), tensor.numel(), tensor.element_size()
@@ -545,9 +545,9 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
 def _may_take(grad: Tensor | None, state: Mapping[str, Any]) -> bool:
     """Return whether the gradient tensor itself may become the last gradient: same look, memory of its own."""
     last = state.get("last_grad")
-    if grad is None or last is None or is_dtensor(grad) or grad.requires_grad or _compat.is_view(grad) or grad.is_neg():
+    if grad is None or last is None or is_dtensor(grad) or grad.requires_grad:
         return False
-    if _compat.is_zerotensor(grad):
+    if grad._is_view() or grad.is_neg() or grad._is_zerotensor():
         return False
     has_all = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     return has_all and grad.dtype == last.dtype and grad.stride() == last.stride()
