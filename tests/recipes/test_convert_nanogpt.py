@@ -113,7 +113,8 @@ def test_tanh_form_in_nanogpt(tmp_path, capsys):
 
 @pytest.mark.parametrize("at_hand", [True, False])
 def test_padded_vocabulary_and_tokenizer(tmp_path, monkeypatch, capsys, at_hand):
-    def from_hub(name):
+    def from_hub(name, trust_remote_code):
+        assert not trust_remote_code
         if not at_hand:
             raise OSError("out of reach")
         return GPT2Tokenizer(vocab={"a": 0, "<|endoftext|>": 1}, merges=[])
