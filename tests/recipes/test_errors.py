@@ -51,10 +51,10 @@ def test_other_errors_pass(error):
 def test_two_processes_print_one_line(tmp_path):
     config = str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")
     launch = ["-m", "accelerate.commands.launch", "--config_file", config, "recipes/pretrain_gpt2.py"]
-    command = [sys.executable, *launch, "--n_head", "3", "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, *launch, "--optimizer", "sgd", "--output_dir", str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode != 0
-    assert ended.stderr.count("is not a multiple of --n_head 3") == 1
+    assert ended.stderr.count("optimizer 'sgd' is unknown") == 1
 
 
 ENDING = """

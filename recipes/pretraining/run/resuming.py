@@ -213,8 +213,6 @@ def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
         if steps >= training.max_steps:
             print(f"{output} holds this run, finished after step {steps}; nothing is missing")
             return Start(run, is_complete=True)
-        (output / "metrics.json").replace(output / "metrics-earlier.json")
-        print(f"{output}: the result of the shorter run is now in {output / 'metrics-earlier.json'}")
     folder, passed_over = checkpoints.newest_whole(output, run.id)
     for line in passed_over:
         print(line)
@@ -226,6 +224,9 @@ def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
         return Start(begin(output, settings))
     manifest = checkpoints.read(folder)
     _print_changes(manifest.settings, settings)
+    if (output / "metrics.json").exists():
+        (output / "metrics.json").replace(output / "metrics-earlier.json")
+        print(f"{output}: the result of the shorter run is now in {output / 'metrics-earlier.json'}")
     if manifest.step >= training.max_steps:
         step = f"step {manifest.step} of {training.max_steps}"
         print(f"{folder} is the end of this run, {step}: only its result is written")
