@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -23,7 +22,7 @@ def one_line_errors(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        _print(program, one_line(error, 2000))
+        _print(program, " ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         _print(program, "interrupted")
@@ -53,15 +52,3 @@ def _leave() -> None:
 def _print(program: str, message: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1"):
         print(f"{program}: {message.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)
-
-
-def one_line(value: object, length: int = 300) -> str:
-    """Return an error or a value as one line of at most `length` characters."""
-    text = " ".join(str(value).split()) or type(value).__name__
-    return text if len(text) <= length else f"{text[:length]}..."
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` with the names close to a wrong one, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
