@@ -162,27 +162,12 @@ def test_what_is_started(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_no_key_that_changes_training(name: str) -> None:
-    """Batch, accumulation and clipping belong to the recipe; offload in the YAML swaps the optimizer."""
-    forbidden = {"gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "offload_param_device"}
-    keys = set(content(name)) | set(nested(name))
-    assert not keys & forbidden
-    assert not keys & FSDP1_KEYS
-
-
-@pytest.mark.parametrize("name", FOUND)
 def test_header_shows_its_own_launch_line(name: str) -> None:
     path = f"accelerate_configs/{name}.yaml"
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
     header = [line for line in lines[: lines.index("compute_environment: LOCAL_MACHINE")] if line.startswith("#")]
     assert f"accelerate launch --config_file {path}" in "\n".join(header)
     assert max(map(len, lines)) <= 120
-
-
-@pytest.mark.parametrize("name", [name for name in EXPECTED if EXPECTED[name].processes > 1])
-def test_fewer_processes_from_the_command_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    launcher, args = resolve(monkeypatch, name, "--num_processes", "2")
-    assert (launcher, args.num_processes) == (EXPECTED[name].launcher, 2)
 
 
 @pytest.mark.slow
@@ -212,12 +197,6 @@ print(json.dumps({"version": p.fsdp_version, "reshard": reshard, "policy": polic
     }
 
 
-def test_fsdp2_wraps_a_class_of_gpt2() -> None:
-    from transformers import GPT2LMHeadModel
-
-    assert content("fsdp2")["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] in GPT2LMHeadModel._no_split_modules
-
-
 PLUGIN_JSON = """
 import json
 import os
@@ -227,24 +206,6 @@ p.set_mixed_precision(os.environ["ACCELERATE_MIXED_PRECISION"])  # as TrainingAr
 print(json.dumps({"stage": p.zero_stage, "offload": [p.offload_optimizer_device, p.offload_param_device],
     "save16": p.zero3_save_16bit_model, "init": p.zero3_init_flag, "config": p.deepspeed_config}))
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ZERO)
-def test_deepspeed_plugin(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """accelerate builds its plugin without importing deepspeed, so this runs everywhere."""
-    stage, offload = ZERO[name]
-    environment = launch_environment(monkeypatch, name)
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
-    (plugin,) = run_json([sys.executable, "-c", PLUGIN_JSON], environment)
-    config = plugin["config"]
-    assert plugin["stage"] == config["zero_optimization"]["stage"] == stage
-    assert plugin["offload"] == [offload, "none"]
-    assert plugin["init"] is plugin["save16"] is (stage == 3)
-    assert config["bf16"]["enabled"] is True
-    assert {key: config[key] for key in FILLED_BY_TRAINER} == dict.fromkeys(FILLED_BY_TRAINER, "auto")
-    assert not {"optimizer", "scheduler"} & set(config)
 
 
 def test_offload_json() -> None:

@@ -50,12 +50,6 @@ def test_order_of_groups():
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
 
 
-def test_names():
-    model = nn.Linear(2, 2)
-    optimizer = Mars(model.named_parameters())
-    assert [group["param_names"] for group in optimizer.param_groups] == [["weight"], ["bias"]]
-
-
 def test_settings_of_vectors():
     optimizer = Mars(params((2, 2), (2,)), lr=6e-3, weight_decay=0.1, lr_1d=1e-3, betas_1d=(0.8, 0.9))
     matrix, vector = optimizer.param_groups
@@ -218,12 +212,6 @@ def test_reasons(mars_type):
     assert "latents" in names(vouched, "matrix") and "latents" not in left_out(vouched)
     for mars_type_without in ("mars-adamw", "mars-lion"):
         assert left_out(mars_hf.create(Odd(), mars_type=mars_type_without)) == {}
-
-
-def test_reasons_of_frozen_parameters():
-    model = Odd()
-    model.table.requires_grad_(False)
-    assert "table.weight" not in left_out(mars_hf.create(model, mars_type="mars-m"))
 
 
 def test_printed_reasons():

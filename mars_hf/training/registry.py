@@ -88,6 +88,10 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
+    if "param_rules" in settings:
+        settings["param_rules"] = list(
+            settings["param_rules"]
+        )  # an iterator would have no rules left for the optimizer
     resolve(settings, args)  # complains here, where the caller can see it
     return MarsFactory(args, settings), {}
 

@@ -105,16 +105,6 @@ def test_exact_steps(loop, mars_type, foreach, maximize):
         torch.testing.assert_close(param.detach(), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_exact_is_not_approximate():
-    results = []
-    for is_approx in (False, True):
-        params = make_params()
-        behind(params, Mars(params, **SETTINGS, is_approx=is_approx), Problem(), range(5))
-        results.append([param.detach() for param in params])
-    assert not torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][2], results[1][2])  # the vector takes AdamW
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_previous_params(dtype):
     params = make_params(dtype=dtype)
@@ -226,18 +216,6 @@ def test_no_previous_params():
     assert not optimizer.has_previous_params
     with pytest.raises(RuntimeError, match="no previous parameters"), optimizer.previous_params():
         pass
-
-
-def test_methods_in_approx_mode():
-    params = make_params()
-    optimizer = Mars(params)
-    Problem().backward(params, 0)
-    optimizer.update_previous_grad()
-    optimizer.update_last_grad()
-    assert all(not state for state in optimizer.state.values())
-    optimizer.step()
-    assert not optimizer.is_exact
-    assert not optimizer.has_previous_params
 
 
 def test_one_exact_group():

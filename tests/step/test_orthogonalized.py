@@ -275,50 +275,6 @@ def test_clip_precedes_the_split():
     close(optimizer.state[param]["exp_avg"], rule.m, 1e-12)
 
 
-def names(optimizer: Mars, role: str) -> set[str]:
-    return {name for group in optimizer.param_groups if group["role"] == role for name in group["param_names"]}
-
-
-@every_type
-def test_embeddings_and_heads(mars_type):
-    tables = {"transformer.wte.weight", "transformer.wpe.weight"}
-    for tied in (True, False):
-        model = gpt2(tie_word_embeddings=tied)
-        optimizer = mars_hf.create(model, mars_type=mars_type, weight_decay=0.1)
-        assert names(optimizer, "adamw") == tables | (set() if tied else {"lm_head.weight"})
-        matrices = names(optimizer, "matrix")
-        assert len(matrices) == 8
-        tables_too = [(name, {"role": "matrix"}) for name in names(optimizer, "adamw")]
-        everything = mars_hf.create(model, mars_type=mars_type, param_rules=tables_too)
-        assert names(everything, "matrix") == matrices | names(optimizer, "adamw")
-        assert names(everything, "adamw") == set()
-    rules = [("*.mlp.*.weight", {"role": "adamw"}), ("*.wte.weight", {"weight_decay": 0.0})]
-    chosen = mars_hf.create(model, mars_type=mars_type, param_rules=rules, weight_decay_1d=0.3)
-    assert {name for name in matrices if ".mlp." in name} == names(chosen, "adamw") & matrices
-    decay = {name: group["weight_decay"] for group in chosen.param_groups for name in group["param_names"]}
-    assert (decay["transformer.wte.weight"], decay["transformer.wpe.weight"]) == (0.0, 0.3)
-    # The update is AdamW's, at lr_1d.
-    table, own = model.transformer.wpe.weight, dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    rule = Reference(table, rule="adamw", **own)
-    optimizer = mars_hf.create(model, mars_type=mars_type, lr=3e-3, lr_1d=1e-3, optimize_1d=True)
-    for step in range(3):
-        table.grad = random(table.shape, step) * 3
-        rule.step(table.grad)
-        optimizer.step()
-    close(table.detach().double(), rule.x, 1e-6)
-    assert set(optimizer.state[table]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-def test_groups_of_other_rules():
-    model = gpt2()
-    for mars_type in ("mars-adamw", "mars-lion"):
-        groups = mars_hf.create(model, mars_type=mars_type).param_groups
-        assert [(group["role"], len(group["params"]), group["layout"]) for group in groups] == [
-            ("matrix", 10, None),
-            ("vector", 18, None),
-        ]
-
-
 # --- the update ------------------------------------------------------------------------------------------------------
 
 

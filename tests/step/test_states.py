@@ -208,12 +208,14 @@ def test_loading_wrong_settings_changes_nothing(name, value):
         ({"mars_type": "mars-m"}, "mars_type='mars-adamw' and is 'mars-m'"),
         ({"layout": {"parts": [1, 2]}}, r"layout=None and is \{'transposed': False, 'parts': \(1, 2\)"),
         ({"role": "vector"}, "role='matrix' and is 'vector'"),
+        ({"pattern": "a.*"}, r"pattern 'b\.\*' of param_rules and has 'a\.\*' here"),
     ],
     ids=str,
 )
 def test_loading_into_other_groups_is_refused(other, message):
     model, optimizer = trained()
     params = [{"params": [layer.weight for layer in model], **other}, {"params": [layer.bias for layer in model]}]
+    optimizer.param_groups[0]["pattern"] = "b.*"
     with pytest.raises(ValueError, match=message):
         Mars(params).load_state_dict(optimizer.state_dict())
 
