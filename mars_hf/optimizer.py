@@ -85,10 +85,9 @@ class Mars(torch.optim.Optimizer):
     averaged over ranks, globally clipped. `p.grad` is never modified or kept; that of a DTensor is placed like its
     parameter.
 
-    The constructor splits every group by role: first its matrices, then its vectors, each in the order given. Groups
-    hold the role and all hyperparameters, and every step reads them there. A vector group's `lr`, `betas` and
-    `weight_decay` hold the `*_1d` values, so schedulers keep the ratio of the two rates. OneCycleLR and CyclicLR write
-    one rate into every group: give them a list, one rate a group.
+    The constructor splits every group by role: first its matrices, then its vectors. Groups hold the role and all
+    hyperparameters, and every step reads them there. A vector group's `lr`, `betas` and `weight_decay` hold the `*_1d`
+    values, so schedulers keep the ratio of the two rates; give OneCycleLR and CyclicLR a list, one rate a group.
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and hyperparameters of their own. A group's own
@@ -155,17 +154,13 @@ class Mars(torch.optim.Optimizer):
         moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad.
         Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
         float32 and rounded once. Loading a state keeps the dtypes it was saved in.
-        While it orthogonalizes, a step also holds first moments, directions and the temporaries of Newton-Schulz, of
-        matrices of one shape and at most 2**27 elements (2**22 on CPUs; or one parameter) at a time: 8 to 10 bytes an
-        element with bfloat16, 16 with float32. Where ranks share the work it holds all first moments of this rank at
-        once, in the dtype of the iteration.
+        Newton-Schulz adds 8 to 10 bytes an element in bfloat16, 16 in float32, of at most 2**27 elements (2**22 on
+        CPUs) at a time; where ranks share the work, the first moments of all matrices of this rank.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.
 
-    Source: Algorithms 1 to 4 of arXiv 2411.10438, and the official implementation where it differs. Deviations from
-    the latter, each with a test: matrices of more than two dimensions, `lr_1d=None`, `weight_decay_1d=0.0`,
-    hyperparameters in groups, last_grad a copy, no unused buffers.
+    Source: Algorithms 1 to 4 of arXiv 2411.10438, and the official implementation where it differs.
     """
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
@@ -176,14 +171,11 @@ class Mars(torch.optim.Optimizer):
     _stale_gradients_supplied = False
     _is_made = False
     _was_trainable = False
-
     # What the groups stated when they were last checked.
     _structure: list[dict[str, Any]] | None = None
-
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: weakref.ref[nn.Module] | None = None
     _unsharded: frozenset[str] = frozenset()
-
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
@@ -374,11 +366,10 @@ class Mars(torch.optim.Optimizer):
         wanted = [max_grad_norm is not None or rule != "adamw" for rule in update_rules]
         specs = self._shards.locate(groups, wanted, self._model)
         chunk_of: dict[int, Any] = {}
-        shares = False
-        if not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
+        if self._orthogonalizer is not None or not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
             self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
             chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self.process_group)
-            shares = bool(self._orthogonalizer.shared)
+        shares = self._orthogonalizer is not None and bool(self._orthogonalizer.shared)
         if max_grad_norm is not None and not all(map(is_dtensor, specs)):
             raise RuntimeError(
                 f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
@@ -412,8 +403,8 @@ class Mars(torch.optim.Optimizer):
         return specs, chunk_of, whole
 
     def _first(self) -> Tensor:
-        """Return the first parameter."""
-        return next(param for group in self.param_groups for param in group["params"])
+        """Return the first parameter, or an empty tensor where there is none."""
+        return next((param for group in self.param_groups for param in group["params"]), torch.empty(0))
 
     def _step(
         self,
@@ -456,11 +447,7 @@ class Mars(torch.optim.Optimizer):
         if moving:
             torch._foreach_add_([state["step"] for state in moving], 1)
         rounds: dict[Any, Any] = {}
-        if (
-            whole is not None
-            and self._orthogonalizer is not None
-            and not set(update_rules).isdisjoint(ORTHOGONAL_TYPES)
-        ):
+        if whole is not None and self._orthogonalizer is not None:
             rounds = self._orthogonalizer.rounds(whole)
         for tensors in lists:
             if tensors.chunk is None:
@@ -531,9 +518,7 @@ class Mars(torch.optim.Optimizer):
         The optimizer keeps one tensor for its whole life; every such step writes into it.
         """
         if self._grad_norm is None:
-            params = [param for group in self.param_groups for param in group["params"]]
-            device = local(params[0]).device if params else torch.device("cpu")
-            self._grad_norm = torch.full((), float("nan"), device=device)
+            self._grad_norm = torch.full((), float("nan"), device=local(self._first()).device)
         return self._grad_norm
 
     @property

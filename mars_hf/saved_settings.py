@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, UnknownHyperparameterError, check, reject_unknown, shown
+from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, check, reject_unknown, shown
 
 FILE = "mars.json"
-_FORMAT = 1
 # Not what the loop and the machine decide.
 KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in ("max_grad_norm", "fused"))
 
@@ -30,7 +29,7 @@ def write(
             of `create` gives this optimizer.
         groups: what trained each parameter group, for readers.
     """
-    content = {"format": _FORMAT, "mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
+    content = {"mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
     write_whole(folder / FILE, json.dumps(content, indent=2, default=_plain) + "\n")
 
 
@@ -72,15 +71,9 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
     path = _find(like, where)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version, arguments = content["format"], content["create"]
+        arguments = content["create"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: its {FILE} cannot be read ({error!r}); save the run's settings again") from None
-    writer = f"its {FILE}, of mars_hf {content.get('mars_hf', '(unknown)')}"
-    if version != _FORMAT:
-        raise ValueError(
-            f"{where}: {writer}, has format {shown(version)}; this mars_hf reads format {_FORMAT}: install the version "
-            "that wrote it, or give the settings themselves"
-        )
     if arguments is None:
         raise ValueError(
             f"{where}: its {FILE} holds no arguments of create: the optimizer was made as Mars(params), or a loaded "
@@ -89,10 +82,9 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         reject_unknown(arguments, KEPT, "create")
         return check(arguments)
-    except UnknownHyperparameterError as error:
-        raise UnknownHyperparameterError(f"{where}: {writer}: {error}; upgrade mars_hf") from None
     except ValueError as error:
-        raise ValueError(f"{where}: its {FILE}: {error}") from None
+        version = shown(content.get("mars_hf", "(unknown)"))
+        raise ValueError(f"{where}: its {FILE}, of mars_hf {version}: {error}") from None
 
 
 def _find(like: str | os.PathLike[str], where: str) -> Path:

@@ -146,7 +146,7 @@ def refusal(like) -> str:
         ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is not valid; did you mean 'mars-m'"),
         ({"split_fused": {"a": ["b"]}}, "split_fused={'a': ['b']} is not valid"),
         ({"param_rules": [["*", {"lr": -1}]]}, "param_rules '*': lr=-1 is not valid"),
-        ({"warp": 9}, ", of mars_hf 9.1: create: unknown 'warp'; accepted: lr, "),
+        ({"warp": 9}, ", of mars_hf '9.1': create: unknown 'warp'; accepted: lr, "),
         ({"max_grad_norm": 1.0}, "unknown 'max_grad_norm'"),
         (None, "holds no arguments of create: the optimizer was made as Mars(params)"),
     ],
@@ -161,7 +161,7 @@ def test_wrong_values(tmp_path, create, line):
 def test_unknown_setting(tmp_path):
     leave(tmp_path, mars_hf.create(Tiny()))
     edit(tmp_path, create={"warp": 9})
-    assert refusal(tmp_path).endswith("; upgrade mars_hf")
+    assert "unknown 'warp'" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_unknown_setting(tmp_path):
     [
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"lr": 1}', "cannot be read (KeyError('format'))"),
-        ('{"format": 2, "create": {}, "mars_hf": "9.1"}', "of mars_hf 9.1, has format 2; this mars_hf reads format 1"),
+        ('{"lr": 1}', "cannot be read (KeyError('create'))"),
+        ('{"create": {"lr": -1}, "mars_hf": "9.1"}', "of mars_hf '9.1': lr=-1"),
         ("[" * 100_000, "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
     ],
