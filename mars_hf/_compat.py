@@ -13,10 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 # What breaks without a private name, or happens instead; seen in torch 2.9 to 2.13, deepspeed 0.18.4 to 0.19.8,
 # transformers 5.19 to 5.23, accelerate 1.10 to 1.15, Python 3.10 to 3.14.
@@ -71,8 +70,6 @@ REPLACED_NAMES = {
     ),
 }
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 
 def replace_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method of another package by `wrap` of it, unless that is done; see `REPLACED_NAMES`."""
@@ -100,12 +97,6 @@ def call_after(owner: Any, name: str, function: Callable[[Any], None]) -> None:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
-def without_dynamo(function: _F) -> _F:
-    """Keep torch.compile from tracing a function; torch.compiler.disable would import dynamo at once."""
-    kept: Any = torch._disable_dynamo(function)
-    return kept
-
-
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
     """Tell whether the CPU has dot products of bfloat16; where it has none, torch emulates them, many times slower."""
@@ -127,42 +118,12 @@ def shard_of(placement: Any) -> tuple[int, int] | None:
 # --- engines --------------------------------------------------------------------------------------------------------
 
 
-def is_flattened_by_fsdp1(param: Tensor) -> bool:
-    """Tell whether FSDP1 has flattened parameters into this one."""
-    return type(param).__name__ == "FlatParameter" or bool(getattr(param, "_fsdp_flattened", False))
-
-
-def is_of_tensor_parallelism(param: Tensor) -> bool:
-    """Tell whether DeepSpeed's AutoTP or Megatron has marked a parameter as one part of a larger one."""
-    return any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
-
-
 def is_inside_zero_redundancy_optimizer() -> bool:
     """Tell whether torch's ZeroRedundancyOptimizer is calling: it makes the optimizer of its rank itself."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.optim.zero_redundancy_optimizer":
         frame = frame.f_back
     return frame is not None
-
-
-def is_of_zero12(param: Tensor) -> bool:
-    """Tell whether DeepSpeed's ZeRO-1/2 or bf16 optimizer has partitioned a parameter."""
-    return hasattr(param, "_hp_mapping")
-
-
-def zero12_fragment(param: Any) -> Tensor | None:
-    """Return the stretch of the flat tensor that is on this rank; None if there is none."""
-    return None if param._hp_mapping is None else param._hp_mapping.hp_fragment
-
-
-def zero12_group(param: Any) -> Any:
-    """Return the process group that ZeRO-1/2 partitions a parameter over."""
-    return param._dp_group
-
-
-def zero3_optimizer(param: Any) -> Any:
-    """Return DeepSpeed's ZeRO-3 optimizer that has partitioned a parameter; None if none has."""
-    return getattr(param, "_z3_optimizer", None)
 
 
 def divides_by_unused_scale(wrapper: Any) -> bool:

@@ -323,7 +323,7 @@ class Mars(torch.optim.Optimizer):
             for handle in handles:
                 handle.remove()
 
-    @_compat.without_dynamo  # sorting does not trace
+    @torch._disable_dynamo  # sorting does not trace; torch.compiler.disable would import dynamo at once
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; a no-op if none has.

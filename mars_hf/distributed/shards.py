@@ -119,14 +119,14 @@ def reject_parts(param: Tensor) -> None:
 
     Its shape is no longer that of the whole, and nothing says where the rest is.
     """
-    if _compat.is_of_tensor_parallelism(param):
+    if any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel")):
         raise RuntimeError(
             f"a parameter of shape {tuple(shape_of(param))} that DeepSpeed's AutoTP or Megatron has marked as one part "
             "(tensor_model_parallel): MARS needs norms over whole parameters, and only DTensors say where the other "
             'parts are. Use torch\'s tensor parallelism (tp_plan="auto" in from_pretrained, or parallelize_module), or '
             "ZeRO without AutoTP"
         )
-    if _compat.is_flattened_by_fsdp1(param):
+    if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} that FSDP1 has flattened: MARS needs the parameters' shapes; "
             "use FSDP2 (fully_shard, or fsdp_version: 2 in the accelerate config)"
@@ -240,7 +240,7 @@ class Shards:
             if index is None or not issubclass(type(param), Tensor):
                 continue
             reject_parts(param)
-            flattened = _compat.is_of_zero12(param) or _compat.zero3_optimizer(param) is not None
+            flattened = hasattr(param, "_hp_mapping") or getattr(param, "_z3_optimizer", None) is not None
             if flattened and shape_of(param) == self.shapes[index]:
                 originals[index] = param
         return sorted(originals.items())
@@ -420,11 +420,11 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     offset is its place there. `_hp_mapping`, which DeepSpeed sets on the parameters, identifies the buffer; its
     addresses are wrong with `round_robin_gradients`.
     """
-    linked: list[tuple[int, Any]] = [(index, param) for index, param in originals if _compat.is_of_zero12(param)]
+    linked: list[tuple[int, Any]] = [(index, param) for index, param in originals if hasattr(param, "_hp_mapping")]
     if not linked:
         return None
     _compat.refuse_old_deepspeed()
-    groups = {id(group): group for group in (_compat.zero12_group(param) for _, param in linked)}
+    groups = {id(group): group for group in (param._dp_group for _, param in linked)}
     if len(groups) > 1:
         raise RuntimeError(
             f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "
@@ -435,7 +435,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     buffers = {
         param.untyped_storage().data_ptr()
         for _, param in linked
-        if (fragment := _compat.zero12_fragment(param)) is not None and fragment.untyped_storage().data_ptr() == address
+        if (mapping := param._hp_mapping) is not None and mapping.hp_fragment.untyped_storage().data_ptr() == address
     }
     shards = []
     first = dist.get_rank(group) * tensor.numel()
@@ -455,7 +455,7 @@ def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> Shar
     """
     shards, group = [], None
     for index, param in originals:
-        engine = _compat.zero3_optimizer(param)
+        engine: Any = getattr(param, "_z3_optimizer", None)
         position = None if engine is None else engine.grad_position.get(engine.get_param_id(param))
         if position is None:  # frozen
             continue
