@@ -156,7 +156,7 @@ class Search:
         height = math.ceil(len(panels) / 2)
         figure, grid = plt.subplots(height, 2, figsize=(9, 3.6 * height), layout="constrained", squeeze=False)
         for axes, (title, arms) in zip(grid.flat, panels.items(), strict=False):
-            for index, (arm, losses) in enumerate(arms.items()):
+            for index, (arm, losses) in enumerate(sorted(arms.items())):  # equal settings, equal colours
                 means = [statistics.fmean(by_seed.values()) for by_seed in losses.values()]
                 axes.plot([rates[0] for rates in losses], means, ".-", color=f"C{index}", label=arm)
                 points = [(rates[0], loss) for rates, by_seed in losses.items() for loss in by_seed.values()]

@@ -61,7 +61,7 @@ def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.nda
 def draw_weights() -> Figure:
     """Show how much each past gradient counts in the first moment."""
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    ages = np.arange(41)
+    ages = np.arange(7)  # from age 1 on the curves run in parallel
     rows = [
         ("AdamW (gamma = 0)", 0.0, GREY, "s"),
         (f"approx MARS (gamma = {GAMMA})", GAMMA, BLUE, "o"),
@@ -69,7 +69,7 @@ def draw_weights() -> Figure:
     ]
     for label, gamma, color, marker in rows:
         weights = weights_of_past_gradients(BETA1, gamma, len(ages))
-        axes.plot(ages, weights, color=color, marker=marker, markersize=3.5, linewidth=1.2, label=label)
+        axes.plot(ages, weights, color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
     axes.set(xlabel="age of the gradient (steps)", ylabel="weight in the first moment", ylim=(0, None))
     axes.set_title(f"Weights of past gradients at beta1 = {BETA1}, without clipping")
     axes.grid(alpha=0.3)
@@ -145,7 +145,7 @@ def draw_lag_and_noise() -> Figure:
     )
     right.set(title="noise: spread around it", xlabel="gamma", ylim=(0, None))
     for axes in (left, right):
-        axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle="--")
+        axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle="--", label=f"default gamma, {GAMMA}")
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
@@ -181,10 +181,10 @@ def draw_step() -> Figure:
     for index, (verb, question, reads, makes) in enumerate(verbs):
         center = index + 0.5
         _box(axes, center, 1.5, 0.84, 0.86, BLUE)
-        axes.text(center, 1.76, verb, ha="center", va="center", color="white", fontsize=11, weight="bold")
-        axes.text(center, 1.4, question, ha="center", va="center", color="white", fontsize=6.3)
-        axes.text(center, 2.62, reads, ha="center", va="center", fontsize=7)
-        axes.text(center, 0.4, makes, ha="center", va="center", fontsize=7)
+        axes.text(center, 1.76, verb, ha="center", va="center", color="white", fontsize=12, weight="bold")
+        axes.text(center, 1.4, question, ha="center", va="center", color="white", fontsize=7.4)
+        axes.text(center, 2.62, reads, ha="center", va="center", fontsize=8)
+        axes.text(center, 0.4, makes, ha="center", va="center", fontsize=8)
         _arrow(axes, (center, 2.42), (center, 1.97))
         _arrow(axes, (center, 1.05), (center, 0.62))
         if index + 1 < len(verbs):
