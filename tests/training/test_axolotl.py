@@ -59,8 +59,8 @@ def plugin(monkeypatch) -> Any:
                 kwargs["dataset_tags"] = ["rows"]
             return kind(**kwargs)
 
-    names = {"integrations.base": {"BasePlugin": BasePlugin}, "core.builders.base": {"TrainerBuilderBase": None}}
-    names["core.builders.base"]["TrainerBuilderBase"] = TrainerBuilderBase
+    names = {"integrations.base": {"BasePlugin": BasePlugin}}
+    names["core.builders.base"] = {"TrainerBuilderBase": TrainerBuilderBase}
     for name in ("axolotl", "axolotl.integrations", "axolotl.core", "axolotl.core.builders"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, found in names.items():
@@ -93,7 +93,7 @@ def build(plugin: Any, cfg: Config, folder: Path, kind: type = OwnTrainer, **set
     return plugin.builder(cfg).build(kind, model=gpt2(), args=args, train_dataset=Blocks())
 
 
-def test_the_trainer_has_mars(plugin, tmp_path):
+def test_exact_mars(plugin, tmp_path):
     """Exact MARS is what a trainer without it refuses."""
     cfg = config(optim_args={"gamma": 0.05, "is_approx": False, "clip_threshold": None})
     given = ",".join(f"{key}={value}" for key, value in cfg.optim_args.items())
@@ -105,22 +105,17 @@ def test_the_trainer_has_mars(plugin, tmp_path):
     assert mars.param_groups[0]["clip_threshold"] is None
 
 
-def test_reward_trainers_take_mars_by_name(plugin, tmp_path):
+def test_reward_trainer_and_another_optimizer(plugin, tmp_path):
     trainer = build(plugin, config(), tmp_path, AxolotlRewardTrainer)
     assert type(trainer) is AxolotlRewardTrainer
     trainer.train()
     assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
+    assert type(build(plugin, Config(optimizer="adamw_torch"), tmp_path)) is OwnTrainer  # others keep theirs
 
 
-def test_other_optimizers_keep_their_trainer(plugin, tmp_path):
-    build(plugin, config(), tmp_path)
-    assert type(build(plugin, Config(optimizer="adamw_torch"), tmp_path)) is OwnTrainer
-
-
-def test_the_config_of_the_docs_is_accepted(plugin):
+def test_config_of_the_docs(plugin):
     page = (ROOT / "docs" / "elsewhere.md").read_text()
-    text = page.split("```yaml\n")[1].split("```")[0]
-    cfg = Config(yaml.safe_load(text))
+    cfg = Config(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert cfg.plugins == ["mars_hf.AxolotlPlugin"]
     plugin.of.register(cfg)
 

@@ -1,94 +1,93 @@
-"""LastGradientCallback: the guard, and metrics that reach every tracker."""
+"""LastGradientCallback: metrics on every log line, one line about the settings, and the guard that Mars trains."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import arguments, gpt2, trainer
-from helpers import mars_trainer as plain_mars_trainer
-from transformers import TrainerCallback, TrainerState
+from helpers import arguments, gpt2, mars_trainer, trainer
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 
 import mars_hf
 from mars_hf import summary
-from mars_hf.training.guard import innermost
+from mars_hf.training import guard
 
 METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine", "mars/update_rms"}
+TRACKED = {"report_to": ["tensorboard"]}
+both_trainers = pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
 
 
-class Tracker(TrainerCallback):
-    """Receive what wandb, tensorboard and other reporters receive."""
-
-    rows: ClassVar[list]
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        type(self).rows.append(dict(logs))
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    mars_hf.register()
 
 
 @pytest.fixture
 def tracker(monkeypatch):
-    class Fresh(Tracker):
+    """Return a class in TensorBoard's place whose `rows` receive what reporters receive."""
+
+    class Tracker(TrainerCallback):
         rows: ClassVar[list] = []
 
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Fresh)
-    return Fresh
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.rows.append(dict(logs))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
+    return Tracker
 
 
-def mars_trainer(args, model=None, **settings):
+def run_with_mars(args, make=trainer, model=None, **settings):
     model = model or gpt2()
-    optimizer = mars_hf.create(model, lr=1e-2)
-    settings.setdefault("callbacks", [mars_hf.LastGradientCallback()])
-    return trainer(args, model, optimizers=(optimizer, None), **settings)
+    return make(args, model, optimizers=(mars_hf.create(model, lr=1e-2), None), **settings)
 
 
-def test_metrics_are_on_the_log_line_of_every_tracker(tmp_path, tracker):
-    run = mars_trainer(arguments(tmp_path, report_to=["tensorboard"]))
+def losses(run) -> list[dict]:
+    return [row for row in run.state.log_history if "loss" in row]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_reach_every_tracker(tmp_path, tracker):
+    run = run_with_mars(arguments(tmp_path, **TRACKED, gradient_accumulation_steps=2))
     run.train()
-    training = [row for row in tracker.rows if "loss" in row]
-    assert len(training) == 4
-    for row in training:
-        assert METRICS <= set(row)
-        assert all(type(row[name]) is float for name in METRICS)
-    assert [row for row in run.state.log_history if "loss" in row and METRICS <= set(row)] == [
-        row | {"step": index + 1} for index, row in enumerate(training)
-    ]
-    (summary,) = [row for row in tracker.rows if "loss" not in row]
-    assert not METRICS & set(summary)
+    rows = [row for row in tracker.rows if "loss" in row]
+    assert len(rows) == 4 and all(type(row[name]) is float for row in rows for name in METRICS)
+    assert losses(run) == [row | {"step": index + 1} for index, row in enumerate(rows)]
+    (end,) = [row for row in tracker.rows if "loss" not in row]
+    assert not METRICS & set(end)
 
 
-def test_the_class_may_be_passed_as_well(tmp_path, tracker):
-    mars_trainer(arguments(tmp_path, report_to=["tensorboard"]), callbacks=[mars_hf.LastGradientCallback]).train()
-    assert METRICS <= set(tracker.rows[0])
-
-
-def test_tensorboard_files_hold_the_metrics(tmp_path):
+def test_tensorboard_files(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = mars_trainer(arguments(tmp_path, report_to=["tensorboard"]))
-    run.train()
+    run_with_mars(arguments(tmp_path, **TRACKED)).train()
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
     events = EventAccumulator(str(folder))
     events.Reload()
     assert {f"train/{name}" for name in METRICS} <= set(events.Tags()["scalars"])
 
 
-def test_values_are_those_of_the_logged_step(tmp_path):
-    run = mars_trainer(arguments(tmp_path, logging_steps=3, max_steps=6))
-    run.train()
-    every = mars_trainer(arguments(tmp_path, logging_steps=1, max_steps=6))
+def test_metrics_are_those_of_the_logged_step(tmp_path):
+    every, third = (run_with_mars(arguments(tmp_path, logging_steps=steps, max_steps=6)) for steps in (1, 3))
     every.train()
-    sparse = {row["step"]: row for row in run.state.log_history if "loss" in row}
-    dense = {row["step"]: row for row in every.state.log_history if "loss" in row}
-    assert set(sparse) == {3, 6}
-    for step, row in sparse.items():
-        assert {name: row[name] for name in METRICS} == {name: dense[step][name] for name in METRICS}
+    third.train()
+    assert [row["step"] for row in losses(third)] == [3, 6]
+    for row in losses(third):
+        assert {name: row[name] for name in METRICS}.items() <= losses(every)[row["step"] - 1].items()
 
 
 @pytest.mark.parametrize(
@@ -100,120 +99,58 @@ def test_values_are_those_of_the_logged_step(tmp_path):
         ({"logging_strategy": "epoch"}, {1, 2, 3, 4}),
     ],
 )
-def test_only_steps_that_will_be_logged_are_measured(tmp_path, settings, measured):
+def test_measured_steps(tmp_path, settings, measured):
     seen = set()
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            if innermost(optimizer)._metrics is not None:
+            if guard.innermost(optimizer)._metrics is not None:
                 seen.add(state.global_step + 1)
 
-    mars_trainer(arguments(tmp_path, **settings), callbacks=[mars_hf.LastGradientCallback(), Watch()]).train()
+    run = run_with_mars(arguments(tmp_path, **settings), callbacks=[Watch])
+    run.train()
     assert seen == measured
+    assert all(METRICS <= set(row) for row in losses(run)) and bool(losses(run)) == bool(measured)
 
 
-def test_epoch_logs_carry_metrics(tmp_path):
-    run = mars_trainer(
-        arguments(tmp_path, logging_strategy="epoch", max_steps=-1, num_train_epochs=2, per_device_train_batch_size=32)
-    )
-    run.train()
-    rows = [row for row in run.state.log_history if "loss" in row]
-    assert len(rows) == 2 and all(METRICS <= set(row) for row in rows)
-
-
-def test_metrics_with_gradient_accumulation(tmp_path):
-    run = mars_trainer(arguments(tmp_path, gradient_accumulation_steps=2))
-    run.train()
-    assert all(METRICS <= set(row) for row in run.state.log_history if "loss" in row)
-
-
-def test_a_foreign_optimizer_stops_the_run(tmp_path):
-    model = gpt2()
-    for settings in ({}, {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}):
-        run = trainer(arguments(tmp_path), model, callbacks=[mars_hf.LastGradientCallback()], **settings)
-        with pytest.raises(RuntimeError, match=r"not Mars; pass Trainer\(optimizers="):
-            run.train()
-
-
-def test_another_mars_stops_the_run(tmp_path):
-    model = gpt2()
-    stepping, given = mars_hf.create(model), mars_hf.create(model)
-    run = trainer(
-        arguments(tmp_path), model, optimizers=(stepping, None), callbacks=[mars_hf.LastGradientCallback(given)]
-    )
-    with pytest.raises(RuntimeError, match="another Mars"):
-        run.train()
-    run = trainer(arguments(tmp_path), model, optimizers=(given, None), callbacks=[mars_hf.LastGradientCallback(given)])
-    run.train()
-
-
-def test_optim_by_name_is_guarded_and_measured_without_the_callback(tmp_path, tracker):
-    mars_hf.register()
-    run = trainer(arguments(tmp_path, optim="mars_adamw", report_to=["tensorboard"]))
-    run.train()
-    assert METRICS <= set(tracker.rows[0])
-    model = gpt2()
-    swapped = trainer(
-        arguments(tmp_path, optim="mars_adamw"), model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)
-    )
-    with pytest.raises(RuntimeError, match="SGD, not Mars"):
-        swapped.train()
-
-
-def test_runs_without_mars_are_left_alone(tmp_path, tracker):
-    trainer(arguments(tmp_path, report_to=["tensorboard"])).train()
-    assert not METRICS & set().union(*tracker.rows)
-
-
-def test_a_trainer_has_one_callback_ahead_of_its_reporters(tmp_path, caplog):
-    for given in ([], [mars_hf.LastGradientCallback()], [mars_hf.LastGradientCallback]):
-        run = mars_trainer(arguments(tmp_path, report_to=["tensorboard"]), callbacks=given)
-        kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
-        assert kinds.count("LastGradientCallback") == 1
-        assert kinds.index("LastGradientCallback") < kinds.index("TensorBoardCallback")
+def test_one_callback_ahead_of_the_reporters(tmp_path, caplog):
+    for make in (trainer, mars_trainer):
+        for callbacks in ([], [mars_hf.LastGradientCallback()], [mars_hf.LastGradientCallback]):
+            run = run_with_mars(arguments(tmp_path, **TRACKED), make, callbacks=callbacks)
+            kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
+            assert kinds.count("LastGradientCallback") == 1
+            assert kinds.index("LastGradientCallback") < kinds.index("TensorBoardCallback")
     assert "there is already one" not in caplog.text
 
 
-def test_an_overflow_step_logs_no_stale_metrics():
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = mars_hf.Mars([param])
-    optimizer.collect_metrics(True)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    param.grad = torch.full((2, 2), float("inf"))
-    scaler.step(optimizer)
-    assert optimizer.pop_metrics() == {}
-
-
-# --- what it logs ----------------------------------------------------------------------------------------------------
+# --- what it logs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def said(caplog):
-    """Return the lines of mars_hf so far."""
+def logged(caplog):
+    """Return the lines of mars_hf so far, and forget them."""
     caplog.set_level(logging.INFO)
 
     def lines() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.name.startswith("mars_hf")]
+        messages = [record.getMessage() for record in caplog.records if record.name.startswith("mars_hf")]
+        caplog.clear()
+        return messages
 
-    lines.clear = caplog.clear
     return lines
 
 
-def test_first_line(tmp_path, said):
-    mars_hf.register()
+def test_first_line(tmp_path, logged):
     settings = {"learning_rate": 1e-3, "adam_beta2": 0.98, "optim_args": "gamma=0.05", "lr_scheduler_type": "linear"}
     trainer(arguments(tmp_path, optim="mars_adamw", warmup_steps=2, **settings)).train()
-    assert said() == [
+    assert logged() == [
         "mars-adamw (approximate, gamma=0.05, betas=(0.95, 0.98)): 10 matrices (2.18K) at lr=0.001, "
         "18 vectors (224) at lr=0.0005"
     ]
-    said.clear()
     rules = [("*.c_attn.weight", {"lr": 1e-2})]
     model = gpt2()
     optimizer = mars_hf.create(model, lr=3e-3, mars_type="mars-m", param_rules=rules)
     trainer(arguments(tmp_path, max_steps=1), model, optimizers=(optimizer, None)).train()
-    (line,) = said()
+    (line,) = logged()
     assert line.startswith("mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): ")
     assert "8 matrices (1.54K) at lr=0.003-0.01, " in line and "2 adamw (640) at lr=0.003" in line
 
@@ -231,13 +168,12 @@ def test_first_line_is_short():
     assert len(line) <= 160 and "200 matrices (200T) at lr=1.23e-05-3.7e-05" in line
 
 
-def test_other_ranks_and_other_optimizers_say_nothing(tmp_path, said, monkeypatch):
-    mars_hf.register()
-    trainer(arguments(tmp_path, max_steps=1, optim="adamw_torch")).train()
-    assert said() == []
+def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, tracker, monkeypatch):
+    trainer(arguments(tmp_path, max_steps=1, optim="adamw_torch", **TRACKED)).train()
+    assert logged() == [] and not METRICS & set().union(*tracker.rows)
     monkeypatch.setattr(TrainerState, "is_world_process_zero", property(lambda self: False, lambda self, value: None))
     trainer(arguments(tmp_path, max_steps=1, optim="mars_adamw")).train()
-    assert said() == []
+    assert logged() == []
 
 
 @pytest.mark.slow
@@ -253,45 +189,250 @@ def test_first_line_shows_by_default(tmp_path):
     assert len(lines) == 1 and lines[0].startswith("mars-adamw ("), finished.stderr
 
 
-SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [trainer, plain_mars_trainer], ids=["Trainer", "MarsTrainer"])
-def test_settings_of_a_checkpoint_win_and_are_named(tmp_path, said, make):
-    """The line matches the facts: logged rates, the groups' settings, and mars.json."""
+@both_trainers
+def test_settings_of_a_checkpoint_win(tmp_path, logged, make):
+    """The lines match the facts: logged rates, the groups' settings, and mars.json."""
+    saves = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
 
-    def build(rate, gamma, **settings):
+    def build(rate, gamma, steps=6):
         model = gpt2()
         optimizer = mars_hf.create(model, lr=rate, gamma=gamma)
-        return make(arguments(tmp_path, **{**SAVED, **settings}), model, optimizers=(optimizer, None))
+        return make(arguments(tmp_path, **saves, max_steps=steps), model, optimizers=(optimizer, None))
 
     build(1e-2, 0.1).train()
-    said.clear()
+    logged()
     build(1e-2, 0.1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert len(said()) == 1
-    said.clear()
-    run = build(4e-3, 0.05, max_steps=8)
+    assert len(logged()) == 1
+    run = build(4e-3, 0.05, 8)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    rates = {row["step"]: row["learning_rate"] for row in run.state.log_history if "loss" in row}
+    rates = {row["step"]: row["learning_rate"] for row in losses(run)}
     assert rates[5] == pytest.approx(1e-2 * (1 - 4 / 8))  # the saved rate on this run's schedule
-    mars = innermost(run.optimizer)
+    mars = guard.innermost(run.optimizer)
     assert mars.param_groups[0]["gamma"] == 0.1
     assert {"lr": 0.01, "gamma": 0.1}.items() <= mars.created_with.items()
-    first, resumed = said()
+    first, resumed = logged()
     assert "gamma=0.1" in first and "at lr=0.01" in first
     assert "lr=0.01 (given: 0.004)" in resumed and "gamma=0.1 (given: 0.05)" in resumed
 
 
 @pytest.mark.slow
-def test_a_norm_that_trainer_overrules_is_pointed_out(tmp_path, said):
+def test_norm_that_trainer_overrules(tmp_path, logged):
     def noted(make, own, **settings) -> list[str]:
-        said.clear()
         model = gpt2()
         optimizer = mars_hf.create(model, max_grad_norm=own)
         make(arguments(tmp_path, max_steps=1, **settings), model, optimizers=(optimizer, None)).train()
-        return [line for line in said() if "has no effect" in line]
+        return [line for line in logged() if "has no effect" in line]
 
     (line,) = noted(trainer, 5.0)
     assert "Trainer clips at max_grad_norm=1 before" in line
-    assert noted(trainer, 0.5) == noted(trainer, 5.0, max_grad_norm=0.0) == noted(plain_mars_trainer, 5.0) == []
+    assert noted(trainer, 0.5) == noted(trainer, 5.0, max_grad_norm=0.0) == noted(mars_trainer, 5.0) == []
+
+
+# --- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def sgd(model) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_another_optimizer_stops_the_run(tmp_path):
+    model = gpt2()
+    given, callbacks = {"optimizers": (sgd(model), None)}, {"callbacks": [mars_hf.LastGradientCallback()]}
+    for named, settings in (({}, callbacks), ({}, callbacks | given), ({"optim": "mars_adamw"}, given)):
+        with pytest.raises(RuntimeError, match=r"not Mars; pass Trainer\(optimizers="):
+            trainer(arguments(tmp_path, **named), model, **settings).train()
+
+
+def test_another_mars_stops_the_run(tmp_path):
+    model = gpt2()
+    stepping, given = mars_hf.create(model), mars_hf.create(model)
+    callbacks = [mars_hf.LastGradientCallback(given)]
+    with pytest.raises(RuntimeError, match="another Mars"):
+        trainer(arguments(tmp_path), model, optimizers=(stepping, None), callbacks=callbacks).train()
+    trainer(arguments(tmp_path), model, optimizers=(given, None), callbacks=callbacks).train()
+
+
+class Swapping:
+    """Put another optimizer in Mars's place, as DeepSpeed does."""
+
+    def create_scheduler(self, *args, **kwargs):
+        self.optimizer = sgd(self.model)
+        return super().create_scheduler(*args, **kwargs)
+
+
+def source_of(way, model, args) -> dict[str, Any]:
+    if way == "factory":
+        return {"optimizer_cls_and_kwargs": mars_hf.factory(args)}
+    return {"optimizers": (mars_hf.create(model, lr=1e-2), None)}
+
+
+@both_trainers
+@pytest.mark.parametrize("way", ["instance", "factory"])
+def test_swapped_optimizer_stops_the_run(tmp_path, make, way):
+    model, args = gpt2(), arguments(tmp_path)
+    run = make(args, model, **source_of(way, model, args))
+    run.__class__ = type("Swapped", (Swapping, type(run)), {})
+    with pytest.raises(RuntimeError, match="SGD, not Mars"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.slow
+def test_guard_is_installed_by_create(tmp_path):
+    """A loop of one's own, which needs no TrainingArguments, does not pay for importing Trainer."""
+    script = f"""
+        import sys, torch, mars_hf
+        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        mars_hf.create(model)
+        assert not any(name.startswith("transformers") for name in sys.modules)
+        import transformers
+        mars_hf.create(model)
+        assert "transformers.trainer" not in sys.modules
+        args = transformers.TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
+        for settings in (
+            {{"optimizers": (mars_hf.create(other), None)}}, {{"optimizer_cls_and_kwargs": mars_hf.factory(args)}}
+        ):
+            run = transformers.Trainer(model, args, train_dataset=[{{"x": 1}}], **settings)
+            print("callbacks:", str(run.callback_handler.callbacks).count("LastGradientCallback"))
+            run.create_optimizer()
+            if "optimizer_cls_and_kwargs" in settings:
+                run.optimizer = torch.optim.SGD(model.parameters())
+                run.create_optimizer = lambda *_: run.optimizer
+            try:
+                run.train()
+            except RuntimeError as error:
+                print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = [line for line in lines if "Mars" in line or "callbacks:" in line or "optimizer" in line]
+    assert lines[::2] == ["callbacks: 1"] * 2
+    assert "has none of the model's 2 trainable parameters" in lines[1] and "SGD, not Mars" in lines[3]
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+
+
+def new_head(model):
+    model.lm_head = torch.nn.Linear(8, 64)
+    return model
+
+
+@both_trainers
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lora, r"has none of the model's \d+ trainable .*lora_A.*mars_hf\.factory"),  # the base is frozen then
+        (new_head, r"28 of the model's 30 .*lacks lm_head\.weight of shape \(64, 8\) and 1 more"),
+        (copy.deepcopy, "another copy of the model"),
+    ],
+)
+def test_parameters_made_after_the_optimizer_stop_the_run(tmp_path, make, change, message):
+    model = gpt2()
+    optimizers = (mars_hf.create(model), None)
+    run = make(arguments(tmp_path), change(model), optimizers=optimizers)
+    with pytest.raises(RuntimeError, match=message):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@both_trainers
+@pytest.mark.parametrize("way", ["instance", "factory"])
+def test_lora_before_the_optimizer(tmp_path, make, way):
+    model = lora(gpt2())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    args = arguments(tmp_path, learning_rate=1e-2)
+    make(args, model, **source_of(way, model, args)).train()
+    changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert changed == {name for name in before if "lora" in name}
+
+
+@both_trainers
+def test_frozen_and_further_parameters(tmp_path, make):
+    """Parameters may be frozen before or after the optimizer is built; an optimizer may train more than the model."""
+    model = gpt2()
+    model.transformer.wpe.requires_grad_(False)
+    extra = torch.nn.Linear(2, 2)
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": list(extra.parameters())}]
+    optimizer = mars_hf.create(groups)
+    model.transformer.h[0].requires_grad_(False)
+    make(arguments(tmp_path), model, optimizers=(optimizer, None)).train()
+
+
+@pytest.mark.parametrize("name", ["fp16_groups", "bit16_groups", "bf16_groups"])
+def test_parameters_under_flat_tensors(name):
+    """DeepSpeed leaves an optimizer in this form; ZeRO-3 and half precision without ZeRO, ZeRO-1/2, bf16."""
+    model, other = gpt2(), gpt2()
+    optimizer = mars_hf.create(model)
+    engine = SimpleNamespace(optimizer=optimizer, **{name: [group["params"] for group in optimizer.param_groups]})
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(torch.cat([param.detach().flatten() for param in group["params"]]))]
+    guard.require_parameters(SimpleNamespace(optimizer=engine), torch.nn.DataParallel(model))
+    for optimizers, trained in ((engine, other), (optimizer, model)):
+        with pytest.raises(RuntimeError, match="has none"):
+            guard.require_parameters(optimizers, trained)
+
+
+def test_sharded_parameters(alone):
+    """FSDP2 puts DTensors into the model and accelerate the same ones into the optimizer."""
+    model = gpt2()
+    before = mars_hf.create(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    guard.require_parameters(mars_hf.create(model), model)
+    with pytest.raises(RuntimeError, match="has none"):
+        guard.require_parameters(before, model)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.mark.parametrize("make", [mars_trainer, trainer], ids=["MarsTrainer", "Trainer"])
+def test_another_optimizer_and_a_checkpoint_of_mars(tmp_path, make):
+    """torch.optim.AdamW loads all of it, and would train with MARS's betas and learning rates."""
+    model, settings = gpt2(), {}
+    args = arguments(tmp_path, **SAVES)
+    trainer(args, model, **source_of("factory", model, args)).train()
+    model = gpt2()
+    if make is mars_trainer:
+        params = sorted(model.parameters(), key=lambda param: param.ndim == 1)  # as MARS groups them
+        settings["optimizers"] = (torch.optim.AdamW([{"params": params[:10]}, {"params": params[10:]}]), None)
+    run = make(arguments(tmp_path / "other", **SAVES), model, **settings)
+    message = r"MARS saved the checkpoint of step 2, and AdamW would resume.*optim='mars_adamw'.*from_pretrained"
+    with pytest.raises(RuntimeError, match=message):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert run.state.global_step == 2
+    mars_trainer(arguments(tmp_path, **SAVES), gpt2()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_another_optimizer_and_a_checkpoint_without_state(tmp_path):
+    mars_trainer(arguments(tmp_path, save_only_model=True, **SAVES), gpt2()).train()
+    run = trainer(arguments(tmp_path / "adamw", **SAVES), gpt2())
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert run.state.global_step == 4
+    again = trainer(arguments(tmp_path / "again", **SAVES), gpt2())  # what it saved is AdamW's
+    again.train(resume_from_checkpoint=str(tmp_path / "adamw" / "checkpoint-4"))
+
+
+def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path):
+    """It is refused, and the remedies work."""
+    trainer(arguments(tmp_path, **SAVES), gpt2()).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    run = mars_trainer(arguments(tmp_path / "mars", **SAVES), gpt2())
+    with pytest.raises(
+        ValueError, match=r"another optimizer than Mars.*from_pretrained.*without DeepSpeed.*without optimizer\.pt"
+    ):
+        run.train(resume_from_checkpoint=str(checkpoint))
+    copied = tmp_path / "copied" / "checkpoint-2"
+    shutil.copytree(checkpoint, copied, ignore=shutil.ignore_patterns("optimizer.pt", "scheduler.pt"))
+    run = mars_trainer(arguments(tmp_path / "mars", **SAVES), gpt2())
+    run.train(resume_from_checkpoint=str(copied))
+    assert run.state.global_step == 4 and isinstance(guard.innermost(run.optimizer), mars_hf.Mars)
+    assert run.optimizer.optimizer.state[run.model.transformer.wte.weight]["step"] == 2
+    mars_trainer(arguments(tmp_path / "new"), GPT2LMHeadModel.from_pretrained(checkpoint)).train()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
-from hub_server import mistakes_in
+from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
+from safetensors.torch import load
 from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator, modelcard
 
@@ -21,6 +25,8 @@ from mars_hf.training import hub
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 BY_NAME = {"optim": "mars_adamw", "learning_rate": 1e-3}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+WARMUP = {"lr_scheduler_type": "linear", "warmup_steps": 2}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +61,8 @@ def evaluated(args, model=None, **settings) -> Trainer:
 # --- mars.json --------------------------------------------------------------------------------------------------------
 
 
-def test_mars_json_beside_saved_weights(tmp_path):
-    run = trainer(arguments(tmp_path / "out", **BY_NAME, optim_args="gamma=0.05", save_strategy="steps", save_steps=2))
+def test_mars_json(tmp_path):
+    run = trainer(arguments(tmp_path / "out", **BY_NAME, optim_args="gamma=0.05", **SAVES, **WARMUP))
     run.train()
     run.save_model(str(tmp_path / "elsewhere"))
     for folder in ("out", "out/checkpoint-2", "out/checkpoint-4", "elsewhere"):
@@ -64,20 +70,14 @@ def test_mars_json_beside_saved_weights(tmp_path):
         assert content["create"]["gamma"] == 0.05 and content["create"]["lr"] == 1e-3
         assert [group["rule"] for group in content["groups"]] == ["mars-adamw", "adamw"]
         assert [group["parameters"] for group in content["groups"]] == [2176, 224]
+        assert [group["lr"] for group in content["groups"]] == [1e-3, 5e-4]  # the peaks of the schedule
         assert (tmp_path / folder / "model.safetensors").is_file() == (folder != "out")
         assert (tmp_path / folder / "README.md").is_file() == (folder == "out")
     again = mars_hf.create(gpt2(), like=tmp_path / "elsewhere")
     assert again.param_groups[0]["gamma"] == 0.05 and again.param_groups[1]["lr"] == 5e-4
 
 
-def test_groups_state_the_peak_of_the_schedule(tmp_path):
-    run = trainer(arguments(tmp_path, **BY_NAME, lr_scheduler_type="linear", warmup_steps=2))
-    run.train()
-    assert [group["lr"] for group in saved(tmp_path)["groups"]] == [1e-3, 5e-4]
-    assert "| matrix | mars-adamw | 0.001 |" in card_of(run) and "| vector | adamw | 0.0005 |" in card_of(run)
-
-
-def test_other_optimizers_leave_nothing(tmp_path):
+def test_other_optimizers(tmp_path):
     run = evaluated(arguments(tmp_path, optim="adamw_torch", **EVALUATED))
     run.train()
     assert not list(tmp_path.iterdir())
@@ -85,7 +85,7 @@ def test_other_optimizers_leave_nothing(tmp_path):
     assert "with betas=(0.9,0.999)" in card_of(run) and "MARS" not in card_of(run) and run.model.model_tags is None
 
 
-def test_other_processes_write_nothing(tmp_path, monkeypatch):
+def test_other_processes(tmp_path, monkeypatch):
     run = trainer(arguments(tmp_path, **BY_NAME))
     monkeypatch.setattr(type(run.args), "process_index", 1)
     monkeypatch.setattr(type(run.args), "should_save", False)
@@ -95,7 +95,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("made", ["by hand", "like"])
-def test_an_instance_keeps_what_create_was_given(tmp_path, made):
+def test_mars_json_of_a_given_optimizer(tmp_path, made):
     model = gpt2()
     optimizer = mars_hf.Mars(model.parameters()) if made == "by hand" else mars_hf.create(model, gamma=0.1)
     trainer(arguments(tmp_path, max_steps=1), model, optimizers=(optimizer, None)).train()
@@ -133,21 +133,15 @@ def test_card_of_a_run(tmp_path):
 @pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
 def test_card_of_a_given_optimizer(tmp_path, make):
     model = gpt2()
-    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=6e-3), None))
+    rules = [("*[x|w]te.weight", {"lr": 1e-4})]
+    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=6e-3, param_rules=rules), None))
     run.train()
     card = card_of(run)
+    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card
     assert "- learning_rate: 0.006\n" in card and "5e-05" not in card and "OptimizerNames" not in card
 
 
-def test_patterns_are_escaped(tmp_path):
-    model = gpt2()
-    optimizer = mars_hf.create(model, lr=1e-3, param_rules=[("*[x|w]te.weight", {"lr": 1e-4})])
-    run = trainer(arguments(tmp_path), model, optimizers=(optimizer, None))
-    run.train()
-    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card_of(run)
-
-
-def test_usage_needs_weights_beside_the_card(tmp_path, monkeypatch):
+def test_usage(tmp_path, monkeypatch):
     folder = tmp_path / 'a "name"'
     run = trainer(arguments(folder, **BY_NAME))
     run.train()
@@ -162,7 +156,7 @@ def test_usage_needs_weights_beside_the_card(tmp_path, monkeypatch):
     assert str(tmp_path) not in card_of(run)
 
 
-def test_facts_that_the_user_states(tmp_path):
+def test_facts_of_the_user(tmp_path):
     run = evaluated(arguments(tmp_path, **BY_NAME, **EVALUATED))
     run.train()
     run.create_model_card(license="apache-2.0", dataset="blocks", dataset_tags="me/blocks", tags="tiny")
@@ -177,7 +171,7 @@ def test_facts_that_the_user_states(tmp_path):
 
 
 @pytest.mark.parametrize("edit", ["none", "text", "metadata"])
-def test_only_an_unedited_card_is_rewritten(tmp_path, edit):
+def test_edited_card_stays(tmp_path, edit):
     run = trainer(arguments(tmp_path, **BY_NAME))
     run.train()
     path = tmp_path / "README.md"
@@ -199,7 +193,7 @@ def test_only_an_unedited_card_is_rewritten(tmp_path, edit):
 
 
 @pytest.mark.parametrize("content", [b"# My project\n", b"", b"\xff\xfe"])
-def test_a_card_of_the_user_stays(tmp_path, content):
+def test_card_of_the_user_stays(tmp_path, content):
     (tmp_path / "README.md").write_bytes(content)
     run = trainer(arguments(tmp_path, **BY_NAME))
     run.train()
@@ -207,7 +201,7 @@ def test_a_card_of_the_user_stays(tmp_path, content):
     assert (tmp_path / "README.md").read_bytes() == content and saved(tmp_path)["create"]["lr"] == 1e-3
 
 
-def test_a_card_is_not_rewritten_while_it_is_pushed(tmp_path):
+def test_card_during_a_push(tmp_path):
     """A push in the background would upload half of it; only the end of training waits."""
     run = trainer(arguments(tmp_path, **BY_NAME))
     run.train()
@@ -236,7 +230,7 @@ class Regression(nn.Module):
         return {"loss": self.linear(input_ids.float()).square().mean()}
 
 
-def test_a_module_without_config_has_mars_json_only(tmp_path):
+def test_module_without_config(tmp_path):
     run = trainer(arguments(tmp_path, **BY_NAME), Regression())
     run.train()
     assert [path.name for path in tmp_path.iterdir()] == ["mars.json"]
@@ -247,7 +241,7 @@ class Failing(Trainer):
         raise OSError("no space\nleft")
 
 
-def test_a_card_that_fails_is_a_warning(tmp_path, failures, caplog, monkeypatch):
+def test_failing_card(tmp_path, failures, caplog, monkeypatch):
     given = {"train_dataset": Blocks(), "data_collator": default_data_collator}
     Failing(gpt2(), arguments(tmp_path / "a", **BY_NAME), **given).train()
     assert failures() == [f"mars_hf could not describe the run in {tmp_path / 'a'}: no space left"]
@@ -263,7 +257,7 @@ def test_a_card_that_fails_is_a_warning(tmp_path, failures, caplog, monkeypatch)
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_results_of_trainer_are_kept(tmp_path):
+def test_results_of_trainer(tmp_path):
     run = evaluated(
         arguments(tmp_path, **BY_NAME, **EVALUATED), compute_metrics=lambda _: {"accuracy": 0.5, "nan": math.nan}
     )
@@ -274,7 +268,7 @@ def test_results_of_trainer_are_kept(tmp_path):
     assert (loss.metric_type, loss.dataset_type) == ("loss", "me/blocks")
 
 
-def test_a_data_set_without_a_name(tmp_path):
+def test_nameless_data_set(tmp_path):
     """Trainer calls it None, in the text and as a type that the Hub refuses."""
     from datasets import Dataset
 
@@ -370,7 +364,7 @@ def test_card_of_trl(tmp_path):
 # --- continued pretraining --------------------------------------------------------------------------------------------
 
 
-def test_factories_take_up_saved_settings(tmp_path):
+def test_like_in_factories(tmp_path):
     first = trainer(arguments(tmp_path / "first", **BY_NAME, optim_args="gamma=0.05,beta1=0.9", weight_decay=0.1))
     first.train()
     place = f"like={tmp_path / 'first'}"
@@ -389,17 +383,7 @@ def test_factories_take_up_saved_settings(tmp_path):
         arguments(tmp_path / "fifth", optim="mars_adamw", optim_args="like=nowhere/at/all")
 
 
-def test_groups_given_by_a_script_keep_the_options_for_models(tmp_path):
-    model = gpt2()
-    rules = [("*.mlp.c_fc.weight", {"role": "adamw"})]
-    made, settings = mars_hf.factory(arguments(tmp_path), mars_type="mars-m", param_rules=rules)
-    mars = made(list(model.parameters()), model=model, **settings)
-    assert mars.created_with["param_rules"] == [("*.mlp.c_fc.weight", {"role": "adamw"})]
-    assert mars.created_with["mars_type"] == "mars-m"
-
-
 KEEP = [("*wte*", {"weight_decay": 0.0})]
-RESUMED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 @pytest.mark.parametrize(
@@ -411,12 +395,12 @@ RESUMED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         ({"weight_decay": 0.1, "param_rules": KEEP}, {"param_rules": KEEP}, {"weight_decay": 0.1}),
     ],
 )
-def test_after_a_resume_the_checkpoints_settings_are_kept(tmp_path, before, now, kept):
+def test_mars_json_after_resuming(tmp_path, before, now, kept):
     """They train, so a later create(like=...) takes them up; null where no call of create gives them."""
 
     def run(checkpoint=None, **settings):
         model = gpt2()
-        made = trainer(arguments(tmp_path, **RESUMED), model, optimizers=(mars_hf.create(model, **settings), None))
+        made = trainer(arguments(tmp_path, **SAVES), model, optimizers=(mars_hf.create(model, **settings), None))
         made.train(resume_from_checkpoint=checkpoint)
 
     run(**before)
@@ -426,3 +410,130 @@ def test_after_a_resume_the_checkpoints_settings_are_kept(tmp_path, before, now,
     model = gpt2()
     like = mars_hf.create(model, like=tmp_path)
     assert [group["lr"] for group in like.param_groups] == [group["lr"] for group in found["groups"]]
+
+
+# --- pushed to a server that speaks the Hub's protocol, and loaded back by transformers alone ------------------------
+
+TESTS = Path(__file__).resolve().parents[1]
+
+TRAIN = """
+import sys
+sys.path.insert(0, {tests!r})
+from helpers import Blocks, arguments, gpt2
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
+import mars_hf
+
+mars_hf.register()
+ids = {{"<pad>": 0, "The": 1, "cat": 2, **{{f"w{{i}}": i for i in range(3, 64)}}}}
+words = Tokenizer(models.WordLevel(ids, "<pad>"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+settings = {{"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}}
+settings |= {{"push_to_hub": True, "hub_model_id": "me/x", "hub_strategy": "every_save", "hub_always_push": True}}
+settings |= {{"optim": "mars_adamw", "optim_args": "gamma=0.05", "learning_rate": 1e-3}}
+run = Trainer(
+    gpt2(), arguments(sys.argv[1], **settings), train_dataset=Blocks(), eval_dataset=Blocks(8),
+    data_collator=default_data_collator, processing_class=tokenizer,
+)
+run.train()
+run.push_to_hub(license="mit", dataset="blocks")
+"""
+
+# Nothing here knows mars_hf: importing it fails.
+LOAD = """
+import json, sys
+sys.modules["mars_hf"] = None
+from huggingface_hub import ModelCard, hf_hub_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = (kind.from_pretrained("me/x") for kind in (AutoModelForCausalLM, AutoTokenizer))
+card = ModelCard.load("me/x")
+(code,) = [part.partition("```")[0] for part in card.text.split("```python\\n")[1:]]
+names = {}
+exec(code, names)
+assert not any(name.startswith("mars_hf") for name, module in sys.modules.items() if module is not None)
+print(json.dumps({
+    "results": [vars(own) for own in card.data.eval_results],
+    "card": {"license": card.data.license, "pipeline": card.data.pipeline_tag, "tags": card.data.tags},
+    "sum": sum(float(param.double().sum()) for param in model.parameters()),
+    "code": code,
+    "loaded": bool(all((a == b).all() for a, b in zip(model.parameters(), names["model"].parameters()))),
+    "ids": tokenizer("The cat").input_ids,
+}))
+"""
+
+LIKE = """
+import sys
+import torch
+import mars_hf
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+for name in sys.argv[1:]:
+    try:
+        print(mars_hf.create(model, like=name).param_groups[0]["gamma"])
+    except ValueError as error:
+        print(error)
+"""
+
+
+def python(code: str, *argv: str, **environment: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.strip()
+
+
+@pytest.mark.slow
+def test_pushed_run_without_mars_hf(tmp_path):
+    with HubServer() as hub:
+        environment = hub.environment(str(tmp_path / "home"))
+        python(TRAIN.format(tests=str(TESTS)), str(tmp_path / "x"), **environment)
+        assert {"README.md", "mars.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
+        assert not [name for name in hub.files if "partial" in name or name.startswith("checkpoint")]
+        assert mistakes_in(hub.files["README.md"].decode()) == []
+        assert len([line for line in hub.requests if "/commit/" in line]) == 3  # two checkpoints, the end
+        settings = json.loads(hub.files["mars.json"])
+        assert settings["create"]["gamma"] == 0.05 and settings["create"]["lr"] == 1e-3
+
+        found = json.loads(python(LOAD, **hub.environment(str(tmp_path / "other home"))).splitlines()[-1])
+        weights = load(hub.files["model.safetensors"])
+        total = sum(float(value.double().sum()) for value in weights.values() if isinstance(value, torch.Tensor))
+        assert found["sum"] == pytest.approx(total, abs=1e-9) and found["ids"] == [1, 2]
+        assert found["loaded"] and 'from_pretrained("me/x")' in found["code"]
+        (result,) = found["results"]
+        assert (result["metric_type"], result["dataset_name"]) == ("loss", "blocks")
+        assert found["card"]["license"] == "mit" and found["card"]["pipeline"] == "text-generation"
+        assert "mars" in found["card"]["tags"]
+
+
+@pytest.mark.slow
+def test_like_of_a_repository(tmp_path):
+    """From the server, then from the cache, and one line for everything that can be missing."""
+    with HubServer() as hub:
+        hub.repos.add("me/x")
+        hub.empty.add("me/empty")
+        hub.files["mars.json"] = json.dumps({"format": 1, "mars_hf": "0.1.0", "create": {"gamma": 0.05}}).encode()
+        environment = hub.environment(str(tmp_path / "home"))
+        gamma, nothing, empty = python(LIKE, "me/x", "me/nothing", "me/empty", **environment).splitlines()
+        assert gamma == "0.05"
+        assert {line for line in hub.requests if "me/x" in line} == {
+            *("HEAD /me/x/resolve/main/mars.json", "GET /me/x/resolve/main/mars.json")  # one file, no listing
+        }
+        reason = "no such folder, and the Hub does not give its mars.json"
+        assert nothing.startswith(f"like='me/nothing': {reason} (RepositoryNotFoundError")
+        assert "EntryNotFoundError" in empty and empty.startswith(f"like='me/empty': {reason}")
+    gamma, gone = python(LIKE, "me/x", "me/never", **environment).splitlines()  # the server is gone
+    assert gamma == "0.05"
+    assert gone.startswith(f"like='me/never': {reason} (LocalEntryNotFoundError")
+
+
+def test_mistakes_in_a_card():
+    """The server refuses what the Hub refuses."""
+    of = {
+        "license: mit\nbase_model: me/x": [],
+        "license: Apache 2.0": ['"license" must be one of apache-2.0, mit, ...: Apache 2.0'],
+        "base_model: /tmp/x": ['"base_model" with value "/tmp/x" is not valid'],
+    }
+    assert {text: [each["message"] for each in mistakes_in(f"---\n{text}\n---\n")] for text in of} == of

@@ -94,21 +94,18 @@ def reports(caplog) -> Any:
     logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("patience", [0, -1, 2.5, True, "3"])
-def test_patience_is_checked(patience):
-    with pytest.raises(ValueError, match=r"^patience=.*>= 1$"):
-        NonFiniteCallback(patience)
-
-
-def test_mars_trainer_has_one(tmp_path):
-    def of(run: Trainer) -> list[Any]:
-        return [each for each in run.callback_handler.callbacks if isinstance(each, NonFiniteCallback)]
-
-    (default,) = of(make(tmp_path, {}))
-    assert default.patience == 3
+def test_patience(tmp_path):
+    for patience in (0, -1, 2.5, True, "3"):
+        with pytest.raises(ValueError, match=r"^patience=.*>= 1$"):
+            NonFiniteCallback(patience)
     passed = NonFiniteCallback(7)
-    assert of(make(tmp_path, {}, passed)) == [passed]
-    assert of(make(tmp_path, {}, kind=Trainer)) == []
+    for callbacks, kind, patiences in (
+        ([], mars_hf.MarsTrainer, [3]),
+        ([passed], mars_hf.MarsTrainer, [7]),
+        ([], Trainer, []),
+    ):
+        known = make(tmp_path, {}, *callbacks, kind=kind).callback_handler.callbacks
+        assert [each.patience for each in known if isinstance(each, NonFiniteCallback)] == patiences
 
 
 FIRST = "transformer.wte.weight, transformer.wpe.weight, transformer.h.0.ln_1.weight, ..."
@@ -171,9 +168,6 @@ def test_no_checkpoint_after_an_epoch_that_ends_badly(tmp_path, reports):
     make(tmp_path, {3: LOSS}, length=4, num_train_epochs=2, max_steps=-1, save_strategy="epoch").train()
     assert not list(tmp_path.glob("checkpoint-*"))
     assert reports("checkpoint-")[0] == "checkpoint-4 is not written: the last step was not finite"
-
-
-def test_without_a_checkpoint_the_error_says_so(tmp_path):
     with pytest.raises(NonFiniteError, match=r"has no checkpoint: start again with a lower learning rate"):
         make(tmp_path / "absent", from_step(1, LOSS)).train()
 

@@ -39,7 +39,7 @@ def rates(optimizer) -> list[float]:
 
 @pytest.mark.parametrize("door", ["factory", "optim"])
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 5e-5}], ids=["untouched", "explicit"])
-def test_the_learning_rate_is_that_of_the_arguments(tmp_path, door, rate):
+def test_default_arguments(tmp_path, door, rate):
     """An explicit 5e-5 looks like the default, and fine-tuning must not use 3e-3."""
     args = arguments(tmp_path, **({"optim": "mars_adamw"} if door == "optim" else {}), **rate)
     made = {"optimizer_cls_and_kwargs": mars_hf.factory(args)} if door == "factory" else {}
@@ -57,31 +57,17 @@ class OtherDefaults(TrainingArguments):
     adam_epsilon: float = 1e-7
 
 
-def with_other_defaults(tmp_path, **settings):
-    shared = {"use_cpu": True, "report_to": "none", "optim": "mars_adamw"}
-    return OtherDefaults(output_dir=str(tmp_path), **{**shared, **settings})
-
-
-def test_defaults_are_those_of_the_arguments_own_class(tmp_path):
-    matrix, _ = made_by(trainer(with_other_defaults(tmp_path))).param_groups
+def test_default_arguments_of_a_subclass(tmp_path):
+    shared = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "optim": "mars_adamw"}
+    matrix, _ = made_by(trainer(OtherDefaults(**shared))).param_groups
     assert (matrix["lr"], matrix["betas"], matrix["eps"]) == (1e-6, (0.95, 0.99), 1e-8)
-    matrix, _ = made_by(trainer(with_other_defaults(tmp_path, adam_beta1=0.9, adam_epsilon=1e-8))).param_groups
+    matrix, _ = made_by(trainer(OtherDefaults(**shared, adam_beta1=0.9, adam_epsilon=1e-8))).param_groups
     assert matrix["betas"] == (0.9, 0.99)  # TrainingArguments' default is a choice in this class
 
 
-def test_lion_keeps_the_official_defaults(tmp_path):
-    matrix, vector = made_by(trainer(arguments(tmp_path, optim="mars_lion"))).param_groups
-    assert (matrix["lr"], matrix["betas"], vector["lr"], vector["betas"]) == (5e-5, (0.95, 0.99), 2.5e-5, (0.9, 0.95))
-
-
 @pytest.mark.parametrize("door", ["factory", "optim"])
-def test_set_arguments_are_taken(tmp_path, door):
-    settings = {
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "adam_beta1": 0.8,
-        "adam_epsilon": 1e-6,
-    }
+def test_set_arguments(tmp_path, door):
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
     if door == "factory":
         args = arguments(tmp_path, **settings)
         run = trainer(args, optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1, lr_1d=2e-4))
@@ -93,13 +79,15 @@ def test_set_arguments_are_taken(tmp_path, door):
     assert (vector["lr"], vector["weight_decay"]) == (2e-4, 0.0)
 
 
-def test_each_beta_counts_for_itself(tmp_path):
-    args = arguments(tmp_path, adam_beta2=0.9)
-    optimizer = made_by(trainer(args, optimizer_cls_and_kwargs=mars_hf.factory(args)))
-    assert optimizer.param_groups[0]["betas"] == (0.95, 0.9)
+def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
+    args = arguments(tmp_path, learning_rate=1e-3, adam_beta2=0.9)
+    make, settings = mars_hf.factory(args, gamma=0.1)
+    args.learning_rate = 1e-4
+    mars = make()(gpt2(), **settings)
+    assert rates(mars) == [1e-4, 5e-5] and mars.param_groups[0]["betas"] == (0.95, 0.9)
 
 
-def test_contradictions_are_refused(tmp_path):
+def test_contradictions(tmp_path):
     with pytest.raises(ValueError, match=r"learning_rate=5e-05 .* lr=0\.002 .* give learning_rate alone"):
         mars_hf.factory(arguments(tmp_path), lr=2e-3)
     with pytest.raises(ValueError, match=r"learning_rate=5e-05 .* lr=0\.002"):
@@ -114,14 +102,7 @@ def test_contradictions_are_refused(tmp_path):
         trainer(args, optimizer_cls_and_kwargs=same.optimizer_cls_and_kwargs).create_optimizer()
 
 
-def test_the_arguments_are_read_when_the_optimizer_is_made(tmp_path):
-    args = arguments(tmp_path, learning_rate=1e-3)
-    make, settings = mars_hf.factory(args, gamma=0.1)
-    args.learning_rate = 1e-4
-    assert rates(make()(gpt2(), **settings)) == [1e-4, 5e-5]
-
-
-def test_wrong_settings_are_refused_where_they_are_given(tmp_path):
+def test_wrong_settings(tmp_path):
     args = arguments(tmp_path)
     for error in (ValueError, TypeError):
         with pytest.raises(error, match=r"'gama'; did you mean 'gamma'\?; accepted: lr, .*beta1"):
@@ -135,36 +116,24 @@ def test_wrong_settings_are_refused_where_they_are_given(tmp_path):
 # --- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def by_hand(args) -> list[torch.Tensor]:
-    """Return the weights after the same run with an optimizer instance passed to Trainer."""
+@pytest.mark.parametrize("door", ["factory", "optim", "model_init"])
+def test_parity_with_an_instance(tmp_path, door):
     model = gpt2()
     optimizer = mars_hf.create(model, lr=1e-2, gamma=0.1, weight_decay=0.1)
-    trainer(args, model, optimizers=(optimizer, None)).train()
-    return [param.detach() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("door", ["factory", "optim", "model_init"])
-def test_every_door_trains_the_same_model(tmp_path, door):
-    expected = by_hand(arguments(tmp_path))
-    model = gpt2()
-    settings = {"learning_rate": 1e-2, "weight_decay": 0.1}
-    if door == "optim":
-        run = trainer(arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.1", **settings), model)
-    elif door == "factory":
-        args = arguments(tmp_path, **settings)
-        run = trainer(args, model, optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1))
-    else:
-        args = arguments(tmp_path, **settings)
-        made_by = mars_hf.factory(args, gamma=0.1)
-        run = trainer(args, model_init=lambda: gpt2(), optimizer_cls_and_kwargs=made_by)
+    trainer(arguments(tmp_path), model, optimizers=(optimizer, None)).train()
+    named = {"optim": "mars_adamw", "optim_args": "gamma=0.1"} if door == "optim" else {}
+    args = arguments(tmp_path, learning_rate=1e-2, weight_decay=0.1, **named)
+    settings = {} if named else {"optimizer_cls_and_kwargs": mars_hf.factory(args, gamma=0.1)}
+    settings |= {"model_init": lambda: gpt2()} if door == "model_init" else {}
+    run = trainer(args, **settings)
     run.train()
-    weights = [param.detach() for param in run.model.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
 
 
 def test_lion_by_name(tmp_path):
-    optimizer = made_by(trainer(arguments(tmp_path, optim="mars_lion", learning_rate=1e-4)))
-    assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-lion"}
+    matrix, vector = made_by(trainer(arguments(tmp_path, optim="mars_lion"))).param_groups
+    assert matrix["mars_type"] == vector["mars_type"] == "mars-lion"
+    assert (matrix["lr"], matrix["betas"], vector["lr"], vector["betas"]) == (5e-5, (0.95, 0.99), 2.5e-5, (0.9, 0.95))
     with pytest.raises(ValueError, match="contradict"):
         arguments(tmp_path, optim="mars_lion", optim_args="mars_type=mars-adamw")
 
@@ -177,21 +146,14 @@ def test_rules_that_orthogonalize_by_name(tmp_path, name):
     run = trainer(arguments(tmp_path, optim=name, learning_rate=1e-3, optim_args=text))
     run.train()
     groups = [group for group in run.optimizer.optimizer.param_groups if group["params"]]
-    assert [group["role"] for group in groups] == [
-        "matrix",
-        "adamw",
-        "vector",
-        "adamw",
-    ]  # none of the matrices is split
+    assert [group["role"] for group in groups] == ["matrix", "adamw", "vector", "adamw"]  # no matrix is split
     assert {(group["mars_type"], group["ns_steps"]) for group in groups} == {(name.replace("_", "-"), 3)}
-    assert [name for name in groups[3]["param_names"] if "c_fc" in name] == [
-        "transformer.h.0.mlp.c_fc.weight",
-        "transformer.h.1.mlp.c_fc.weight",
-    ]
+    names = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in (0, 1)]
+    assert [name for name in groups[3]["param_names"] if "c_fc" in name] == names
 
 
 @pytest.mark.slow
-def test_hyperparameter_search_reaches_the_optimizer(tmp_path):
+def test_hyperparameter_search(tmp_path):
     seen = []
 
     class Recorded(registry.MarsFactory):
@@ -247,10 +209,11 @@ SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "optim_args": "gamma=0.1
 
 
 @pytest.mark.parametrize("way", ["class", "named", "args", "args again", "optimizer_dict", "params"])
-def test_the_ways_it_is_called(tmp_path, way):
+def test_ways_of_calling(tmp_path, way):
     run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
     expected = described(made_by(run))
     cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args)
+    assert kwargs["lr"] == 1e-3  # as those of other optimizers
     groups = decay_groups(run)
     optimizer = {
         "class": lambda: cls(groups, **kwargs),
@@ -266,13 +229,7 @@ def test_the_ways_it_is_called(tmp_path, way):
     assert [set(group[4]) for group in found] == [set(group[4]) for group in expected]
 
 
-def test_its_keywords_hold_the_rate_as_those_of_other_optimizers_do(tmp_path):
-    args = arguments(tmp_path, optim="mars_adamw", **SETTINGS)
-    _, kwargs = trainer(args).get_optimizer_cls_and_kwargs(args)
-    assert kwargs["lr"] == 1e-3
-
-
-def test_groups_keep_their_own_rates_and_others_weights(tmp_path):
+def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     """Groups have their own rates, and a loss has weights outside the model, as in sentence-transformers."""
     run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
     loss = torch.nn.Linear(4, 3)
@@ -297,7 +254,7 @@ class CreatesFromGroups(Trainer):
 
 
 @pytest.mark.parametrize("name", ["mars_adamw", "mars_m"])
-def test_roles_of_groups_are_those_of_the_trainers_model(tmp_path, name):
+def test_roles_of_groups(tmp_path, name):
     """Grouping the parameters must not make mars-m orthogonalize embeddings."""
     run = trainer(arguments(tmp_path, optim=name, **SETTINGS))
     expected = {(g["role"], repr(g["layout"])): {id(p) for p in g["params"]} for g in made_by(run).param_groups}
@@ -308,7 +265,7 @@ def test_roles_of_groups_are_those_of_the_trainers_model(tmp_path, name):
     assert found == expected
 
 
-def test_groups_without_a_model_say_what_is_orthogonalized(tmp_path, caplog):
+def test_groups_without_a_model(tmp_path, caplog):
     args = arguments(tmp_path, optim="mars_m")
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     model = gpt2()
@@ -321,21 +278,23 @@ def test_groups_without_a_model_say_what_is_orthogonalized(tmp_path, caplog):
     assert cls() is cls
 
 
+def test_groups_keep_options_for_models(tmp_path):
+    model = gpt2()
+    rules = [("*.mlp.c_fc.weight", {"role": "adamw"})]
+    made, settings = mars_hf.factory(arguments(tmp_path), mars_type="mars-m", param_rules=rules)
+    mars = made(list(model.parameters()), model=model, **settings)
+    assert {"param_rules": rules, "mars_type": "mars-m"}.items() <= mars.created_with.items()
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_registering_twice_is_once():
-    before = list(OptimizerNames)
-    mars_hf.register()
-    assert list(OptimizerNames) == before
+def test_name_of_a_rule(tmp_path):
+    mars_hf.register()  # once more
     assert [member.value for member in OptimizerNames].count("mars_adamw") == 1
-
-
-def test_the_name_behaves_like_a_built_in(tmp_path):
     args = arguments(tmp_path, optim="mars_adamw")
-    assert args.optim is OptimizerNames("mars_adamw") is OptimizerNames.MARS_ADAMW
+    assert args.optim is OptimizerNames("mars_adamw") is OptimizerNames.MARS_ADAMW is copy.deepcopy(args).optim
     assert args.to_dict()["optim"] == "mars_adamw"
-    assert copy.deepcopy(args).optim is args.optim
     parser = HfArgumentParser(TrainingArguments)
     (parsed,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", "mars_lion"])
     assert parsed.optim == "mars_lion"
@@ -344,7 +303,7 @@ def test_the_name_behaves_like_a_built_in(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_args_load_where_mars_hf_is_not(tmp_path):
+def test_training_args_load_without_mars_hf(tmp_path):
     args = arguments(tmp_path, optim="mars_adamw")
     assert pickle.loads(pickle.dumps(args.optim)) == "mars_adamw"
     torch.save(args, tmp_path / "training_args.bin")
@@ -357,7 +316,7 @@ def test_training_args_load_where_mars_hf_is_not(tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_optim_args_reach_the_optimizer(tmp_path):
+def test_optim_args(tmp_path):
     text = "gamma=5e-2,clip_threshold=none,amsgrad=True,beta1=0.8,beta2_1d=0.8,state_dtype=bfloat16,fused=false"
     group, vectors = made_by(trainer(arguments(tmp_path, optim="mars_adamw", optim_args=text))).param_groups
     assert (group["gamma"], group["clip_threshold"], group["amsgrad"], group["fused"]) == (0.05, None, True, False)
@@ -373,11 +332,8 @@ def test_optim_args_reach_the_optimizer(tmp_path):
         ("mars_type=mars-lion", "optim='mars_adamw' and mars_type 'mars-lion' contradict.*mars_adamw, mars_lion"),
     ],
 )
-def test_optim_args_that_cannot_be_read(tmp_path, text, message):
+def test_wrong_optim_args(tmp_path, text, message):
     """Errors appear when arguments are built, not when training starts an hour later."""
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, optim="mars_adamw", optim_args=text)
-
-
-def test_optim_args_of_others_are_left_alone(tmp_path):
-    assert arguments(tmp_path, optim="adamw_torch", optim_args="anything").optim_args == "anything"
+    assert arguments(tmp_path, optim="adamw_torch", optim_args=text).optim_args == text

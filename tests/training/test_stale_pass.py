@@ -12,8 +12,11 @@ import numpy
 import pytest
 import straight_line
 import torch
-from helpers import arguments, gpt2
+from helpers import VOCAB, arguments, gpt2
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import Dataset
 from transformers import BatchEncoding, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -56,10 +59,10 @@ class Recording(mars_hf.MarsTrainer):
 
     def random_states(self) -> list[list[torch.Tensor]]:
         """Return the states before the ordinary micro-batches of each step."""
-        steps: dict[int, list[torch.Tensor]] = {}
+        steps: dict[int, list[torch.Tensor]] = defaultdict(list)
         for step, in_stale_pass, state in self.notes.passes:
             if not in_stale_pass:
-                steps.setdefault(step, []).append(state)
+                steps[step].append(state)
         return list(steps.values())
 
 
@@ -387,42 +390,36 @@ def test_different_inputs_are_refused(tmp_path, kind, message):
 
 
 Pair = namedtuple("Pair", "left right")
+CHANGES = {
+    "inputs['ids']": (
+        lambda b: b["ids"].add_(1),
+        lambda b: b.update(ids=b["ids"].float()),
+        lambda b: b.update(ids=None),
+    ),
+    "inputs['nan']": (lambda b: b.pop("nan"), lambda b: b["nan"].fill_(0), lambda b: b.update(nan=b["nan"][:0])),
+    "inputs['nested'][2]": (lambda b: b["nested"].append(torch.ones(1)),),
+    "inputs['nested'][0]['x']": (lambda b: b["nested"][0]["x"].add_(1),),
+    "inputs['pair'][0]": (lambda b: b["pair"].left.add_(1),),
+    "inputs['encoding']['y']": (lambda b: b["encoding"]["y"].add_(1),),
+}
 
 
-def nested_batch() -> dict[str, Any]:
-    return {
+@pytest.mark.parametrize(("place", "change"), [(place, change) for place, of in CHANGES.items() for change in of])
+def test_copied_batch_and_difference(place, change):
+    batch = {
         "ids": torch.arange(4),
         "nested": [{"x": torch.zeros(2)}, (torch.zeros(1), "text")],
         "pair": Pair(torch.ones(1), numpy.zeros(1)),
         "encoding": BatchEncoding({"y": torch.zeros(2)}),
         "nan": torch.tensor([float("nan")]),
     }
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (lambda b: b["ids"].add_(1), "inputs['ids']"),
-        (lambda b: b.update(ids=b["ids"].float()), "inputs['ids']"),
-        (lambda b: b.update(ids=b["ids"][:3]), "inputs['ids']"),
-        (lambda b: b.update(ids=None), "inputs['ids']"),
-        (lambda b: b.pop("nan"), "inputs['nan']"),
-        (lambda b: b["nested"].append(torch.ones(1)), "inputs['nested'][2]"),
-        (lambda b: b["nested"][0]["x"].add_(1), "inputs['nested'][0]['x']"),
-        (lambda b: b["pair"].left.add_(1), "inputs['pair'][0]"),
-        (lambda b: b["encoding"]["y"].add_(1), "inputs['encoding']['y']"),
-        (lambda b: b["nan"].fill_(0), "inputs['nan']"),
-    ],
-)
-def test_copied_batch_and_difference(change, where):
-    batch = nested_batch()
     changed = stale_pass._copied(batch)
     assert stale_pass._difference(batch, changed) is None
     assert type(changed["pair"]) is Pair and type(changed["encoding"]) is BatchEncoding
     change(changed)
     changed["pair"].right.fill(1)
-    assert stale_pass._difference(batch, changed) == where
-    assert stale_pass._difference(batch, nested_batch()) is None and not batch["pair"].right.any()
+    assert stale_pass._difference(batch, changed) == place
+    assert torch.equal(batch["ids"], torch.arange(4)) and not batch["pair"].right.any()
 
 
 @pytest.mark.slow
@@ -437,3 +434,60 @@ def test_interrupted_run_leaves_nothing_to_the_next(tmp_path):
         run.train()
     run.pop_callback(Break)
     run.train()
+
+
+# --- tensor parallelism that divides some of a model's parameters -----------------------------------------------------
+
+
+class Dense(nn.Module):
+    """Predict each token's label from the token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCAB)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.tanh(self.mix(self.embed(input_ids))))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def partly_parallel() -> Dense:
+    """Return the model with an embedding and a head of DTensors, each on a mesh of its own."""
+    model = Dense()
+    one, other = (init_device_mesh("cpu", (1,), mesh_dim_names=(name,)) for name in ("tp", "tp_of_the_head"))
+    parallelize_module(model.embed, one, RowwiseParallel(input_layouts=Replicate()))
+    parallelize_module(model.head, other, ColwiseParallel(output_layouts=Replicate()))
+    # As transformers' models that a `tp_plan` divides, which Trainer leaves where they are.
+    model.is_distributed_loading_by_transformers = True
+    return model
+
+
+class Norms(TrainerCallback):
+    """Record the norm of every stale gradient."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+        self.trainer: Any = None
+
+    def on_optimizer_step(self, args, state, control, **_):
+        norm = self.trainer._stale_pass.norm
+        self.found.append(-1.0 if norm is None else norm.item())
+
+
+def test_norm_of_gradients_on_several_meshes(alone, tmp_path):
+    """The stale ones too, and as those of a model without DTensors; torch's own functions take one mesh only."""
+    models, norms = (Dense(), partly_parallel()), (Norms(), Norms())
+    for model, own in zip(models, norms, strict=True):
+        run = exact_run(tmp_path, model, kind=mars_hf.MarsTrainer, max_steps=4, max_grad_norm=0.3, callbacks=[own])
+        own.trainer = run
+        run.train()
+    meshes = {getattr(param, "device_mesh", None) for param in models[1].parameters()}
+    assert len(meshes) == 3
+    assert norms[1].found == pytest.approx(norms[0].found, rel=1e-5)
+    assert norms[0].found[0] == -1.0 and min(norms[0].found[1:]) > 0.3  # so that all were clipped
+    for (name, plain), divided in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        found = divided.full_tensor() if isinstance(divided, DTensor) else divided
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-5 * plain.abs().max().item(), msg=name)

@@ -1,27 +1,41 @@
-"""MarsTrainer steps with the given optimizer."""
+"""MarsTrainer, and `with_mars` for other classes of trainers: the optimizer, its settings, what a class overrides."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from any_trainer import STEPS, hold_to_straight_lines, optimizer_of
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
-from transformers import Trainer, default_data_collator
+from torch import Tensor, nn
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    default_data_collator,
+)
 
 import mars_hf
 
 
-def weights(run) -> list[torch.Tensor]:
+def weights(run) -> list[Tensor]:
     return [param.detach() for param in run.model.parameters()]
 
 
+# --- a given optimizer ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_it_trains_as_trainer_does(tmp_path):
+def test_parity_with_trainer(tmp_path):
     results = []
-    for make in (trainer, lambda args, model, **settings: mars_trainer(args, model, **settings)):
+    for make in (trainer, mars_trainer):
         model = gpt2()
         optimizer = mars_hf.create(model, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -34,7 +48,7 @@ def test_it_trains_as_trainer_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_makes_a_scheduler_where_none_is_given(tmp_path):
+def test_scheduler_of_trainer(tmp_path):
     model = gpt2()
     optimizer = mars_hf.create(model, lr=1e-2)
     run = mars_trainer(arguments(tmp_path, lr_scheduler_type="linear"), model, optimizers=(optimizer, None))
@@ -44,24 +58,7 @@ def test_it_makes_a_scheduler_where_none_is_given(tmp_path):
     assert run.optimizer.optimizer is optimizer
 
 
-def test_it_guards_its_optimizer(tmp_path):
-    model = gpt2()
-    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None))
-    run._kept_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # swap it as an engine would
-    with pytest.raises(RuntimeError, match="SGD, not Mars"):
-        run.train()
-
-
-def test_it_adds_no_second_callback(tmp_path):
-    model = gpt2()
-    optimizer = mars_hf.create(model)
-    for own in ([mars_hf.LastGradientCallback(optimizer)], [mars_hf.LastGradientCallback], None):
-        run = mars_trainer(arguments(tmp_path), model, optimizers=(optimizer, None), callbacks=own)
-        kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
-        assert kinds.count("LastGradientCallback") == 1
-
-
-def test_another_optimizer_that_is_given_trains(tmp_path):
+def test_another_optimizer_that_is_given(tmp_path):
     model = gpt2()
     given = torch.optim.AdamW(model.parameters())
     run = mars_trainer(arguments(tmp_path, optim="sgd"), model, optimizers=(given, None))
@@ -69,13 +66,15 @@ def test_another_optimizer_that_is_given_trains(tmp_path):
     assert run.optimizer.optimizer is given
 
 
-@pytest.mark.parametrize("other", ["model_init", "optimizer_cls_and_kwargs"])
-def test_two_sources_of_optimizers_are_refused(tmp_path, other):
-    model = gpt2()
-    args = arguments(tmp_path)
-    settings = {"model_init": lambda: gpt2(), "optimizer_cls_and_kwargs": mars_hf.factory(args)}
-    with pytest.raises(ValueError, match=other):
-        mars_trainer(args, model, optimizers=(mars_hf.create(model), None), **{other: settings[other]})
+def test_two_sources_of_optimizers(tmp_path):
+    model, args = gpt2(), arguments(tmp_path)
+    instance, by_factory = {"optimizers": (mars_hf.create(model), None)}, mars_hf.factory(args)
+    for other in ({"model_init": gpt2}, {"optimizer_cls_and_kwargs": by_factory}):
+        with pytest.raises(ValueError, match=next(iter(other))):
+            mars_trainer(args, model, **instance, **other)
+    for source in (instance, {"optimizer_cls_and_kwargs": by_factory}):
+        with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
+            mars_trainer(args, model, mars_kwargs={"gamma": 0.1}, **source)
 
 
 class Configured(Trainer):
@@ -83,10 +82,7 @@ class Configured(Trainer):
 
     def __init__(self, model, args, own, train_dataset=None, optimizers=(None, None), callbacks=None):
         self.own = own
-        collate = {"data_collator": default_data_collator}
-        super().__init__(
-            model, args, train_dataset=train_dataset, optimizers=optimizers, callbacks=callbacks, **collate
-        )
+        super().__init__(model, args, default_data_collator, train_dataset, optimizers=optimizers, callbacks=callbacks)
 
 
 class PassingOn(Trainer):
@@ -99,19 +95,18 @@ class PassingOn(Trainer):
 
 @pytest.mark.parametrize("other", [Configured, PassingOn])
 @pytest.mark.parametrize("order", ["first", "last"])
-def test_it_goes_together_with_other_trainers(tmp_path, other, order):
+def test_inheritance_with_other_trainers(tmp_path, other, order):
     bases = (mars_hf.MarsTrainer, other) if order == "first" else (other, mars_hf.MarsTrainer)
     model = gpt2()
     optimizer = mars_hf.create(model, is_approx=False)
-    run = type("Both", bases, {})(
-        model, arguments(tmp_path), own=1, train_dataset=Blocks(), optimizers=(optimizer, None)
-    )
+    args = arguments(tmp_path)
+    run = type("Both", bases, {})(model, args, own=1, train_dataset=Blocks(), optimizers=(optimizer, None))
     assert run.optimizer is None and run._kept_optimizer is optimizer and run.own == 1
     run.train()
     assert run.optimizer.optimizer is optimizer
 
 
-# --- without an optimizer --------------------------------------------------------------------------------------------
+# --- without an optimizer ---------------------------------------------------------------------------------------------
 
 
 class ByName(Trainer):
@@ -125,35 +120,29 @@ class ByName(Trainer):
 
 @pytest.mark.parametrize("kind", [Trainer, ByName])
 @pytest.mark.parametrize(
-    ("named", "given"),
+    ("named", "given", "expected"),
     [
-        ({}, {}),
-        ({}, {"mars_type": "mars-lion", "gamma": 0.05, "beta1": 0.8}),
-        ({"optim_args": "gamma=0.1"}, {"clip_threshold": None}),
-        ({"optim": "mars_m"}, {"lr_1d": 2e-3}),
-        ({"optim": "mars_shampoo", "optim_args": "ns_steps=3"}, {"mars_type": "mars-shampoo"}),
+        ({}, {}, {}),
+        ({}, {"mars_type": "mars-lion", "gamma": 0.05, "beta1": 0.8}, {}),
+        ({"optim_args": "gamma=0.1"}, {"clip_threshold": None}, {"gamma": 0.1}),
+        ({"optim": "mars_m"}, {"lr_1d": 2e-3}, {"mars_type": "mars-m"}),
+        ({"optim": "mars_shampoo", "optim_args": "ns_steps=3"}, {"mars_type": "mars-shampoo"}, {"ns_steps": 3}),
     ],
 )
-def test_it_makes_mars_as_factory_does(tmp_path, kind, named, given):
+def test_parity_with_factory(tmp_path, kind, named, given, expected):
     values = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_beta2": 0.9, "max_grad_norm": 0.0}
     args = arguments(tmp_path, **values, **named)
-    run = mars_hf.with_mars(kind)(
-        gpt2(), args, train_dataset=Blocks(), data_collator=default_data_collator, mars_kwargs=given
-    )
+    data = {"train_dataset": Blocks(), "data_collator": default_data_collator}
+    run = mars_hf.with_mars(kind)(gpt2(), args, mars_kwargs=given, **data)
     run.train()
-    settings = {"optim_args": {"gamma": 0.1}, "optim": {"mars_type": "mars-m"}}
-    expected = {key: value for name in named for key, value in settings.get(name, {}).items()} | given
-    if named.get("optim") == "mars_shampoo":
-        expected |= {"mars_type": "mars-shampoo", "ns_steps": 3}
-        expected.pop("gamma")
     args = arguments(tmp_path, **values)
-    twin = trainer(args, gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, **expected))
+    twin = trainer(args, gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, **given, **expected))
     twin.train()
     assert isinstance(run.optimizer.optimizer, mars_hf.Mars)
     assert all(torch.equal(a, b) for a, b in zip(weights(run), weights(twin), strict=True))
 
 
-def test_the_arguments_stay_the_users(tmp_path):
+def test_arguments_stay_the_users(tmp_path):
     args = arguments(tmp_path)
     run = mars_trainer(args, gpt2())
     run.train()
@@ -163,15 +152,15 @@ def test_the_arguments_stay_the_users(tmp_path):
     assert type(baseline.optimizer.optimizer) is torch.optim.AdamW
 
 
-def test_it_makes_exact_mars_and_mars_of_model_init(tmp_path):
+def test_exact_mars_of_model_init(tmp_path):
     run = mars_trainer(arguments(tmp_path), None, model_init=lambda: gpt2(), mars_kwargs={"is_approx": False})
     run.train()
     assert run.optimizer.optimizer.is_exact and run.optimizer.optimizer.has_previous_params
 
 
 @pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, mars_hf.with_mars(ByName)])
-@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_torch"])
-def test_another_optimizer_by_name_is_refused(tmp_path, kind, optim):
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+def test_another_optimizer_by_name(tmp_path, kind, optim):
     with pytest.raises(ValueError, match=rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, leave"):
         kind(gpt2(), arguments(tmp_path, optim=optim))
 
@@ -186,26 +175,21 @@ def test_another_optimizer_by_name_is_refused(tmp_path, kind, optim):
         ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type 'mars-lion' contradict"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused_at_once(tmp_path, named, given, message):
+def test_wrong_mars_kwargs(tmp_path, named, given, message):
     with pytest.raises(ValueError, match=message):
         mars_trainer(arguments(tmp_path, **named), gpt2(), mars_kwargs=given)
 
 
-def test_settings_beside_an_optimizer_are_refused(tmp_path):
-    model = gpt2()
-    args = arguments(tmp_path)
-    for given in ({"optimizers": (mars_hf.create(model), None)}, {"optimizer_cls_and_kwargs": mars_hf.factory(args)}):
-        with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
-            mars_trainer(args, model, mars_kwargs={"gamma": 0.1}, **given)
+class AtOnce(Trainer):
+    """Make the optimizer while the trainer is made."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.create_optimizer()
 
 
-def test_a_class_that_makes_its_optimizer_at_once_makes_mars(tmp_path):
-    class Making(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.create_optimizer()
-
-    make = mars_hf.with_mars(Making)
+def test_class_that_makes_its_optimizer_at_once(tmp_path):
+    make = mars_hf.with_mars(AtOnce)
     run = make(gpt2(), arguments(tmp_path), train_dataset=Blocks(), mars_kwargs={"gamma": 0.1})
     run.train()
     assert {group["gamma"] for group in run.optimizer.optimizer.param_groups} == {0.1}
@@ -213,30 +197,177 @@ def test_a_class_that_makes_its_optimizer_at_once_makes_mars(tmp_path):
         make(gpt2(), arguments(tmp_path, optim="adafactor"))
 
 
-def test_an_override_that_makes_another_optimizer_stops_the_run(tmp_path):
-    class Making(Trainer):
+def test_override_that_makes_another_optimizer(tmp_path):
+    class Other(Trainer):
         def create_optimizer(self, model=None):
             self.optimizer = torch.optim.AdamW(self.model.parameters())
             return self.optimizer
 
-    run = mars_hf.with_mars(Making)(gpt2(), arguments(tmp_path), train_dataset=Blocks())
+    run = mars_hf.with_mars(Other)(gpt2(), arguments(tmp_path), train_dataset=Blocks())
     with pytest.raises(RuntimeError, match="AdamW, not Mars"):
         run.train()
     assert run.state.global_step == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["mars_hf", "transformers"])
-def test_a_rule_by_name_needs_no_register(tmp_path, first):
-    imports = ["from mars_hf import MarsTrainer", "from transformers import TrainingArguments"]
+def test_name_of_a_rule_without_register(tmp_path):
     script = f"""
-        {imports[first == "transformers"]}
-        {imports[first != "transformers"]}
         import torch
+        from transformers import TrainingArguments
+        from mars_hf import MarsTrainer
         args = TrainingArguments({str(tmp_path)!r}, optim="mars_m", use_cpu=True, report_to="none", max_steps=1)
-        import mars_hf
-        run = mars_hf.MarsTrainer(torch.nn.Linear(2, 2), args)
+        run = MarsTrainer(torch.nn.Linear(2, 2), args)
         run.create_optimizer()
         assert run.optimizer.defaults["mars_type"] == "mars-m"
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+# --- with_mars --------------------------------------------------------------------------------------------------------
+
+
+class Own(Trainer):
+    """Override what people override."""
+
+    def __init__(self, *args: Any, temperature: float = 2.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.temperature = temperature
+        self.calls: list[str] = []
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits / self.temperature
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class Stepping(Own):
+    """A training step without Trainer's."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        self.calls.append("training_step")
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Clipping(Own):
+    """Clip, and look at what has come of it."""
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        after = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        assert after <= 1.0001
+        self.calls.append("_clip_grad_norm")
+        return norm
+
+
+class Making(Own):
+    """Make the optimizer, from settings of its own."""
+
+    exact = False
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.calls.append("create_optimizer")
+        if self.optimizer is None:
+            self.optimizer = optimizer_of(list(self.model.parameters()), self.exact)
+        return self.optimizer
+
+
+class ExactMaking(Making):
+    exact = True
+
+
+class Unnamed(Own):
+    """Pass every argument on, without a name."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+
+
+class Heads(Trainer):
+    """Train weights of a loss too, as sentence-transformers does; Trainer clips the model's gradients alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss = self.args.loss
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[-1]
+        return nn.functional.cross_entropy(self.loss(hidden).flatten(0, 1), inputs["labels"].flatten() % 7) * 30
+
+
+@pytest.fixture
+def make(tmp_path) -> Callable[..., Any]:
+    """Return a function that makes a trainer of a class for GPT-2."""
+
+    def made(kind: type, optimizer: Callable[[Any], Any]) -> Any:
+        model, args = gpt2(seed=3 if issubclass(kind, Heads) else 0), arguments(tmp_path, max_steps=STEPS)
+        params = list(model.parameters())
+        if issubclass(kind, Heads):
+            args.loss = nn.Linear(8, 7)
+            params += args.loss.parameters()
+        if issubclass(kind, Seq2SeqTrainer):
+            args.__class__ = Seq2SeqTrainingArguments  # whose other fields have defaults
+        values = {"model": model, "args": args, "data_collator": default_data_collator, "train_dataset": Blocks()}
+        if not issubclass(kind, Making):
+            values["optimizers"] = (optimizer(params), None)
+        if issubclass(kind, Unnamed):
+            empty = inspect.signature(Trainer.__init__).parameters
+            last = list(empty).index("optimizers")
+            return kind(*(values.get(name, empty[name].default) for name in list(empty)[1 : last + 1]))
+        return kind(**values)
+
+    return made
+
+
+CASES = [(kind, exact) for kind in (Stepping, Clipping, Unnamed, Heads, Seq2SeqTrainer) for exact in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "exact"), [*CASES, (Making, False), (ExactMaking, True)])
+def test_overrides_against_straight_lines(make, kind, exact):
+    run = hold_to_straight_lines(make, kind, exact=exact)
+    overrides = {Stepping: "training_step", Clipping: "_clip_grad_norm", Making: "create_optimizer"}
+    assert all(name in run.calls for own, name in overrides.items() if isinstance(run, own))
+
+
+def test_class_of_with_mars():
+    assert mars_hf.with_mars(Trainer) is mars_hf.MarsTrainer
+    made = mars_hf.with_mars(Own)
+    assert made is mars_hf.with_mars(Own) and issubclass(made, Own) and made.__name__ == "MarsOwn"
+    assert mars_hf.with_mars(made) is made
+    assert list(inspect.signature(made).parameters) == ["args", "temperature", "mars_kwargs", "kwargs"]
+    mixed = type("Mixed", (Own, mars_hf.MarsTrainer), {})
+    assert mars_hf.with_mars(mixed) is mixed
+    for wrong in (nn.Module, "Trainer", None):
+        with pytest.raises(TypeError, match="give a class of trainers"):
+            mars_hf.with_mars(wrong)
+
+
+@pytest.mark.parametrize(("kind", "folds"), [(Own, True), (Clipping, False)])
+def test_folding_only_where_clipping_is_not_overridden(make, kind, folds):
+    norms = []
+
+    class Seen(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+            norms.append(optimizer.optimizer.max_grad_norm)
+
+    run = make(mars_hf.with_mars(kind), lambda params: optimizer_of(params, False))
+    run.add_callback(Seen())
+    run.train()
+    assert norms == [1.0 if folds else None] * STEPS
+
+
+class Generates(Own):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return inputs
+
+
+def test_trainer_that_generates_cannot_be_exact(make):
+    run = make(mars_hf.with_mars(Generates), lambda params: optimizer_of(params, True))
+    with pytest.raises(
+        NotImplementedError, match=r"_generate_and_score_completions makes new completions.*is_approx=True"
+    ):
+        run.train()
+    assert run.state.global_step == 0
+    make(mars_hf.with_mars(Generates), lambda params: optimizer_of(params, False)).train()

@@ -1,0 +1,225 @@
+"""`max_grad_norm`: MarsTrainer leaves clipping to the step, with Trainer's own results."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import arguments, gpt2, mars_of, mars_trainer, trainer
+from torch import nn
+from transformers import TrainerCallback
+
+import mars_hf
+from mars_hf import Mars
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((16, 12), (5,), (3, 2, 4))]
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:  # below the global norm, near it, far above
+        param.grad = (0.01, 1.0, 30.0)[step % 3] * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+
+
+def test_state_dict_with_scaled_last_gradients(tmp_path):
+    """The saved state includes the scale that moved gradients still need."""
+    settings = {"lr": 0.01, "max_grad_norm": 1.0, "take_grad": True}
+    params = parameters()
+    optimizer = mars_of(params, **settings)
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    assert optimizer.state[params[0]]["last_grad_scale"] < 1
+    resumed = copy.deepcopy(params)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    other = mars_of(resumed, **settings)
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for step in range(3, 6):
+        for own, steps in ((params, optimizer), (resumed, other)):
+            set_gradients(own, step)
+            steps.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+
+def test_metrics_of_clipped_gradients():
+    folded, plain = parameters(), parameters()
+    one, two = Mars(folded, max_grad_norm=1.0), Mars(plain)
+    for optimizer in (one, two):
+        optimizer.collect_metrics(True)
+    for step in range(4):
+        set_gradients(folded, step)
+        set_gradients(plain, step)
+        nn.utils.clip_grad_norm_(plain, 1.0)
+        one.step()
+        two.step()
+        assert one.pop_metrics() == pytest.approx(two.pop_metrics(), rel=1e-5, abs=1e-9)
+
+
+# --- Trainer and MarsTrainer ------------------------------------------------------------------------------------------
+
+
+class Watch(TrainerCallback):
+    """Record the optimizer's settings in each step, and optionally raise."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.norms: list[Any] = []
+        self.takes: list[bool] = []
+        self.breaks_at = breaks_at
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+        self.norms.append(optimizer.optimizer.max_grad_norm)
+        self.takes.append(optimizer.optimizer.take_grad)
+        if state.global_step == self.breaks_at:
+            raise InterruptedError
+
+
+class Unfreeze(TrainerCallback):
+    """Train the second block from the third step on; torch's schedulers need a rate for each new group."""
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
+        if state.global_step == 2:
+            before = len(optimizer.param_groups)
+            optimizer.add_param_group({"params": [p.requires_grad_() for p in model.transformer.h[1].parameters()]})
+            for group in optimizer.param_groups[before:]:
+                lr_scheduler.base_lrs.append(group["lr"])
+                lr_scheduler.lr_lambdas.append(lr_scheduler.lr_lambdas[0])
+
+
+class UnfreezeUnknown(TrainerCallback):
+    """Unfreeze parameters without telling the optimizer."""
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        if state.global_step == 2:
+            model.transformer.wte.requires_grad_()
+
+
+def compare_with_trainer(folder: Path, callback: Any = None, checkpoint: Path | None = None, **settings: Any) -> Watch:
+    """Compare norms and weights of Trainer and MarsTrainer; return what was set in the latter's optimizer."""
+    logs, weights = [], []
+    for make in (trainer, mars_trainer):
+        model, watch = gpt2(), Watch()
+        if callback is Unfreeze:
+            model.transformer.h[1].requires_grad_(False)
+        elif callback is UnfreezeUnknown:
+            model.transformer.wte.requires_grad_(False)
+        mars = mars_hf.create([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
+        args = arguments(folder / make.__name__, **{"max_steps": 6, **settings})
+        run = make(args, model, optimizers=(mars, None), callbacks=[*filter(None, [callback]), watch])
+        run.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        assert mars.max_grad_norm is None and not mars.take_grad
+        assert make is mars_trainer or watch.norms == [None] * len(watch.norms)
+        logs.append([row["grad_norm"] for row in run.state.log_history if "grad_norm" in row])
+        weights.append([param.detach() for param in model.parameters()])
+    assert len(logs[0]) == 6
+    assert logs[1] == pytest.approx(logs[0], rel=2e-6)
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+    return watch
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0, 1e3])
+def test_parity_with_trainer(tmp_path, max_grad_norm):
+    watch = compare_with_trainer(tmp_path, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2)
+    assert watch.norms == [max_grad_norm or None] * 6 and watch.takes == [True] * 6
+
+
+@pytest.mark.slow
+def test_layers_unfrozen_in_mid_training(tmp_path):
+    watch = compare_with_trainer(tmp_path, Unfreeze, max_grad_norm=0.1)
+    assert watch.norms == [0.1] * 6 and watch.takes == [True] * 6
+
+
+def test_parameters_unknown_to_the_optimizer(tmp_path):
+    assert compare_with_trainer(tmp_path, UnfreezeUnknown, max_grad_norm=0.1).norms == [0.1, 0.1, *[None] * 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+def test_resuming_with_another_norm(tmp_path, max_grad_norm):
+    saves = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    model = gpt2()
+    mars = mars_hf.create(list(model.parameters()), eps=1e-6)
+    mars_trainer(arguments(tmp_path, **saves), model, optimizers=(mars, None)).train()
+    compare_with_trainer(tmp_path, None, tmp_path / "checkpoint-3", **saves, max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks_at", [None, 1])
+@pytest.mark.parametrize("own", [None, 0.5])
+def test_optimizer_is_given_back(tmp_path, own, breaks_at):
+    """A second run clips at its own norm, and a custom loop keeps its gradients."""
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=own)
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
+    with contextlib.nullcontext() if breaks_at is None else pytest.raises(InterruptedError):
+        run.train()
+    assert mars.max_grad_norm == own and not mars.take_grad
+    second = Watch()
+    norm = 0.25 if own is None else own
+    again = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None), callbacks=[second])
+    again.train()
+    again.train()  # the same Trainer once more
+    assert second.norms == [norm] * 8 and second.takes == [True] * 8
+
+
+def test_exact_optimizer_is_given_back(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model, is_approx=False)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):
+        trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+
+
+@pytest.mark.parametrize("own", [0.05, 50.0])
+@pytest.mark.parametrize("form", ["exact", "scaler"])
+def test_norm_of_the_optimizer_where_the_step_cannot_clip(tmp_path, form, own, monkeypatch):
+    """It overrides TrainingArguments' default, 1.0, which would also clip this model's gradients."""
+    weights = []
+    for by in ("optimizer", "arguments"):
+        torch.manual_seed(0)
+        model = gpt2()
+        for param in model.parameters():
+            param.data.mul_(4)  # so that gradients are longer than 1
+        settings = {"is_approx": form != "exact", "lr": 1e-2, "eps": 1e-6}
+        mars = mars_hf.create(model, **settings, **({"max_grad_norm": own} if by == "optimizer" else {}))
+        args = arguments(tmp_path, **({"max_grad_norm": own} if by == "arguments" else {}))
+        run = mars_trainer(args, model, optimizers=(mars, None))
+        if form == "scaler":
+            monkeypatch.setattr(run.accelerator.state, "_mixed_precision", "fp16")
+            run.accelerator.native_amp = True
+            run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        run.train()
+        assert max(row["grad_norm"] for row in run.state.log_history if "grad_norm" in row) > 1.5
+        assert run.args.max_grad_norm == (1.0 if by == "optimizer" else own)
+        weights.append([param.detach() for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_contradicting_norms(tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=0.5)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
+        mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
+
+
+@pytest.mark.parametrize("saved_by", ["trainer", "user"])
+def test_state_dict_has_no_settings_of_the_loop(tmp_path, saved_by):
+    """Clipping and ownership of gradients follow this run, not the run that saved."""
+    model = gpt2()
+    mars = mars_hf.create(model, max_grad_norm=0.3 if saved_by == "user" else None)
+    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    plain = mars_hf.create(gpt2())
+    plain.load_state_dict(mars.state_dict())
+    assert plain.max_grad_norm is None
+    assert not plain.take_grad
+    own = mars_hf.create(gpt2(), max_grad_norm=0.5)
+    own.load_state_dict(mars.state_dict())
+    assert own.max_grad_norm == 0.5
