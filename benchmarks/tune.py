@@ -36,7 +36,7 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import launch, presets  # noqa: E402 (needs the line above)
+from pretraining.compare import figures, launch, presets  # noqa: E402 (needs the line above)
 from pretraining.run.report import write  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
@@ -156,11 +156,15 @@ class Search:
         height = math.ceil(len(panels) / 2)
         figure, grid = plt.subplots(height, 2, figsize=(9, 3.6 * height), layout="constrained", squeeze=False)
         for axes, (title, arms) in zip(grid.flat, panels.items(), strict=False):
-            for index, (arm, losses) in enumerate(sorted(arms.items())):  # equal settings, equal colours
+            settings = {arm: self.arms[arm]["settings"] for arm in sorted(arms)}  # equal settings, equal colours
+            optimizers = {arm: str(own.get("optim") or own["optimizer"]) for arm, own in settings.items()}
+            several = len(set(optimizers.values())) > 1
+            for index, (arm, optimizer) in enumerate(optimizers.items()):
+                losses, color = arms[arm], figures.COLORS[optimizer] if several else f"C{index}"
                 means = [statistics.fmean(by_seed.values()) for by_seed in losses.values()]
-                axes.plot([rates[0] for rates in losses], means, ".-", color=f"C{index}", label=arm)
+                axes.plot([rates[0] for rates in losses], means, ".-", color=color, label=optimizer if several else arm)
                 points = [(rates[0], loss) for rates, by_seed in losses.items() for loss in by_seed.values()]
-                axes.scatter(*zip(*points, strict=True), s=12, alpha=0.6, color=f"C{index}")
+                axes.scatter(*zip(*points, strict=True), s=12, alpha=0.6, color=color)
             axes.set(xscale="log", title=f"{self.spec['panel']} {title}")
             finite = [
                 mean

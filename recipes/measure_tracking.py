@@ -65,36 +65,27 @@ def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
 
 
 def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
-    """Draw the tracking error over gamma, split in lag and noise, and the cosine, for each beta1 and form, as a PNG."""
+    """Draw error, lag and noise over gamma, for each beta1 and form, as a PNG file."""
     clip = tracking.shown_clip(medians)
     drawn = {moment: numbers for moment, numbers in medians.items() if moment.clip == clip}
-    betas = sorted({moment.beta1 for moment in drawn})
     forms = sorted({moment.form for moment in drawn if moment.gamma} or {moment.form for moment in drawn})
-    # An estimate of lag may be below 0.
-    is_positive = all(not numbers[name] <= 0 for numbers in drawn.values() for name in ("error", "lag", "noise"))
-    figure, panels = plt.subplots(
-        2, len(betas), figsize=(max(5.5, 3.4 * len(betas)), 6), layout="constrained", sharex=True, squeeze=False
-    )
-    for beta1, (upper, lower) in zip(betas, panels.T, strict=True):
-        for index, form in enumerate(forms):
-            line = {
-                moment.gamma: numbers
-                for moment, numbers in sorted(drawn.items())
-                if moment.beta1 == beta1 and (moment.form == form or not moment.gamma)
-            }
-            for name, style in (("error", ".-"), ("lag", ".--"), ("noise", ".:")):
-                values = [numbers[name] for numbers in line.values()]
-                upper.plot(list(line), values, style, color=f"C{index}", label=f"{form}: {name}")
-            lower.plot(list(line), [numbers["cosine"] for numbers in line.values()], ".-", color=f"C{index}")
-        upper.set(title=f"beta1 {beta1:g}", yscale="log" if is_positive else "linear")
-        lower.set(xlabel="gamma")
-        for axes in (upper, lower):
-            axes.axvline(1 - beta1, color=figures.BASELINE_COLOR, linewidth=0.8, linestyle=(0, (1, 3)))
-            axes.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("relative squared error")
-    panels[1, 0].set_ylabel("cosine with gradient")
-    legend = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=3, title="vertical line: gamma = 1 - beta1 (Nesterov)")
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), layout="constrained")
+    for axes, name in zip(panels, ("error", "lag", "noise"), strict=True):
+        for index, beta1 in enumerate(sorted({moment.beta1 for moment in drawn})):
+            for form in forms:
+                line = {
+                    moment.gamma: numbers[name]
+                    for moment, numbers in sorted(drawn.items())
+                    if moment.beta1 == beta1 and (moment.form == form or not moment.gamma)
+                }
+                dashes = "--" if form == "approx" else "-"
+                axes.plot(
+                    list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=f"beta1 {beta1:g}, {form}"
+                )
+        axes.set(title=name, xlabel="gamma")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of the gradient's squared norm")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figures.save(figure, path)
 
 

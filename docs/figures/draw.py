@@ -4,12 +4,14 @@
     python docs/figures/draw.py                       # writes docs/images/*.png
     python docs/figures/draw.py --output_dir runs/figures   # somewhere else
 
-Every figure is computed here from the formulas, with fixed seeds; none reads a training run.
+Those of the measurements read benchmarks/results; the others are computed from the formulas, with fixed seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +24,16 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from scipy import stats
 
-IMAGES = Path(__file__).resolve().parent.parent / "images"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "recipes"))
+import measure_tracking  # noqa: E402 (needs the line above)
+from pretraining.compare import figures, page, presets, tracking  # noqa: E402
+from pretraining.compare.comparison import Run, by_contender  # noqa: E402
+
+IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
+NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
 BLUE, ORANGE, GREY = "#08519c", "#e6550d", "0.45"
 BETA1, GAMMA = 0.95, 0.025  # defaults of Mars
 
@@ -39,6 +49,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         figure.savefig(output / name, dpi=120)
         plt.close(figure)
         print(output / name)
+    betas = page.lines_of(runs("betas_embedded"), presets.load("betas"))
+    figures.along_axis(betas, "beta1", output / "betas.png")
+    rows = json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"]
+    measure_tracking.draw(tracking.medians(rows), output / "tracking.png")
+
+
+def runs(name: str) -> list[Run]:
+    """Return the runs of a comparison in benchmarks/results."""
+    return [Run.from_json(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+
+
+def draw_controls() -> Figure:
+    """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
+    texts = {
+        "controls_embedded": "Python sources (rates tuned here)",
+        "controls_headers": "C++ headers (nothing tuned)",
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 2.9), layout="constrained", sharey=True)
+    for axes, (name, title) in zip(panels, texts.items(), strict=True):
+        arms = by_contender(runs(name))
+        for place, arm in enumerate(NAMES):
+            losses = np.array([run.eval_loss for run in arms[arm]])
+            half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
+            color = figures.COLORS[arm]
+            axes.scatter(losses, [place + 0.2] * len(losses), s=10, color=color, alpha=0.5, linewidths=0)
+            axes.errorbar(losses.mean(), place, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
+            axes.annotate(
+                f"{losses.mean():.3f}", (losses.mean(), place - 0.18), ha="center", va="bottom", fontsize=8, color=color
+            )
+        axes.set(title=title, xlabel="held-out loss (nats per token)", ylim=(len(NAMES) - 0.5, -0.7))
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
+    return figure
 
 
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
@@ -207,6 +250,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 FIGURES = {
+    "controls.png": draw_controls,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,
     "step.png": draw_step,

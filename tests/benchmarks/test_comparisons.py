@@ -1,8 +1,9 @@
-"""The shipped comparisons: runs of the presets, with numbers that follow from the runs and that the page shows."""
+"""The shipped comparisons: runs of the presets, with numbers that follow from the runs and that the pages show."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import pytest
 from pretraining.compare import comparison, page, presets
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "does_it_help.md").read_text(encoding="utf-8")
+PAGES = ["../README.md", "does_it_help.md", "controls.md", "other_settings.md"]
+LINES = [line for page in PAGES for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()]
+SHOWN = {"yes": "yes", "no": "no", "not by Holm": "alone"}
 # Name of the file in benchmarks/results to its preset and least number of seeds.
 SHIPPED = {
     "controls_embedded": ("controls", 5),
@@ -72,32 +75,61 @@ def test_numbers_follow_from_the_runs(shipped):
                 assert {name: getattr(gap, name) for name in saved_gap} == pytest.approx(saved_gap, rel=1e-6), gap
 
 
-def test_page_shows_every_arm(shipped):
+def test_pages_show_every_arm(shipped):
     """Arms along an axis as the grid of their losses, others with their differences to the baseline."""
     preset, runs = shipped.preset, shipped.runs
-    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
     if preset.axis is not None:
-        expected = [page.grid_table(page.lines_of(runs, preset), preset.axis)]
-    else:
-        expected = [_row(row, gaps.get(row.contender)) for row in comparison.summarize(runs, preset.baseline)]
-    assert [text for text in expected if text not in PAGE] == []
+        grid = page.grid_table(page.lines_of(runs, preset), preset.axis)
+        assert grid in "\n".join(LINES)
+        return
+    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
+    for row in comparison.summarize(runs, preset.baseline):
+        loss, gap = f"{row.loss:.3f}", gaps.get(row.contender)
+        cells = [f"{loss}, {_interval(gap)} |", f"{loss} | {_interval(gap)} |"] if gap else [f"{loss} |"]
+        lines = [line for line in LINES if line.startswith(f"| {row.contender} |")]
+        assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
-def _row(row: comparison.Row, gap: comparison.Difference | None) -> str:
-    against = f" {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})" if gap else ""
-    return f"| {row.loss:.3f} ({row.lowest:.3f} to {row.highest:.3f}) |{against} |"
+def test_controls_show_every_pair():
+    """With what is shown, also by Holm's correction."""
+    first, second = (_pairs(name) for name in ("controls_embedded", "controls_headers"))
+    assert len(first) == 13
+    rows = [f"| {arm} | {against} | {first[arm, against]} | {second[arm, against]} |" for arm, against in first]
+    assert [row for row in rows if row not in LINES] == []
 
 
-def test_page_shows_the_pairs(shipped):
-    """With what is shown, also by Holm's correction, and what these seeds would show."""
-    rows = [
-        f"| {gap.contender} | {gap.against} | {gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f}) "
-        f"| {gap.shown} | {gap.detectable:.3f} |"
-        for gap in comparison.differences(shipped.runs, shipped.preset.baseline, shipped.preset.pairs)
-        if (gap.contender, gap.against) in shipped.preset.pairs
-    ]
-    assert len(rows) == len(shipped.preset.pairs)
-    assert [row for row in rows if row not in PAGE] == []
+def test_other_pairs_are_those_of_the_runs():
+    known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in _pairs(name).items()}
+    lines = (ROOT / "docs" / "other_settings.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.endswith((", yes |", ", no |", ", alone |"))]
+    assert len(rows) > 20 and [row for row in rows if row not in known] == []
+
+
+def test_readme_has_the_losses_of_the_picture():
+    runs = [comparison.by_contender(_load(name)) for name in ("controls_embedded", "controls_headers")]
+    names = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
+    for arm, name in names.items():
+        losses = [statistics.fmean(run.eval_loss for run in text[arm]) for text in runs]
+        assert f"| {name} | {losses[0]:.3f} | {losses[1]:.3f} |" in LINES
+
+
+def _load(name: str) -> list[comparison.Run]:
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return [comparison.Run.from_json(run) for run in result["runs"]]
+
+
+def _pairs(name: str) -> dict[tuple[str, str], str]:
+    runs, preset = _load(name), presets.load(SHIPPED[name][0])
+    gaps = comparison.differences(runs, preset.baseline, preset.pairs)
+    return {
+        (gap.contender, gap.against): f"{_interval(gap)}, {SHOWN[gap.shown]}"
+        for gap in gaps
+        if (gap.contender, gap.against) in preset.pairs
+    }
+
+
+def _interval(gap: comparison.Difference) -> str:
+    return f"{gap.mean:+.3f} ± {(gap.high - gap.low) / 2:.3f}"
 
 
 def test_second_corpus_is_another_one():

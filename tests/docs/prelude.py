@@ -77,7 +77,7 @@ def names(folder: Path) -> dict[str, Any]:
 def save_zero_checkpoint(folder: Path) -> None:
     """Write a checkpoint of `tiny_gpt2` and its Mars, as one rank of DeepSpeed ZeRO-3 does: it holds no classes."""
     model = tiny_gpt2()
-    mars = mars_hf.create(model, lr=6e-3)
+    mars = mars_hf.create(model, lr=6e-4)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     mars.step()

@@ -53,6 +53,16 @@ def test_the_table_is_that_of_the_sweeps(name, losses):
     assert (0.5 <= factor <= 2) != (name in MISSES)
 
 
+@pytest.mark.parametrize("page", ["README.md", "choosing.md"])
+def test_the_rates_to_start_from_are_those_suggested(page):
+    lines = PAGES[page].read_text(encoding="utf-8").splitlines()
+    starts = {"from scratch": "3e-4", "all weights of a pretrained model": "2e-5", "LoRA adapters": "2e-4"}
+    for name, lr in starts.items():
+        adamw = AdamW(float(lr)) if name == "from scratch" else AdamW(float(lr), (0.9, 0.999), 0.0)
+        rates = [f"{suggest(rule, adamw)['lr']:.3g}" for rule in ("mars-adamw", "mars-m", "mars-lion")]
+        assert f"| {name} | {lr} | {' | '.join(rates)} |" in lines
+
+
 def test_the_output_is_that_of_the_command(capsys):
     (command,) = [words for words in map(shlex.split, commands("choosing.md")) if "suggest" in words][:1]
     main(command[3:])

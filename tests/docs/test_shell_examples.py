@@ -271,10 +271,10 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "accelerate launch recipes/pretrain_gpt2.py --save_strategy steps --save_steps 100": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --is_approx false": pretrains,
     "accelerate launch recipes/pretrain_gpt2.py --optimizer mars_adamw": pretrains,
-    "python -m mars_hf run train.py --optim mars_adamw --learning_rate 6e-3": runs_as_written(
+    "python -m mars_hf run train.py --optim mars_adamw --learning_rate 6e-4": runs_as_written(
         SCRIPT, TRAINED + "mars-adamw"
     ),
-    "accelerate launch -m mars_hf run train.py --optim mars_lion --learning_rate 6e-4": runs_as_written(
+    "accelerate launch -m mars_hf run train.py --optim mars_lion --learning_rate 7e-5": runs_as_written(
         SCRIPT, TRAINED + "mars-lion"
     ),
     "python -m mars_hf to_universal out/checkpoint-500/global_step500 out/checkpoint-500/global_step500_universal": (
@@ -293,7 +293,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/finetune_lm.py --optim mars_m": trains_on_text,
     "python recipes/pretrain_gpt2.py --config llama": trains_llama,
     "python recipes/pretrain_gpt2.py --config llama --model_type phi3 --optimizer mars_adamw": trains_llama,
-    "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768": runs_as_written([], "mars-m "),
+    "python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --rule mars-m": runs_as_written([], "mars-m "),
     "python benchmarks/step_cost.py --size 28m small": main_of(
         ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", "step.json"],
         "step.json",

@@ -95,6 +95,7 @@ def test_picture_has_the_forms_that_were_measured(tmp_path, monkeypatch, form):
     medians = {Moment(0.9, 0.0, form, None): numbers, Moment(0.9, 0.1, form, None): {**numbers, "lag": -0.1}}
     measure_tracking.draw(medians, tmp_path / "tracking.png")
     (legend,) = drawn[0].legends
-    assert [text.get_text() for text in legend.get_texts()] == [f"{form}: {name}" for name in ("error", "lag", "noise")]
+    assert [text.get_text() for text in legend.get_texts()] == [f"beta1 0.9, {form}"]
+    assert [axes.get_title() for axes in drawn[0].axes] == ["error", "lag", "noise"]
     assert drawn[0].axes[0].get_yscale() == "linear"  # a logarithmic one would leave a negative lag out
     figures.plt.close(drawn[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,51 +17,60 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pretraining.compare.comparison import Difference, Run, by_contender, mean_curve
+from pretraining.compare.comparison import Difference, Run, by_contender
 
 BASELINE_COLOR = "0.25"
-_COLORS = [*matplotlib.color_sequences["tab10"], *matplotlib.color_sequences["Dark2"]]
+# An optimizer has one color in every picture.
+COLORS = {
+    "adamw": "0.35",
+    "adamw_torch": "0.35",
+    "nadamw": "tab:brown",
+    "mars_adamw": "tab:blue",
+    "mars_lion": "tab:orange",
+    "mars_shampoo": "tab:purple",
+    "mars_m": "tab:red",
+    "muon": "tab:green",
+}
+
+
+def styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the style of each arm's line: its optimizer's color, dashed for further arms of one optimizer."""
+    optimizers = [re.split(r"\W", name)[0] for name in names]
+    dashes = ["-", "--", ":", "-."]
+    return {
+        name: {
+            "color": COLORS.get(optimizer, f"C{index}"),
+            "linestyle": dashes[optimizers[:index].count(optimizer) % len(dashes)],
+        }
+        for index, (name, optimizer) in enumerate(zip(names, optimizers, strict=True))
+    }
 
 
 def comparison(runs: Sequence[Run], gaps: Sequence[Difference], baseline: str, path: Path) -> None:
-    """Draw mean held-out loss over steps, and the paired differences to the baseline, as a PNG file.
+    """Draw the paired differences of final held-out losses to the baseline's, as a PNG file.
 
-    Bars show mean differences, whiskers are 95% intervals, dots are seeds. The names stand beside the bars, in the
-    curves' colors.
+    Bars show mean differences, whiskers are 95% intervals, dots are seeds.
     """
     arms = by_contender(runs)
-    others = [name for name in arms if name != baseline]
-    colors = {name: _COLORS[index % len(_COLORS)] for index, name in enumerate(others)} | {baseline: BASELINE_COLOR}
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, max(3.8, 1.2 + 0.32 * len(arms))), layout="constrained", width_ratios=[1.1, 1]
-    )
-    curves = {name: mean_curve(members) for name, members in arms.items()}
-    for name, curve in curves.items():
-        left.plot(*zip(*curve, strict=True), linewidth=1.6, marker=".", markersize=4, color=colors[name])
-    left.set(xlabel="step", ylabel="held-out loss (nats per token)", title="mean of seeds")
-    late = [loss for curve in curves.values() for step, loss in curve if step >= 0.2 * curve[-1][0]]
-    late = [loss for loss in late if math.isfinite(loss)]
-    if late:  # the much higher start runs off the top
-        margin = 0.05 * (max(late) - min(late)) or 0.05
-        left.set_ylim(min(late) - margin, max(late) + margin)
-    left.grid(alpha=0.3)
-
+    figure, axes = plt.subplots(figsize=(7.5, max(3, 1.2 + 0.32 * len(arms))), layout="constrained")
     losses = {run.seed: run.eval_loss for run in arms[baseline]}
     intervals = {gap.contender: gap for gap in gaps if gap.against == baseline}
+    arm_styles = styles(list(arms))
     for place, (name, members) in enumerate(arms.items()):
         if gap := intervals.get(name):
-            right.barh(place, gap.mean, height=0.6, color=colors[name], alpha=0.6)
+            axes.barh(place, gap.mean, height=0.6, color=arm_styles[name]["color"], alpha=0.6)
             if math.isfinite(gap.low):
-                right.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
+                axes.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
         dots = [run.eval_loss - losses[run.seed] for run in members if run.seed in losses]
-        right.scatter(dots, [place] * len(dots), s=9, color="black", zorder=3)
-    right.axvline(0, color=BASELINE_COLOR, linewidth=1)
-    right.set_yticks(range(len(arms)), list(arms))
-    for label, name in zip(right.get_yticklabels(), arms, strict=True):
-        label.set(color=colors[name], fontweight="bold")
-    right.invert_yaxis()
-    right.set(xlabel="nats per token (line: 95%, dots: seeds)", title=f"final loss against {baseline}")
-    right.grid(alpha=0.3, axis="x")
+        axes.scatter(dots, [place] * len(dots), s=9, color="black", zorder=3)
+    axes.axvline(0, color=BASELINE_COLOR, linewidth=1)
+    axes.set_yticks(range(len(arms)), list(arms))
+    axes.invert_yaxis()
+    axes.set(
+        xlabel="final held-out loss, nats per token (line: 95% interval, dots: seeds)",
+        title=f"difference to {baseline}",
+    )
+    axes.grid(alpha=0.3, axis="x")
     save(figure, path)
 
 
@@ -72,12 +83,13 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axi
         path: PNG file to write.
     """
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    for index, (name, line) in enumerate(lines.items()):
-        ordered = sorted(line)
+    line_styles = styles(list(lines))
+    for name, line in lines.items():
+        ordered, style = sorted(line), line_styles[name]
         means = [statistics.fmean(losses) for _, losses in ordered]
-        axes.plot([place for place, _ in ordered], means, ".-", color=f"C{index}", label=name)
+        axes.plot([place for place, _ in ordered], means, marker=".", label=name, **style)
         for place, losses in ordered:
-            axes.scatter([place] * len(losses), losses, s=8, color=f"C{index}", alpha=0.6)
+            axes.scatter([place] * len(losses), losses, s=8, color=style["color"], alpha=0.6)
     places = sorted({place for line in lines.values() for place, _ in line})
     _scale(axes, axis, places)
     axes.set_xticks(places, [f"{place:g}" for place in places])
