@@ -99,7 +99,7 @@ def choose_backend(
     if not kernels.DTYPES.issuperset(dtypes):
         return plain
     if kernels.is_available(device):
-        return Backend(kernels.NAME, kernels, clips=device.type == "cpu")
+        return Backend(kernels.NAME, kernels, clips=kernels.NAME == "compiled")
     if group["fused"]:
         raise RuntimeError(
             f"fused=True, and no kernels run on {device.type}: GPUs need Triton (pip install triton), CPUs a C++ "

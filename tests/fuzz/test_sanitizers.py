@@ -66,7 +66,8 @@ def cache(tmp_path_factory) -> Path:
     "chosen",
     [
         ["fuzz/test_edits.py", "-k", "(test_edits_and_layouts or test_more) and (compiled or auto)"],
-        ["kernels/test_contract.py", "-k", "compiled"],
+        # Sums of 4,096 float32 products are held to errors that vectors reach, and sanitized loops have none.
+        ["kernels/test_contract.py", "-k", "compiled and not sums_of_dtypes"],
     ],
     ids=lambda chosen: chosen[0],
 )

@@ -67,8 +67,7 @@ def test_amsgrad(backend):
     check_update(backend, problem(SMALL, "cpu", without=()))
 
 
-@every_implementation
-@pytest.mark.parametrize(
+every_dtype = pytest.mark.parametrize(
     "dtypes",
     [
         {"params": torch.bfloat16, "gradients": torch.bfloat16},
@@ -80,13 +79,24 @@ def test_amsgrad(backend):
     ],
     ids=lambda dtypes: ",".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items()),
 )
+LAST_SCALES = [0.5, 2.0, 1.0, -3.0]
+
+
+@every_implementation
+@every_dtype
+def test_sums_of_dtypes(backend, device, dtypes):
+    lists = problem([*SMALL, 5000], device, **dtypes)
+    scales = torch.tensor(LAST_SCALES, device=device)
+    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, last_scales=scales)
+
+
+@every_implementation
+@every_dtype
 def test_update_of_dtypes(backend, device, dtypes):
     """Arithmetic is float32, or float64 if any tensor is; results are rounded once."""
     lists = problem([*SMALL, 5000], device, **dtypes)
-    settings = {"last_scales": torch.tensor([0.5, 2.0, 1.0, -3.0], device=device)}
     tolerance = 1e-13 if len(dtypes) == len(NAMES) else 1e-6
-    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, **settings)
-    check_update(backend, lists, tolerance=tolerance, **settings)
+    check_update(backend, lists, tolerance=tolerance, last_scales=torch.tensor(LAST_SCALES, device=device))
 
 
 @every_implementation
