@@ -89,9 +89,7 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
             TrainingArguments; also when the optimizer is made.
     """
     if "param_rules" in settings:
-        settings["param_rules"] = list(
-            settings["param_rules"]
-        )  # an iterator would have no rules left for the optimizer
+        settings["param_rules"] = list(settings["param_rules"])  # rules are read twice, an iterator once
     resolve(settings, args)  # complains here, where the caller can see it
     return MarsFactory(args, settings), {}
 
