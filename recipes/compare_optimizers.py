@@ -53,15 +53,20 @@ class _Job(NamedTuple):
         """Return whether its result is there."""
         return (self.folder / "diverged.json").exists() or (self.folder / "metrics.json").exists()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return all settings of the run, and what starts it."""
+        return {"launcher": self.launcher, **launch.settings_of(self.argv)}
+
     def refuse_other_runs(self) -> None:
         """Raise ValueError if the folder holds somebody else's run, or one with other settings."""
         if not self.is_finished and not checkpoints.checkpoints(self.folder):
             return
         if not (self.folder / "arguments.json").is_file():
             raise ValueError(f"{self.folder} holds a run that is not of a comparison; give another --output_dir")
-        saved, settings = _load(self.folder / "arguments.json"), self._settings()
+        saved = _load(self.folder / "arguments.json")
         changed = [
-            f"{key} {saved.get(key)}, now {settings[key]}" for key in settings if saved.get(key) != settings[key]
+            f"{key} {saved.get(key)}, now {value}" for key, value in self.settings.items() if saved.get(key) != value
         ]
         if changed:
             raise ValueError(
@@ -71,11 +76,11 @@ class _Job(NamedTuple):
 
     def run(self) -> Run:
         """Start or resume the run, and return its result."""
-        with resuming.locked(self.folder, "trains", wait=True):  # a run whose comparison was killed ends first
-            self.folder.mkdir(exist_ok=True)
+        self.wait()
         if self.is_finished:
             return self.result()
-        report.write(self.folder / "arguments.json", self._settings())
+        self.folder.mkdir(exist_ok=True)
+        report.write(self.folder / "arguments.json", self.settings)
         run = resuming.read_run(self.folder)
         can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
         resume = ["--resume_from_checkpoint", "true"] if can_resume else []
@@ -85,23 +90,25 @@ class _Job(NamedTuple):
             report.write(self.folder / "diverged.json", {"message": str(error)})
         return self.result()
 
+    def wait(self) -> None:
+        """Wait for the end of a run whose comparison was killed."""
+        try:
+            with resuming.locked(self.folder, "trains"):
+                return
+        except ValueError:
+            tqdm.write(f"waiting for the run in {self.folder}, which an earlier comparison left training")
+        with resuming.locked(self.folder, "trains", wait=True):
+            return
+
     def result(self) -> Run:
         """Return the result of a finished run."""
         if (self.folder / "diverged.json").exists():
-            return Run(self.arm, self.seed, self._settings()["learning_rate"], math.nan, math.nan)
+            return Run(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
         metrics = launch.metrics_of(self.folder)
         history = _load(self.folder / "trainer_state.json")["log_history"]
         curve = tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row)
         speed = metrics["tokens_per_second"]
         return Run(self.arm, self.seed, metrics["learning_rate"], metrics["eval_loss"], speed, curve)
-
-    def data(self) -> dict[str, Any]:
-        """Return the data of a finished run: name, vocabulary and the hashes of its token files."""
-        run = resuming.read_run(self.folder)
-        return dict(run.settings.get("data", {})) if run is not None else {}
-
-    def _settings(self) -> dict[str, Any]:
-        return {"launcher": self.launcher, **launch.settings_of(self.argv)}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -131,18 +138,18 @@ def main(argv: list[str] | None = None) -> None:
 def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence[str], output: Path) -> str:
     """Run what is missing, write the page after every run, and return its tables."""
     runs = {job.folder: job.result() for job in jobs if job.is_finished}
-    missing = [job for job in jobs if job.folder not in runs]
 
     def write() -> str:
         finished = [job for job in jobs if job.folder in runs]
         if not any(job.arm == preset.baseline for job in finished):
             return ""
-        results = [runs[job.folder] for job in finished]
-        remaining = len(jobs) - len(finished)
-        return page.write(output, preset, results, missing=remaining, data=_data(finished), arguments=arguments)
+        data = [run.settings["data"] for job in finished if (run := resuming.read_run(job.folder))]
+        distinct = [one for index, one in enumerate(data) if one not in data[:index]]
+        results, missing = [runs[job.folder] for job in finished], len(jobs) - len(finished)
+        return page.write(output, preset, results, missing=missing, data=distinct, arguments=arguments)
 
     with tqdm(total=len(jobs), initial=len(runs), unit="run") as progress, ThreadPoolExecutor(at_once) as pool:
-        futures = {pool.submit(job.run): job.folder for job in missing}
+        futures = {pool.submit(job.run): job.folder for job in jobs if job.folder not in runs}
         try:
             for future in as_completed(futures):
                 runs[futures[future]] = future.result()
@@ -154,49 +161,29 @@ def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence
     return write()
 
 
-def _data(jobs: Sequence[_Job]) -> list[dict[str, Any]]:
-    """Return each data set that finished runs read, once.
-
-    Raises:
-        ValueError: runs of one arm read different data.
-    """
-    data: dict[str, dict[str, Any]] = {}
-    for job in jobs:
-        if data.setdefault(job.arm, job.data()) != job.data():
-            raise ValueError(
-                f"{job.folder} and other runs of {job.arm} read different data; remove those whose data are gone"
-            )
-    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, data.values())) if text != "{}"]
-
-
 def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
     """Return this script's arguments, what is compared, and the arguments of all runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    add = parser.add_argument
-    add("--optimizers", nargs="+", choices=ARMS, metavar="NAME", help=f"among {', '.join(ARMS)}")
-    add("--preset", help=f"{', '.join(presets.names())}, or a YAML file; in place of --optimizers")
+    add, compared = parser.add_argument, parser.add_mutually_exclusive_group()
+    compared.add_argument("--optimizers", nargs="+", choices=ARMS, metavar="NAME", help=f"among {', '.join(ARMS)}")
+    compared.add_argument("--preset", help=f"{', '.join(presets.names())}, or a YAML file")
     add("--arms", nargs="+", metavar="NAME", help="of the preset, besides its baseline; default: all")
     add("--seeds", nargs="+", type=int, help="default: 1 2, or the preset's")
     add("--jobs", type=int, default=1, help="runs at a time; default: %(default)s")
     add("--output_dir", help="default: runs/compare, or runs/PRESET")
     add("--launcher", default="", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.preset and arguments.optimizers:
-        raise ValueError("--preset and --optimizers both say what is compared; give one")
-    if arguments.preset:
-        preset = presets.load(arguments.preset)
-    else:
-        preset = Preset({name: ARMS[name] for name in arguments.optimizers or _DEFAULT})
+    optimizers = Preset({name: ARMS[name] for name in arguments.optimizers or _DEFAULT})
+    preset = presets.load(arguments.preset) if arguments.preset else optimizers
     if arguments.arms:
         preset = preset.only(arguments.arms)
     stated = {name for settings in preset.arms.values() for name in settings}
-    for argument in rest:
-        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and name in presets.RESERVED:
+    for name in (word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")):
+        if name in presets.RESERVED:
             raise ValueError(f"--{name} differs between the runs; leave it out: {presets.RESERVED[name]}")
-        if argument.startswith("--") and name in stated:
+        if name in stated:
             raise ValueError(f"--{name}: the arms state it themselves; leave it out, or write a preset of your own")
     for arm in preset.arms:
         launch.settings_of([*rest, *preset.argv(arm)])  # wrong arguments end the comparison before its first run

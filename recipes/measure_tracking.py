@@ -19,9 +19,9 @@ from typing import Any
 
 import pretrain_gpt2
 from matplotlib import pyplot as plt
-from pretraining.compare import figures, launch, tracking
+from pretraining.compare import figures, tracking
 from pretraining.compare.tracking import Moment, TrackingProbe
-from pretraining.run import report
+from pretraining.run import arguments, report
 from pretraining.run.errors import one_line_errors
 from transformers import Trainer
 
@@ -29,9 +29,8 @@ from transformers import Trainer
 @one_line_errors("measure_tracking.py")
 def main(argv: list[str] | None = None) -> None:
     """Train and measure; `argv` is the command line without the program's name."""
-    settings, rest = _parse(argv)
-    _check(settings, launch.settings_of(rest))
-    moments = tracking.grid(settings.betas, settings.gammas, settings.forms, [clip or None for clip in settings.clips])
+    settings, rest = parse(argv)
+    moments = tracking.grid(settings.betas, settings.gammas, settings.clips)
     probes: list[TrackingProbe] = []
 
     def add_probe(trainer: Trainer) -> None:
@@ -39,49 +38,41 @@ def main(argv: list[str] | None = None) -> None:
         trainer.add_callback(probes[0])
 
     run = pretrain_gpt2.train(rest, add_probe)
-    rows = probes[0].rows if probes else []
-    if not rows:
+    if not probes or not probes[0].rows:
         raise ValueError(f"--every {settings.every}: nothing was measured; start a new run of at least that many steps")
-    output = Path(str(run.training.output_dir))
-    conclusion = tracking.conclusion(rows, probes[0].beta1)
-    write(rows, conclusion, output)
-    print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
+    write(probes[0].rows, tracking.conclusion(probes[0].rows, probes[0].beta1), Path(str(run.training.output_dir)))
 
 
 def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
-    """Write the table, the numbers and the picture."""
-    scopes = dict.fromkeys(row["scope"] for row in rows)
+    """Write the table, the numbers and the picture, and print the table."""
     text = [
         "# Which first moment tracks the gradient",
         conclusion + ".",
         "Medians over the measured steps. error, lag and noise are relative to the squared norm of the gradient of the "
         "whole training set.",
         "![Error along the run](tracking.png)",
-        *(f"## {scope}\n\n{tracking.table(rows, scope)}" for scope in scopes),
     ]
+    for scope in dict.fromkeys(row["scope"] for row in rows):
+        text.append(f"## {scope}\n\n{tracking.table(rows, scope)}")
     report.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
     report.write(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
     draw(tracking.medians(rows), output / "tracking.png")
+    print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
 
 
 def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
-    """Draw error, lag and noise over gamma, for each beta1 and form, as a PNG file."""
-    clip = tracking.shown_clip(medians)
-    drawn = {moment: numbers for moment, numbers in medians.items() if moment.clip == clip}
-    forms = sorted({moment.form for moment in drawn if moment.gamma} or {moment.form for moment in drawn})
+    """Draw error, lag and noise over gamma without clipping, for each beta1 and form, as a PNG file."""
     figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), layout="constrained")
     for axes, name in zip(panels, ("error", "lag", "noise"), strict=True):
-        for index, beta1 in enumerate(sorted({moment.beta1 for moment in drawn})):
-            for form in forms:
+        for index, beta1 in enumerate(sorted({moment.beta1 for moment in medians})):
+            for form, dashes in (("approx", "--"), ("exact", "-")):
                 line = {
                     moment.gamma: numbers[name]
-                    for moment, numbers in sorted(drawn.items())
-                    if moment.beta1 == beta1 and (moment.form == form or not moment.gamma)
+                    for moment, numbers in sorted(medians.items(), key=lambda item: item[0].gamma)
+                    if (moment.beta1, moment.clip) == (beta1, None) and (moment.form == form or not moment.gamma)
                 }
-                dashes = "--" if form == "approx" else "-"
-                axes.plot(
-                    list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=f"beta1 {beta1:g}, {form}"
-                )
+                label = f"beta1 {beta1:g}, {form}"
+                axes.plot(list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=label)
         axes.set(title=name, xlabel="gamma")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("share of the gradient's squared norm")
@@ -89,35 +80,35 @@ def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
     figures.save(figure, path)
 
 
-def _check(settings: argparse.Namespace, run: Mapping[str, Any]) -> None:
-    """Stop before the run if it cannot be measured."""
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return this script's arguments, and those of the run.
+
+    Raises:
+        ValueError: the run cannot be measured.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--every", type=int, default=50, help="steps between measurements; default: %(default)s")
+    add("--batches", type=int, default=64, help="micro-batches of a measurement; default: %(default)s")
+    add("--betas", nargs="+", type=float, default=[0.9, 0.95, 0.99], help="default: %(default)s")
+    add("--gammas", nargs="+", type=float, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
+    add(
+        "--clips", nargs="+", type=float, default=[1.0], help="clip thresholds besides none, 0 for no other; default: 1"
+    )
+    settings, rest = parser.parse_known_args(argv)
     if settings.every < 1 or settings.batches < 2 or settings.batches % 2:
         raise ValueError(f"--every {settings.every} --batches {settings.batches}: give 1 or more, and an even number")
     if not all(0 <= beta1 < 1 for beta1 in settings.betas):
         raise ValueError(f"--betas {settings.betas}: give numbers from 0 to below 1")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
-    if run["per_device_train_batch_size"] * run["gradient_accumulation_steps"] < 2:
-        raise ValueError("--per_device_train_batch_size 1: a measurement halves each step's samples; give 2 or more")
-    if 0 < run["max_steps"] < settings.every:
-        raise ValueError(f"--every {settings.every}: the run has {run['max_steps']} steps; give that or fewer")
-
-
-def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's arguments, and those of the run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add, forms = parser.add_argument, ["approx", "exact"]
-    add("--every", type=int, default=50, help="steps between measurements; default: %(default)s")
-    add("--batches", type=int, default=64, help="micro-batches of a measurement; default: %(default)s")
-    add("--betas", nargs="+", type=float, default=[0.9, 0.95, 0.99], help="default: %(default)s")
-    add("--gammas", nargs="+", type=float, default=[0.0, 0.0125, 0.025, 0.05, 0.1], help="default: %(default)s")
-    add("--forms", nargs="+", choices=forms, default=forms, help="default: %(default)s")
-    add("--clips", nargs="+", type=float, default=[0.0, 1.0], help="clip thresholds, 0 for none; default: %(default)s")
-    settings, rest = parser.parse_known_args(argv)
-    if any(word.partition("=")[0] in ("--resume_from_checkpoint", "--resume-from-checkpoint") for word in rest):
+    run, _ = arguments.read(rest)
+    if str(run.resume_from_checkpoint or "false").lower() != "false":
         raise ValueError("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
+    if 0 < run.max_steps < settings.every:
+        raise ValueError(f"--every {settings.every}: the run has {run.max_steps} steps; give that or fewer")
     return settings, rest
 
 

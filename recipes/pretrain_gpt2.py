@@ -30,8 +30,8 @@ from pretraining.data.token_files import TokenDataset
 from pretraining.run import arguments, errors, model, optimizers, report, resuming
 from pretraining.run.arguments import PretrainingArguments, RunArguments
 from pretraining.run.checkpoints import PretrainingTrainer
-from pretraining.run.gamma_schedule import GammaSchedule
 from pretraining.run.stopping import IS_LAUNCHED, Stopping
+from pretraining.run.torch_optimizers import GammaSchedule
 from transformers import default_data_collator, set_seed
 
 import mars_hf

@@ -41,8 +41,7 @@ class Shipped(NamedTuple):
 def shipped(request) -> Shipped:
     name, seeds = SHIPPED[request.param]
     result = json.loads((ROOT / "benchmarks" / "results" / f"{request.param}.json").read_text())
-    runs = [comparison.Run.from_json(run) for run in result["runs"]]
-    return Shipped(result, runs, presets.load(name).only(list(result["arms"])), seeds)
+    return Shipped(result, _load(request.param), presets.load(name).only(list(result["arms"])), seeds)
 
 
 def test_every_arm_has_the_settings_of_the_preset_and_all_seeds(shipped):
@@ -115,7 +114,7 @@ def test_readme_has_the_losses_of_the_picture():
 
 def _load(name: str) -> list[comparison.Run]:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    return [comparison.Run.from_json(run) for run in result["runs"]]
+    return [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
 
 
 def _pairs(name: str) -> dict[tuple[str, str], str]:

@@ -20,8 +20,8 @@ ROWS = [{**row, **{name: math.nan for name in NUMBERS if row[name] is None}} for
 
 
 def test_it_has_the_whole_grid():
-    settings, _ = measure_tracking._parse([])
-    moments = tracking.grid(settings.betas, settings.gammas, settings.forms, [None, 1.0])
+    settings, _ = measure_tracking.parse([])
+    moments = tracking.grid(settings.betas, settings.gammas, settings.clips)
     assert set(tracking.medians(ROWS)) == set(moments) and len(moments) == 54
     assert {"matrix", "embedding", "vector", "layer 0", "layer 3"} <= set(RESULT["medians"])
     assert len({row["step"] for row in ROWS}) == 10

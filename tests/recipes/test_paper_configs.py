@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import gpt2
 from pretraining.run import arguments, model, optimizers
-from pretraining.run.muon import MuonWithAdamW
+from pretraining.run.torch_optimizers import MuonWithAdamW
 from transformers import get_scheduler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,17 +1,22 @@
-"""First moments where lag, noise and variances have closed forms, and the passes that give them their gradients."""
+"""First moments where lag, noise and variances have closed forms, the passes of a run, and the command."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 from types import SimpleNamespace
 
+import measure_tracking
+import pretrain_gpt2
 import pytest
 import torch
 from helpers import gpt2
 from pretraining.compare import tracking
 from pretraining.compare.tracking import Moment, ShadowMoments, TrackingProbe, grid
+from safetensors.torch import load_file
+from test_pretrain_gpt2 import TINY
 from torch import nn
 from transformers import TrainerControl, TrainerState, default_data_collator
 
@@ -22,7 +27,7 @@ NOISE = 2.0  # standard deviation of an element of a half's gradient
 SPEED = 0.15  # of every element of the gradient, a step
 VARIANCE = NOISE**2 / 2  # of an element of the whole batch's gradient
 WHOLE = {"all": [0]}
-MOMENTS = grid((0.9, 0.95), (0.0, 0.025, 0.1), ("approx", "exact"), (None,))
+MOMENTS = grid((0.9, 0.95), (0.0, 0.025, 0.1), ())
 
 
 def follow(moments, speed=0.0, steps=STEPS):
@@ -118,35 +123,26 @@ def test_moments_are_those_of_the_optimizer(form, clip):
 
 
 def test_grid_has_each_moment_once():
-    moments = grid((0.9,), (0.0, 0.1, 0.1), ("exact", "approx"), (None, 1.0, 1.0))
-    assert [str(moment) for moment in moments] == [
-        *("beta1 0.9 gamma 0", "beta1 0.9 gamma 0.1 exact", "beta1 0.9 gamma 0.1 approx"),
-        *("beta1 0.9 gamma 0 clip 1", "beta1 0.9 gamma 0.1 exact clip 1", "beta1 0.9 gamma 0.1 approx clip 1"),
+    assert [str(moment) for moment in grid((0.9,), (0.0, 0.1, 0.1), (0.0, 1.0, 1.0))] == [
+        *("beta1 0.9 gamma 0", "beta1 0.9 gamma 0.1 approx", "beta1 0.9 gamma 0.1 exact"),
+        *("beta1 0.9 gamma 0 clip 1", "beta1 0.9 gamma 0.1 approx clip 1", "beta1 0.9 gamma 0.1 exact clip 1"),
     ]
 
 
-def batches(*sizes):
-    return [{"labels": 10.0 * index + torch.arange(float(size))} for index, size in enumerate(sizes)]
-
-
 @pytest.mark.parametrize(
-    ("sizes", "halves", "samples"),
+    ("sizes", "halves"),
     [
-        ((4,), ([[0, 1]], [[2, 3]]), 4),
-        ((2, 4), ([[0], [10, 11]], [[1], [12, 13]]), 16 / 3),
-        ((3,), ([[0]], [[1, 2]]), 8 / 3),
-        ((1, 1), ([[0]], [[10]]), 2),
-        ((1, 1, 1), ([[0], [20]], [[10]]), 8 / 3),
-        ((2, 1), ([[0, 1]], [[10]]), 8 / 3),
+        ((4,), ([[0, 1]], [[2, 3]])),
+        ((2, 4), ([[0, 1], [10]], [[11, 12], [13]])),
+        ((3,), ([[0]], [[1]])),  # the last of an odd number is left out
+        ((1, 1), ([[0]], [[10]])),
+        ((1,), ([], [])),
     ],
 )
-def test_split(sizes, halves, samples):
-    parts = tracking.split(batches(*sizes))
-    assert [[part["labels"].tolist() for part in half] for half in parts] == [list(half) for half in halves]
-    # Of samples with variance 1, the mean of the halves has variance 1 / samples.
-    weights = [1 / (2 * len(half) * len(part)) for half in halves for part in half for _ in part]
-    assert sum(weight**2 for weight in weights) == pytest.approx(1 / samples)
-    assert tracking.samples_of(parts) == pytest.approx(samples)
+def test_split(sizes, halves):
+    batches = [{"labels": 10 * index + torch.arange(size)} for index, size in enumerate(sizes)]
+    parts = tracking.split(batches, 2)
+    assert [[part["labels"].tolist() for part in half] for half in parts] == list(halves)
 
 
 def trainer_of(model: nn.Module, size: int = 4) -> SimpleNamespace:
@@ -173,7 +169,7 @@ def test_passes_change_nothing_and_draw_the_same_masks():
     trainer = trainer_of(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    probe = TrackingProbe(trainer, grid((0.9,), (0.1,), ("approx", "exact"), (None,)), every=3, batches=2)
+    probe = TrackingProbe(trainer, grid((0.9,), (0.1,), ()), every=3, batches=2)
     for number in range(1, 4):
         torch.set_rng_state(random_state)
         torch.rand(number)
@@ -189,46 +185,31 @@ def test_passes_change_nothing_and_draw_the_same_masks():
     assert {row["scope"] for row in probe.rows} == {"all", "matrix", "vector", "embedding", "layer 0", "layer 1"}
 
 
+def gradient(trainer: SimpleNamespace, model: nn.Module, samples: list) -> torch.Tensor:
+    loss = trainer.compute_loss(model, default_data_collator(samples))
+    return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
+
+
 def test_stale_gradients_are_those_of_the_same_batch_at_the_previous_parameters():
+    """Micro-batches of a half weigh by their samples: the third one has one."""
     model = gpt2()
-    trainer = trainer_of(model)
+    trainer = trainer_of(model, size=2)
     moment = Moment(0.5, 1.0, "exact", None)  # k = 1
     probe = TrackingProbe(trainer, [moment], every=9, batches=2)
-
-    def gradient(model):
-        loss = trainer.compute_loss(model, trainer.step_batches[0])
-        return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
-
-    first, previous = gradient(model), copy.deepcopy(model)
+    data = trainer.train_dataset
+    trainer.step_batches = [default_data_collator(data[:3]), default_data_collator(data[3:6])]
+    first, previous = gradient(trainer, model, data[:6]), copy.deepcopy(model)
     step(probe, trainer, 1)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1 * torch.randn_like(param))
-    trainer.step_batches = [default_data_collator(trainer.train_dataset[4:8])]
+    trainer.step_batches = [default_data_collator(data[4:8])]
     step(probe, trainer, 2)
-    corrected = 2 * gradient(model) - gradient(previous)
+    corrected = 2 * gradient(trainer, model, data[4:8]) - gradient(trainer, previous, data[4:8])
     torch.testing.assert_close(probe._moments.value(moment).mean(0), (first / 4 + corrected / 2) / 0.75)
-
-
-@pytest.mark.parametrize(("sizes", "measured"), [((1,), 0), ((1, 1), 1), ((3,), 1)])
-def test_steps_of_few_samples(sizes, measured):
-    """A single sample has no halves, and its step is left out."""
-    trainer = trainer_of(gpt2(), size=2)
-    trainer.step_batches = [default_data_collator(trainer.train_dataset[:size]) for size in sizes]
-    probe = TrackingProbe(trainer, grid((0.9,), (0.0,), ("approx",), (None,)), every=1, batches=2)
-    step(probe, trainer, 1)
-    assert len({row["step"] for row in probe.rows}) == measured
-
-
-@pytest.mark.parametrize(
-    ("group", "beta1"), [({"betas": (0.8, 0.95)}, 0.8), ({"momentum": 0.5}, 0.5), ({"lr": 0.1}, None)]
-)
-def test_beta1_is_that_of_matrices(group, beta1):
-    trainer = trainer_of(gpt2())
-    trainer.optimizer = SimpleNamespace(
-        param_groups=[{"role": "vector", "betas": (0.7, 0.9)}, {"role": "matrix", **group}]
-    )
-    assert TrackingProbe(trainer, [], every=1, batches=2).beta1 == beta1
+    trainer.step_batches = [default_data_collator(data[:1])]
+    step(probe, trainer, 3)  # a single sample has no halves
+    assert probe._moments.steps == 2
 
 
 def row(step: int, gamma: float, error: float) -> dict:
@@ -240,15 +221,55 @@ def test_steps_whose_gradient_drowns_in_noise_are_left_out():
     rows = [row(step, 0.0, error) for step, error in enumerate((1.0, math.nan, 2.0, 0.5))]
     rows += [row(step, 0.1, math.nan) for step in range(4)]
     assert tracking.medians(rows)[Moment(0.9, 0.0, "approx", None)]["error"] == 1.0
-    assert tracking.conclusion(rows) == "beta1 0.9 gamma 0 would have tracked the gradient best here: error 1"
-    assert tracking.conclusion(rows[4:]).startswith("the gradient drowned in its noise: measure with more")
+    assert tracking.conclusion(rows, 0.9) == "beta1 0.9 gamma 0 would have tracked the gradient best here: error 1"
+    assert tracking.conclusion(rows[4:], 0.9).startswith("the gradient drowned in its noise: measure with more")
     assert "At 4 of the measured steps the gradient drowned in its noise." in tracking.table(rows[4:])
 
 
-def test_conclusion_compares_moments_at_the_beta1_of_the_run():
+def test_conclusion_compares_moments_without_clipping_at_the_beta1_of_the_run():
     rows = [row(1, 0.0, 0.9), row(1, 0.05, 0.7), row(1, 0.1, 0.8), {**row(1, 0.1, 0.1), "beta1": 0.99}]
+    rows.append({**row(1, 0.1, 0.01), "clip": 1.0})
     best = "would have tracked the gradient best here: error"
-    compared = f"beta1 0.9 gamma 0.05 approx {best} 0.7 (beta1 0.9 gamma 0 0.9)"
-    assert tracking.conclusion(rows, 0.9) == compared
-    for beta1 in (None, 0.5):
-        assert tracking.conclusion(rows, beta1).startswith(f"beta1 0.99 gamma 0.1 approx {best} 0.1")
+    assert tracking.conclusion(rows, 0.9) == f"beta1 0.9 gamma 0.05 approx {best} 0.7 (beta1 0.9 gamma 0 0.9)"
+    assert tracking.conclusion(rows, 0.5).startswith(f"beta1 0.99 gamma 0.1 approx {best} 0.1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["mars_adamw", "muon"])
+def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer):
+    output, beta1 = tmp_path / "measured", "0.9" if optimizer == "mars_adamw" else "0.95"
+    argv = [*TINY, "--data_dir", str(tokens), "--optimizer", optimizer, "--max_steps", "8"]
+    grid = ["--every", "4", "--batches", "4", "--betas", "0.9", "0.95", "--gammas", "0", "0.05", "--clips", "0"]
+    measured = [*grid, *argv, "--output_dir", str(output)]
+    measure_tracking.main(measured)
+    result = json.loads((output / "tracking.json").read_text())
+    assert result["conclusion"].startswith(f"beta1 {beta1} gamma ")
+    assert result["conclusion"] in capsys.readouterr().out
+    assert {row["step"] for row in result["rows"]} == {4, 8}
+    page = (output / "tracking.md").read_text()
+    assert result["conclusion"] in page and "| beta1 0.95 gamma 0.05 exact |" in page and "## layer 0" in page
+    assert (output / "tracking.png").stat().st_size > 10_000
+
+    pretrain_gpt2.main([*argv, "--output_dir", str(tmp_path / "plain")])
+    changed, plain = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "plain"))
+    assert all(torch.equal(changed[name], plain[name]) for name in plain)
+    with pytest.raises(SystemExit):
+        measure_tracking.main(measured)  # a finished run is not measured again
+
+
+@pytest.mark.parametrize(
+    ("argv", "processes", "line"),
+    [
+        (["--batches", "3"], "1", "--every 50 --batches 3: give 1 or more, and an even number"),
+        (["--betas", "1.5"], "1", "--betas [1.5]: give numbers from 0 to below 1"),
+        (["--max_steps", "4"], "1", "--every 50: the run has 4 steps; give that or fewer"),
+        (["--resume_from_checkpoint", "true"], "1", "resume_from_checkpoint: checkpoints hold no averages"),
+        ([], "2", "2 processes: a measurement runs in one; start one"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, argv, processes, line, capsys):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(SystemExit) as end:
+        measure_tracking.main([*argv, "--output_dir", str(tmp_path / "run")])
+    assert end.value.code == 2
+    assert f"measure_tracking.py: {line}" in capsys.readouterr().err

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -37,13 +37,6 @@ class Run:
     eval_loss: float
     tokens_per_second: float
     curve: tuple[tuple[int, float], ...] = ()
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Run:
-        """Return a run as comparison.json has it, with None for NaN."""
-        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in fields.items()}
-        values["curve"] = tuple((step, math.nan if loss is None else loss) for step, loss in fields["curve"])
-        return cls(**values)
 
 
 class Difference(NamedTuple):
@@ -100,17 +93,15 @@ def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
         return Difference(*names, mean)
     test = ttest_rel(losses[:, 0], losses[:, 1])
     low, high = map(float, test.confidence_interval(0.95))
-    free = len(losses) - 1
-    error = (high - low) / 2 / t.ppf(0.975, free)
-    return Difference(*names, mean, low, high, float(test.pvalue), float(_detectable(free) * error))
+    return Difference(*names, mean, low, high, float(test.pvalue), (high - low) / 2 * _detectable(len(losses) - 1))
 
 
 @functools.cache
 def _detectable(free: int) -> float:
-    """Return the true difference, in standard errors, whose interval excludes 0 four times out of five."""
+    """Return the true difference, in half widths of an interval, whose interval excludes 0 four times out of five."""
     limit = t.ppf(0.975, free)
     # Between these bounds for any number of seeds; an interval on the wrong side of 0 has no weight.
-    return float(brentq(lambda true: nct.sf(limit, free, true) - 0.8, limit, 1.5 * limit))
+    return float(brentq(lambda true: nct.sf(limit, free, true) - 0.8, limit, 1.5 * limit) / limit)
 
 
 def differences(runs: Sequence[Run], baseline: str, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
@@ -118,8 +109,9 @@ def differences(runs: Sequence[Run], baseline: str, pairs: Sequence[tuple[str, s
     arms = by_contender(runs)
     asked = dict.fromkeys([*((name, baseline) for name in arms if name != baseline), *pairs])
     seeds = {name: {run.seed for run in members} for name, members in arms.items()}
-    shared = [pair for pair in asked if set.intersection(*(seeds.get(name, set()) for name in pair))]
-    gaps = [difference(arms[one], arms[other]) for one, other in shared]
+    gaps = [
+        difference(arms[one], arms[other]) for one, other in asked if seeds.get(one, set()) & seeds.get(other, set())
+    ]
     return [gap._replace(holm=p) for gap, p in zip(gaps, holm([gap.p for gap in gaps]), strict=True)]
 
 
@@ -143,6 +135,7 @@ def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
     """Return one row per arm, in the order of their first runs."""
     arms = by_contender(runs)
     goal = statistics.fmean(run.eval_loss for run in arms[baseline])
+    speeds = {name: _median_speed(members) for name, members in arms.items()}
     rows = []
     for name, members in arms.items():
         losses = [run.eval_loss for run in members]
@@ -159,29 +152,17 @@ def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
                 highest=max(finite, default=math.nan),
                 steps=curve[-1][0] if curve else 0,
                 steps_to_baseline=next((step for step, loss in curve if loss <= goal), None),
-                speed=_median_speed(members) / _median_speed(arms[baseline]),
+                speed=speeds[name] / speeds[baseline],
             )
         )
     return rows
 
 
 def _median_speed(runs: Sequence[Run]) -> float:
-    speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
-    return statistics.median(speeds) if speeds else math.nan
-
-
-def sensitivity(losses: Mapping[float, float], start: float) -> float:
-    """Return how much loss a wrong learning rate costs, on average over the rates tried, in nats per token.
-
-    The mean of min(loss, loss before training) less the best loss (arXiv 2309.14322, section 2.3); a rate that diverges
-    counts as no training.
-
-    Args:
-        losses: final loss of each learning rate.
-        start: loss before training.
-    """
-    bounded = [min(loss, start) if math.isfinite(loss) else start for loss in losses.values()]
-    return statistics.fmean(bounded) - min(bounded)
+    """Return the median speed of the runs that did not diverge."""
+    return statistics.median(
+        [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)] or [math.nan]
+    )
 
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -14,7 +14,6 @@ import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pretraining.compare.comparison import Difference, Run, by_contender
@@ -61,7 +60,7 @@ def comparison(runs: Sequence[Run], gaps: Sequence[Difference], baseline: str, p
             axes.barh(place, gap.mean, height=0.6, color=arm_styles[name]["color"], alpha=0.6)
             if math.isfinite(gap.low):
                 axes.plot([gap.low, gap.high], [place, place], linewidth=1.4, color="black")
-        dots = [run.eval_loss - losses[run.seed] for run in members if run.seed in losses]
+        dots = [run.eval_loss - losses[run.seed] for run in members]
         axes.scatter(dots, [place] * len(dots), s=9, color="black", zorder=3)
     axes.axvline(0, color=BASELINE_COLOR, linewidth=1)
     axes.set_yticks(range(len(arms)), list(arms))
@@ -91,22 +90,16 @@ def along_axis(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axi
         for place, losses in ordered:
             axes.scatter([place] * len(losses), losses, s=8, color=style["color"], alpha=0.6)
     places = sorted({place for line in lines.values() for place, _ in line})
-    _scale(axes, axis, places)
+    if axis.startswith("beta"):  # by the length of the average
+        axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
+    elif places[0] > 0 and places[-1] >= 4 * places[0]:
+        axes.set_xscale("log")
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()
     axes.set(xlabel=axis, ylabel="final held-out loss (nats per token)", title="mean of seeds; dots: seeds")
     axes.grid(alpha=0.3)
-    if any(lines):
-        figure.legend(loc="outside lower center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2)
     save(figure, path)
-
-
-def _scale(axes: Axes, axis: str, places: Sequence[float]) -> None:
-    """Space betas by the length of their averages, and positive settings that span a factor of four by logarithms."""
-    if axis.startswith("beta") and places[-1] < 1:
-        axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
-    elif places[0] > 0 and places[-1] >= 4 * places[0]:
-        axes.set_xscale("log")
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -24,8 +24,8 @@ from pretraining.run import report, resuming
 from pretraining.run.arguments import read
 
 SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
-# Of mars_hf.NonFiniteError; launchers do not hand on exit codes.
-_DIVERGED = "non-finite"
+# The messages of mars_hf.NonFiniteError and of the fine-tuning recipes; launchers do not hand on exit codes.
+DIVERGED = re.compile(r"\d+ steps in a row with a non-finite loss or gradient; |the held-out loss is non-finite; ")
 # Long enough that the first steps, which compile and warm up, weigh little.
 _SPEED_STEPS, _SPEED_RUNS = 60, 3
 _SHORT = [
@@ -66,11 +66,11 @@ def run_recipe(
     if not code:
         raise ValueError(f"the run in {output} was stopped before its end; start again to go on from where it is")
     printed = log.read_bytes()[begin:].decode("utf-8", errors="replace")
-    for line in reversed(re.split(r"[\r\n]+", printed)):  # a launcher adds reports of its own
-        if line.startswith(f"{script.name}: "):
-            message = f"{output}: {line.removeprefix(f'{script.name}: ')}"
-            raise (Diverged if _DIVERGED in line else ValueError)(message)
-    raise ValueError(f"the run in {output} ended with code {code}; see {log}")
+    # The last line of the recipe; a launcher adds reports of its own.
+    messages = re.findall(rf"^{re.escape(script.name)}: (.+)$", re.sub(r"\r\n?", "\n", printed), re.MULTILINE)
+    if not messages:
+        raise ValueError(f"the run in {output} ended with code {code}; see {log}")
+    raise (Diverged if DIVERGED.match(messages[-1]) else ValueError)(f"{output}: {messages[-1]}")
 
 
 def metrics_of(output: Path) -> dict[str, Any]:
@@ -104,26 +104,22 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
         raise ValueError(
             f"max_steps {steps}: equal seconds are counted in steps of {preset.baseline}; give --max_steps"
         )
-    file = output / "speeds.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    commands = {arm: [*launcher, *words] for arm, words in argv.items()}
-    missing = [arm for arm in preset.arms if known.get(arm, {}).get("command") != commands[arm]]
-    if missing:
-        measured: dict[str, list[float]] = {arm: [] for arm in dict.fromkeys([preset.baseline, *missing])}
+    file, commands = output / "speeds.json", {arm: [*launcher, *words] for arm, words in argv.items()}
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if saved.get("commands") != commands:
+        measured: dict[str, list[float]] = {arm: [] for arm in preset.arms}
         for repeat, arm in tqdm([(repeat, arm) for repeat in range(_SPEED_RUNS) for arm in measured], "speeds"):
             folder = output / "speeds" / f"{folder_name(arm)}-{repeat}"
             measured[arm].append(run_recipe([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
-        medians = {arm: statistics.median(speeds) for arm, speeds in measured.items()}
-        for arm, speed in medians.items():
-            known[arm] = {"command": commands[arm], "speed": speed / medians[preset.baseline]}
-        report.write(file, known)
+        saved = {"commands": commands, "speeds": {arm: statistics.median(runs) for arm, runs in measured.items()}}
+        report.write(file, saved)
     budgets = {}
-    for arm in preset.arms:
-        own_steps = max(1, round(steps * known[arm]["speed"]))
-        budgets[arm] = ["--max_steps", str(own_steps)]
+    for arm, speed in saved["speeds"].items():
+        arm_steps = max(1, round(steps * speed / saved["speeds"][preset.baseline]))
+        budgets[arm] = ["--max_steps", str(arm_steps)]
         warmup, planned = settings[arm]["warmup_steps"], settings[arm]["max_steps"]
         if warmup >= 1 and planned >= 1:  # else it is a share of the steps
-            budgets[arm] += ["--warmup_steps", str(round(warmup * own_steps / planned))]
+            budgets[arm] += ["--warmup_steps", str(round(warmup * arm_steps / planned))]
     return budgets
 
 

@@ -16,8 +16,6 @@ from pretraining.compare.launch import describe_machine
 from pretraining.compare.presets import Preset
 from pretraining.run import report
 
-Lines = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
-
 
 def write(
     output: Path,
@@ -43,14 +41,13 @@ def write(
     rows = comparison.summarize(compared, preset.baseline)
     gaps = comparison.differences(compared, preset.baseline, preset.pairs)
     lines = lines_of(compared, preset)
-    costs = _sensitivities(compared, preset, lines)
-    tables = [
-        grid_table(lines, str(preset.axis)) if lines else "",
-        rows_table(rows, gaps, preset.baseline),
-        differences_table(gaps) if gaps else "",
-        "\n".join(f"- {name}: a wrong learning rate costs {cost:.3f} nats per token" for name, cost in costs.items()),
-    ]
-    text = "\n\n".join(filter(None, tables))
+    text = "\n\n".join(
+        [
+            *([grid_table(lines, str(preset.axis))] if lines else []),
+            rows_table(rows, preset.baseline),
+            *([differences_table(gaps)] if gaps else []),
+        ]
+    )
     machine = describe_machine()
     about = f"Seeds {', '.join(map(str, seeds))}; settings: {shlex.join(arguments) or 'those of the default job'}."
     about += "".join(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
@@ -75,7 +72,6 @@ def write(
             "arms": {name: dict(settings) for name, settings in preset.arms.items()},
             "rows": [row._asdict() for row in rows],
             "differences": [{**gap._asdict(), "shown": gap.shown} for gap in gaps],
-            "sensitivity": costs,
             "runs": [dataclasses.asdict(run) for run in runs],
         },
     )
@@ -91,46 +87,21 @@ def lines_of(runs: Sequence[Run], preset: Preset) -> dict[str, list[tuple[float,
     return lines
 
 
-def _sensitivities(runs: Sequence[Run], preset: Preset, lines: Lines) -> dict[str, float]:
-    """Return `comparison.sensitivity` of each line along learning rates, if the loss before training is known."""
-    start = max((run.curve[0][1] for run in runs if run.curve and run.curve[0][0] == 0), default=None)
-    if start is None or preset.axis != "learning_rate":
-        return {}
-    means = {name: {place: statistics.fmean(losses) for place, losses in line} for name, line in lines.items()}
-    return {name: comparison.sensitivity(losses, start) for name, losses in means.items()}
-
-
-def rows_table(rows: Sequence[Row], gaps: Sequence[Difference], baseline: str) -> str:
+def rows_table(rows: Sequence[Row], baseline: str) -> str:
     """Return the result of each arm as a Markdown table."""
-    cells = [
-        (
-            "optimizer",
-            "learning rate",
-            "held-out loss (lowest-highest)",
-            f"against {baseline} (95% interval)",
-            f"steps to {baseline}'s loss",
-            f"tokens per second against {baseline}",
-        )
-    ]
-    against = {gap.contender: gap for gap in gaps if gap.against == baseline}
+    steps, speed = f"steps to {baseline}'s loss", f"tokens per second against {baseline}"
+    cells = [("optimizer", "learning rate", "held-out loss (lowest-highest)", steps, speed)]
     for row in rows:
         rate, spread = f"{row.learning_rate:g}", f"{row.lowest:.3f}-{row.highest:.3f}"
         if row.diverged:
             count = f"{row.diverged} of {row.seeds} diverged"
             others = f" (others {spread})" if row.diverged < row.seeds else ""
-            cells.append((row.contender, rate, count + others, "-", "-", "-"))
+            cells.append((row.contender, rate, count + others, "-", "-"))
             continue
-        step, gap = row.steps_to_baseline, against.get(row.contender)
-        cells.append(
-            (
-                row.contender,
-                rate,
-                f"{row.loss:.3f}" + (f" ({spread})" if row.seeds > 1 else ""),
-                _interval(gap) if gap else "-",
-                f"not reached in {row.steps}" if step is None else f"{step} of {row.steps} ({step / row.steps:.0%})",
-                f"{row.speed:.2f}x" if gap and math.isfinite(row.speed) else "-",
-            )
-        )
+        loss = f"{row.loss:.3f}" + (f" ({spread})" if row.seeds > 1 else "")
+        step = row.steps_to_baseline
+        reached = f"not reached in {row.steps}" if step is None else f"{step} of {row.steps} ({step / row.steps:.0%})"
+        cells.append((row.contender, rate, loss, reached, f"{row.speed:.2f}x" if math.isfinite(row.speed) else "-"))
     return markdown(cells)
 
 
@@ -138,20 +109,18 @@ def differences_table(gaps: Sequence[Difference]) -> str:
     """Return differences as a Markdown table; the last column is what these seeds show four times out of five."""
     cells = [("arm", "measured against", "difference (95% interval)", "shown", "would show")]
     for gap in gaps:
-        has_interval = math.isfinite(gap.low)
-        last = (gap.shown, f"{gap.detectable:.3f}") if has_interval else ("", "")
-        one_seed = " (one seed)" if math.isfinite(gap.mean) and not has_interval else ""
-        cells.append((gap.contender, gap.against, _interval(gap) + one_seed, *last))
+        names = (gap.contender, gap.against)
+        if not math.isfinite(gap.mean):
+            cells.append((*names, "diverged", "", ""))
+        elif not math.isfinite(gap.low):
+            cells.append((*names, f"{gap.mean:+.3f} (one seed)", "", ""))
+        else:
+            interval = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+            cells.append((*names, interval, gap.shown, f"{gap.detectable:.3f}"))
     return markdown(cells, left=2)
 
 
-def _interval(gap: Difference) -> str:
-    if not math.isfinite(gap.mean):
-        return "diverged"
-    return f"{gap.mean:+.3f}" + (f" ({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else "")
-
-
-def grid_table(lines: Lines, axis: str) -> str:
+def grid_table(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
     """Return the mean losses along an axis as a Markdown table: one row for each line, one column for each place."""
     places = sorted({place for line in lines.values() for place, _ in line})
     cells = [(axis, *(f"{place:g}" for place in places))]

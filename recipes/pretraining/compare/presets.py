@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "presets"
-_KEYS = ("about", "arms", "grid", "shared", "baseline", "pairs", "axis", "lines", "equal", "seeds")
 # What a comparison states itself, and how it is chosen.
 RESERVED = {
     "seed": "give --seeds",
@@ -21,7 +20,7 @@ RESERVED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preset:
     """What is compared with what.
 
@@ -48,9 +47,9 @@ class Preset:
     def __post_init__(self) -> None:
         """Choose the baseline, and refuse arms that do not exist."""
         if not self.arms:
-            raise ValueError("no arms; give `arms`, a section each, or `grid`, a list for each setting")
+            raise ValueError("no arms; give `arms`, a section each")
         if not self.baseline:
-            object.__setattr__(self, "baseline", "adamw" if "adamw" in self.arms else next(iter(self.arms)))
+            self.baseline = "adamw" if "adamw" in self.arms else next(iter(self.arms))
         for name in (self.baseline, *itertools.chain(*self.pairs)):
             if name not in self.arms:
                 raise ValueError(f"unknown arm {name!r}; accepted: {', '.join(self.arms)}")
@@ -91,20 +90,11 @@ def load(name: str) -> Preset:
     if not path.is_file():
         raise ValueError(f"--preset {name!r}: no such preset; accepted: {', '.join(names())}, or a YAML file")
     try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        for key in sections:
-            if key not in _KEYS:
-                raise ValueError(f"unknown key {key!r}; accepted: {', '.join(_KEYS)}")
-        grid = sections.pop("grid", {})
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         shared = sections.pop("shared", {})
-        arms = {str(arm): settings for arm, settings in sections.pop("arms", {}).items()}
-        if grid:
-            combinations = itertools.product(*grid.values())
-            arms |= {" ".join(map(_text, values)): dict(zip(grid, values, strict=True)) for values in combinations}
-        sections["pairs"] = [(_text(one), _text(other)) for one, other in sections.get("pairs", [])]
-        sections["baseline"] = _text(sections.get("baseline", ""))
-        sections["about"] = " ".join(sections.get("about", "").split())
-        return Preset({arm: {**shared, **settings} for arm, settings in arms.items()}, **sections)
+        arms = {str(arm): {**shared, **settings} for arm, settings in sections.pop("arms", {}).items()}
+        pairs = [(one, other) for one, other in sections.pop("pairs", [])]
+        return Preset(arms, pairs=pairs, **sections)
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}; recipes/presets has examples") from error
 

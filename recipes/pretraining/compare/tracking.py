@@ -53,13 +53,11 @@ class Moment(NamedTuple):
         return f"beta1 {self.beta1:g} gamma {self.gamma:g}{form}{clip}"
 
 
-def grid(
-    betas: Iterable[float], gammas: Sequence[float], forms: Sequence[str], clips: Sequence[float | None]
-) -> list[Moment]:
-    """Return all combinations, each once; without a correction both forms are one."""
-    moments = itertools.product(betas, clips, gammas, forms)
+def grid(betas: Iterable[float], gammas: Iterable[float], clips: Iterable[float]) -> list[Moment]:
+    """Return all combinations in both forms, also without clipping; without a correction both forms are one."""
+    moments = itertools.product(betas, [None, *filter(None, clips)], gammas, ("approx", "exact"))
     return list(
-        dict.fromkeys(Moment(beta1, gamma, form if gamma else forms[0], clip) for beta1, clip, gamma, form in moments)
+        dict.fromkeys(Moment(beta1, gamma, form if gamma else "approx", clip) for beta1, clip, gamma, form in moments)
     )
 
 
@@ -86,8 +84,8 @@ class ShadowMoments:
 
         Args:
             gradients: of both halves.
-            stale: the same at the parameters of the step before; None at the first step, or if no moment needs them.
-            samples: size of the batch.
+            stale: the same at the parameters of the step before; None at the first step.
+            samples: number of samples in both halves.
         """
         # MARS's first step has a last gradient of zero; here it has no correction, which the average forgets sooner.
         before = {"approx": self._last, "exact": stale}
@@ -106,10 +104,8 @@ class ShadowMoments:
                     # The whole batch decides, as in a step: a half has a larger norm.
                     piece.div_((torch.linalg.vector_norm(piece.mean(0)) / moment.clip).clamp(min=1))
             self._corrected_variance[moment] += self._variance(corrected)
-            if moment in self._averages:
-                self._averages[moment].lerp_(corrected, 1 - moment.beta1)
-            else:
-                self._averages[moment] = corrected.mul_(1 - moment.beta1)
+            average = self._averages.setdefault(moment, torch.zeros_like(gradients))
+            average.lerp_(corrected, 1 - moment.beta1)
 
     def measure(self, truth: Tensor, scopes: Mapping[str, Sequence[int]]) -> Iterator[Row]:
         """Yield a row for each moment and scope, and begin new means of the variances.
@@ -177,8 +173,8 @@ def _ratios(sums: Mapping[str, float]) -> dict[str, float]:
 class TrackingProbe(TrainerCallback):
     """Measure moments along the run of a Trainer, which it does not change.
 
-    A step costs two more passes over its batch (one without exact moments), a measured one `batches` micro-batches.
-    Moments are those of unclipped gradients. A step of a single sample, which has no halves, is left out.
+    A step costs two more passes over its batch, a measured one `batches` micro-batches. Moments are those of unclipped
+    gradients. A step of a single sample, which has no halves, is left out, and so is the last sample of an odd number.
 
     Args:
         trainer: the PretrainingTrainer, before training.
@@ -198,15 +194,14 @@ class TrackingProbe(TrainerCallback):
         self._params = list(named.values())
         self._scopes = _scopes(trainer.model, list(named))
         self._moments = ShadowMoments(moments, [param.numel() for param in self._params])
-        self._needs_stale = any(moment.gamma and moment.form == "exact" for moment in moments)
         self._previous: list[Tensor] = []
         self._draws = _micro_batches(trainer)
 
     @property
-    def beta1(self) -> float | None:
-        """Return the run's beta1 of matrices; None if its optimizer has none."""
+    def beta1(self) -> float:
+        """Return the run's beta1 of matrices."""
         group = next(group for group in self._trainer.optimizer.param_groups if group["role"] == "matrix")
-        return group["betas"][0] if "betas" in group else group.get("momentum")
+        return float(group["betas"][0] if "betas" in group else group["momentum"])
 
     @torch.no_grad()
     def on_step_begin(
@@ -215,11 +210,13 @@ class TrackingProbe(TrainerCallback):
         """Give the moments the gradients of the step to come; measure them if one is due."""
         step = state.global_step + 1
         with _random_state_kept(args.device):
-            if (halves := split(self._trainer.step_batches)) is not None:
+            halves = split(self._trainer.step_batches, args.per_device_train_batch_size)
+            if halves[0]:
                 stale = self._stale(halves) if self._previous else None  # first: both draw the same dropout masks
-                self._moments.update(self._gradients(halves), stale, samples_of(halves))
-            if self._needs_stale:
-                self._previous = [param.clone() for param in self._params]
+                self._moments.update(
+                    self._gradients(halves), stale, 2 * sum(len(batch["labels"]) for batch in halves[0])
+                )
+            self._previous = [param.clone() for param in self._params]
             if step % self._every == 0 and self._moments.steps:
                 truth = self._gradients([list(itertools.islice(self._draws, self._batches // 2)) for _ in range(2)])
                 self.rows += [{"step": step, **row} for row in self._moments.measure(truth, self._scopes)]
@@ -235,43 +232,35 @@ class TrackingProbe(TrainerCallback):
             torch._foreach_copy_(self._params, current)
 
     def _gradients(self, halves: Sequence[Sequence[Batch]]) -> Tensor:
-        """Return the mean gradient over the micro-batches of each half, flat and in float32; `p.grad` stays."""
+        """Return the mean gradient over the samples of each half, flat and in float32; `p.grad` stays."""
         trainer = self._trainer
         trainer.model.train()
         total = torch.zeros(len(halves), sum(param.numel() for param in self._params), device=trainer.args.device)
         for row, batches in zip(total, halves, strict=True):
+            samples = sum(len(batch["labels"]) for batch in batches)
             for batch in batches:
                 with torch.enable_grad(), trainer.compute_loss_context_manager():
                     loss = trainer.compute_loss(trainer.model, send_to_device(batch, trainer.args.device))
                 gradients = torch.autograd.grad(loss, self._params, allow_unused=True, materialize_grads=True)
-                row += torch.cat([gradient.flatten().float() for gradient in gradients]) / len(batches)
+                flat = torch.cat([gradient.flatten().float() for gradient in gradients])
+                row.add_(flat, alpha=len(batch["labels"]) / samples)
         return total
 
 
-def split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]] | None:
-    """Return the halves of a step: each micro-batch cut in two, or else every other one; None for a single sample."""
-    if all(len(batch["labels"]) > 1 for batch in batches):
-        first = [{key: value[: len(value) // 2] for key, value in batch.items()} for batch in batches]
-        return first, [{key: value[len(value) // 2 :] for key, value in batch.items()} for batch in batches]
-    return (list(batches[0::2]), list(batches[1::2])) if len(batches) > 1 else None
-
-
-def samples_of(halves: Sequence[Sequence[Batch]]) -> float:
-    """Return the number of samples whose mean has the noise of the mean of the halves.
-
-    Micro-batches of a half weigh equally, and so do the halves; of different sizes they count as fewer samples.
-    """
-    return 4 / sum(sum(1 / len(batch["labels"]) for batch in half) / len(half) ** 2 for half in halves)
+def split(batches: Sequence[Batch], size: int) -> list[list[Batch]]:
+    """Return the halves of a step's samples, in batches of at most `size`."""
+    step = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    half = len(step["labels"]) // 2
+    places = [[slice(at, min(at + size, end)) for at in range(end - half, end, size)] for end in (half, 2 * half)]
+    return [[{key: value[place] for key, value in step.items()} for place in part] for part in places]
 
 
 def _micro_batches(trainer: Any) -> Iterator[Batch]:
     """Yield micro-batches of the training data, shuffled anew whenever all were drawn."""
-    size = trainer.args.per_device_train_batch_size
     loader = DataLoader(
         trainer.train_dataset,
-        batch_size=size,
+        batch_size=trainer.args.per_device_train_batch_size,
         shuffle=True,
-        drop_last=len(trainer.train_dataset) >= size,
         generator=torch.Generator().manual_seed(0),
         collate_fn=trainer.data_collator,
     )
@@ -286,13 +275,11 @@ def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the parameters of the whole model, of each of mars-m's roles and of each layer, by index."""
     groups = mars_hf.create(model, mars_type="mars-m").param_groups
-    roles = {name: group["role"].replace("adamw", "embedding") for group in groups for name in group["param_names"]}
-    layers = {name: f"layer {match[1]}" for name in names if (match := _LAYER.search(name))}
+    labels = [(name, group["role"].replace("adamw", "embedding")) for group in groups for name in group["param_names"]]
+    labels += [(name, f"layer {match[1]}") for name in names if (match := _LAYER.search(name))]
     scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
-    for labels in (roles, layers):
-        for index, name in enumerate(names):
-            if name in labels:
-                scopes.setdefault(labels[name], []).append(index)
+    for name, scope in labels:
+        scopes.setdefault(scope, []).append(names.index(name))
     return scopes
 
 
@@ -302,54 +289,48 @@ def medians(rows: Iterable[Row], scope: str = "all") -> dict[Moment, dict[str, f
     for row in rows:
         if row["scope"] == scope:
             measured.setdefault(Moment(*(row[name] for name in Moment._fields)), []).append(row)
-    return {moment: {name: _median(own, name) for name in _MEASURED} for moment, own in measured.items()}
-
-
-def _median(rows: Iterable[Row], name: str) -> float:
-    return statistics.median([row[name] for row in rows if math.isfinite(row[name])] or [math.nan])
-
-
-def shown_clip(moments: Iterable[Moment]) -> float | None:
-    """Return the clip threshold of the moments that stand for all: None, or else the largest."""
-    clips = {moment.clip for moment in moments}
-    return None if None in clips else max(clip for clip in clips if clip is not None)
+    return {
+        moment: {
+            name: statistics.median([row[name] for row in steps if math.isfinite(row[name])] or [math.nan])
+            for name in _MEASURED
+        }
+        for moment, steps in measured.items()
+    }
 
 
 def table(rows: Sequence[Row], scope: str = "all") -> str:
     """Return the medians as a Markdown table, one line a moment, and the noise scale."""
+    values = medians(rows, scope)
     lines = [
+        f"| {moment} | {' | '.join(f'{numbers[name]:.4g}' for name in _MEASURED[:-1])} |"
+        for moment, numbers in values.items()
+    ]
+    head = [
         "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    values = medians(rows, scope)
-    for moment, numbers in values.items():
-        lines.append(f"| {moment} | {' | '.join(f'{numbers[name]:.4g}' for name in _MEASURED[:-1])} |")
-    lines += ["", f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."]
+    scale = f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."
     if drowned := len({row["step"] for row in rows if row["scope"] == scope and math.isnan(row["error"])}):
-        lines[-1] += f" At {drowned} of the measured steps the gradient drowned in its noise."
-    return "\n".join(lines)
+        scale += f" At {drowned} of the measured steps the gradient drowned in its noise."
+    return "\n".join([*head, *lines, "", scale])
 
 
-def conclusion(rows: Sequence[Row], beta1: float | None = None) -> str:
-    """Return one line: what would have tracked best, among the moments without clipping if there are any.
+def conclusion(rows: Sequence[Row], beta1: float) -> str:
+    """Return one line: which of the moments without clipping would have tracked best.
 
     Args:
         rows: of a TrackingProbe.
         beta1: what the run trained with; only its moments are compared, if it is in the grid.
     """
-    values = medians(rows)
-    clip, is_followed = shown_clip(values), any(moment.beta1 == beta1 for moment in values)
-    errors = {
-        moment: numbers["error"]
-        for moment, numbers in values.items()
-        if moment.clip == clip and (moment.beta1 == beta1 or not is_followed) and math.isfinite(numbers["error"])
-    }
+    errors = {moment: numbers["error"] for moment, numbers in medians(rows).items() if moment.clip is None}
+    errors = {moment: error for moment, error in errors.items() if math.isfinite(error)}
+    errors = {moment: error for moment, error in errors.items() if moment.beta1 == beta1} or errors
     if not errors:
         return "the gradient drowned in its noise: measure with more --batches"
     best: dict[str, Moment] = {}  # of each form, and of those without a correction
     for moment in sorted(errors, key=errors.__getitem__):
         best.setdefault(moment.form if moment.gamma else "none", moment)
     winner, *others = best.values()
-    rivals = "; ".join(f"{moment} {errors[moment]:.3g}" for moment in others)
     line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
+    rivals = "; ".join(f"{moment} {errors[moment]:.3g}" for moment in others)
     return f"{line} ({rivals})" if rivals else line

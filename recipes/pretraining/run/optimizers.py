@@ -10,7 +10,7 @@ from torch import nn
 import mars_hf
 from mars_hf.settings import check, read
 from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
-from pretraining.run.muon import SCALES, MuonWithAdamW
+from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
 
 _RULE_OF_TORCH = {"role", "lr", "weight_decay"}  # what a rule of param_rules may state there
 # NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. This one takes all of it from step 1.

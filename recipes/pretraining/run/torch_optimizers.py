@@ -1,4 +1,4 @@
-"""torch.optim.Muon for matrices and torch.optim.AdamW for the rest, as one optimizer."""
+"""What comparisons train with besides mars_hf: torch's Muon with its AdamW, and a gamma that falls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from mars_hf.training.guard import innermost
 
 # How torch.optim.Muon scales an orthogonalized (out, in) matrix. match_rms_adamw is the scale of mars-m, so that both
 # have the same learning rates; original, sqrt(max(1, out / in)), is that of mars-shampoo and of the MARS paper.
@@ -91,3 +94,26 @@ def _scaled(group: dict[str, Any]) -> dict[str, Any]:
     if scale == 1.0:
         return group
     return {**group, "lr": scale * group["lr"], "weight_decay": group["weight_decay"] / scale}
+
+
+class GammaSchedule(TrainerCallback):
+    """Multiply gamma by a factor that falls from 1 to 0 over the run.
+
+    Args:
+        shape: `linear` or `cosine`; `constant` or None leave gamma alone.
+    """
+
+    def __init__(self, shape: str | None = None) -> None:
+        """Choose the shape."""
+        self._shape = shape
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the gamma of the step to come; groups keep the first one, so a resumed run goes on with it."""
+        progress = state.global_step / state.max_steps
+        factors = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        if self._shape in factors:
+            for group in innermost(kwargs["optimizer"]).param_groups:
+                group.setdefault("initial_gamma", group["gamma"])
+                group["gamma"] = group["initial_gamma"] * factors[self._shape]
