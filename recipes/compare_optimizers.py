@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Any]:
 @one_line_errors("compare_optimizers.py")
 def main(argv: list[str] | None = None) -> None:
     """Run the missing runs, then report; `argv` is the command line without the program's name."""
-    arguments, preset, rest = _parse(argv)
+    arguments, preset, rest = parse(argv)
     output, launcher = Path(arguments.output_dir), shlex.split(arguments.launcher)
     output.mkdir(parents=True, exist_ok=True)
     with resuming.locked(output, "compares"):
@@ -161,7 +161,7 @@ def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence
     return write()
 
 
-def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]]:
     """Return this script's arguments, what is compared, and the arguments of all runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

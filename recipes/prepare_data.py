@@ -23,20 +23,31 @@ that, see docs/recipes.md; --max_tokens makes its result smaller, not its downlo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import tiktoken
-from pretraining.data import gpt2_tokenizer, sources, token_files
+from pretraining.data import sources, token_files
 from pretraining.run.errors import one_line_errors
+from tiktoken.load import read_file_cached
 from tqdm.auto import tqdm
+from transformers import GPT2Tokenizer
 
+CONTEXT = 1024  # of GPT-2
 _BATCH = 1000  # documents
+# As in tiktoken_ext.openai_public, so that transformers' tokenizer comes from the files that tiktoken caches.
+URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+SHA256 = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 
 
 @one_line_errors("prepare_data.py")
@@ -44,33 +55,51 @@ def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
     args = parse(argv)
     with token_files.writing(args.output_dir, overwrite=args.overwrite) as partial:
-        tokenizer = gpt2_tokenizer.build()
+        tokenizer = gpt2_tokenizer()
         tokenizer.save_pretrained(partial / "tokenizer")
         with tempfile.TemporaryDirectory(dir=partial) as scratch:
             name, documents = load(args, Path(scratch))
             print(f"data  {len(documents):,} documents of {name}")
             parts = sources.split(documents, test_size=args.test_size, seed=args.seed, cache_dir=Path(scratch))
-            train = token_files.write_tokens(
-                partial / "train.bin", tokenize(parts["train"], args.num_proc), args.max_tokens
-            )
-            val = token_files.write_tokens(partial / "val.bin", tokenize(parts["val"], args.num_proc))
+            limits = {"train": args.max_tokens, "val": None}
+            entries = {
+                split: token_files.write_tokens(partial / f"{split}.bin", tokenize(part, args.num_proc), limits[split])
+                for split, part in parts.items()
+            }
         settings = ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
         meta = {
             "dataset": name,
             "settings": {key: getattr(args, key) for key in settings},
-            "tokenizer": gpt2_tokenizer.NAME,
+            "tokenizer": "gpt2",
             "vocab_size": len(tokenizer),
-            "end_of_text": gpt2_tokenizer.END_OF_TEXT_ID,
+            "end_of_text": tokenizer.eos_token_id,
             "versions": {"datasets": datasets.__version__, "tiktoken": tiktoken.__version__},
-            "train": train,
-            "val": val,
+            **entries,
         }
         token_files.write_meta(partial, meta)
-    for split, entry in (("train", train), ("val", val)):
+    for split, entry in entries.items():
         print(f"{split:<6}{entry['tokens']:,} tokens, {entry['documents']:,} documents, {entry['bytes']:,} bytes")
-        if entry["tokens"] < gpt2_tokenizer.CONTEXT:
-            print(f"      less than one block of {gpt2_tokenizer.CONTEXT}: train with a smaller --block_size")
+        if entry["tokens"] < CONTEXT:
+            print(f"      less than one block of {CONTEXT}: train with a smaller --block_size")
     print(f"ready: --data_dir {args.output_dir}")
+
+
+def gpt2_tokenizer() -> GPT2Tokenizer:
+    """Return GPT-2's tokenizer for transformers.
+
+    Raises:
+        ValueError: its files are neither cached nor available from the network.
+    """
+    try:
+        vocabulary, merges = (read_file_cached(URL + name, SHA256[name]) for name in ("encoder.json", "vocab.bpe"))
+    except (OSError, ValueError) as error:  # no network or cache folder; wrong contents
+        raise ValueError(
+            f"cannot get GPT-2's vocabulary from {URL} ({type(error).__name__}); run once with a network, or set "
+            "TIKTOKEN_CACHE_DIR to a folder where tiktoken has cached the encoding 'gpt2'"
+        ) from error
+    _, *lines = merges.decode("utf-8").splitlines()  # the first names the version
+    pairs: list[Any] = [tuple(line.split()) for line in lines if line]  # transformers declares lines but needs pairs
+    return GPT2Tokenizer(vocab=json.loads(vocabulary), merges=pairs, model_max_length=CONTEXT)
 
 
 def load(args: argparse.Namespace, scratch: Path) -> tuple[str, datasets.Dataset]:
@@ -93,11 +122,11 @@ def load(args: argparse.Namespace, scratch: Path) -> tuple[str, datasets.Dataset
 
 def tokenize(documents: datasets.Dataset, num_threads: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yield each document's token ids, the end-of-text token last, and the bytes of its text."""
-    encoding = tiktoken.get_encoding(gpt2_tokenizer.NAME)
+    encoding = tiktoken.get_encoding("gpt2")
 
     def encode(text: str) -> tuple[np.ndarray, int]:
         ids = encoding.encode_ordinary(text)  # special tokens in a document are plain text
-        return np.array([*ids, gpt2_tokenizer.END_OF_TEXT_ID]), len(text.encode())
+        return np.array([*ids, encoding.eot_token]), len(text.encode())
 
     with (
         ThreadPoolExecutor(num_threads) as pool,
@@ -112,7 +141,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Raises:
-        ValueError: a value is out of bounds, or would be ignored.
+        ValueError: an argument would be ignored, or the output is inside the input.
     """
     parser = argparse.ArgumentParser(
         prog="prepare_data.py",
@@ -152,13 +181,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--overwrite", action="store_true", help="replace token files made before, once the new ones are complete")
     args = parser.parse_args(argv)
-    if not 0 < args.test_size < 1:
-        raise ValueError(f"--test_size {args.test_size}: give a share between 0 and 1, like 0.0005")
-    for flag, least in (("max_tokens", 1), ("num_proc", 1), ("seed", 0)):
-        value = getattr(args, flag)
-        if value is not None and value < least:
-            raise ValueError(f"--{flag} {value}: give a whole number from {least} on")
-
     if args.dataset in sources.ALIASES:
         args.dataset, config = sources.ALIASES[args.dataset]
         args.dataset_config = args.dataset_config or config

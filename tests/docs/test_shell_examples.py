@@ -185,7 +185,7 @@ def script_parses(command: str) -> None:
 def passes_on(command: str) -> None:
     """Parse the arguments with the script's own parser, and what it passes on with the recipe's."""
     name, argv = script_of(shlex.split(command))
-    *_, rest = importlib.import_module(name)._parse(argv)
+    *_, rest = importlib.import_module(name).parse(argv)
     arguments.parse(rest)
 
 

@@ -99,8 +99,7 @@ def prepare(parent: Path, vocab_size: int, name: str = "stdlib") -> Path:
     with token_files.lock(directory):  # waits for another process that makes it
         if directory.exists():
             try:
-                token_files.check(directory)
-                return directory
+                return token_files.load(directory).directory
             except ValueError as error:
                 print(f"the embedded corpus is made again: {error}")
         with token_files.writing(directory, overwrite=True) as partial:

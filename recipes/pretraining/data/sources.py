@@ -17,7 +17,6 @@ ALIASES = {
 }
 # Suffix to the reader of datasets. A .txt file is one document.
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_SETTINGS: dict[str, dict[str, Any]] = {"text": {"sample_by": "document", "encoding": "utf-8-sig"}}
 
 
 def is_saved(name: str) -> bool:
@@ -59,12 +58,12 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     files: dict[Path, None] = {}
     for pattern in patterns:
         if Path(pattern).is_dir():
-            matches = [path for path in sorted(Path(pattern).rglob("*")) if path.suffix.lower() in READERS]
-        elif Path(pattern).exists():
-            matches = [Path(pattern)]
+            paths = [path for path in Path(pattern).rglob("*") if path.suffix.lower() in READERS]
         else:
-            matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
-        matches = [path.resolve() for path in matches if path.is_file()]
+            paths = [
+                Path(name) for name in ([pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True))
+            ]
+        matches = [path.resolve() for path in sorted(paths) if path.is_file()]
         if not matches:
             raise ValueError(f"--files {pattern!r:.200}: no {', '.join(READERS)} file there")
         files.update(dict.fromkeys(matches))
@@ -83,42 +82,25 @@ def load_files(files: Sequence[Path], *, text_column: str, cache_dir: Path) -> d
         ValueError: a file cannot be read, or has no such column.
     """
     reader = READERS[files[0].suffix.lower()]
-    what = f"--files {str(files[0])!r:.200}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    flag = f"--files {str(files[0])!r:.200}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+    settings: dict[str, Any] = {"sample_by": "document", "encoding": "utf-8-sig"} if reader == "text" else {}
+    paths = [glob.escape(str(path)) for path in files]
     try:
-        dataset = datasets.load_dataset(
-            reader,
-            data_files=[glob.escape(str(path)) for path in files],
-            split="train",
-            cache_dir=str(cache_dir),
-            **_SETTINGS.get(reader, {}),
-        )
+        dataset = datasets.load_dataset(reader, data_files=paths, split="train", cache_dir=str(cache_dir), **settings)
         dataset.data.validate(full=True)  # json does not look at UTF-8
     except Exception as error:  # of any of the readers' libraries
-        cause = error.__cause__ or error
-        name = next((f"{str(path)!r:.200} " for path in files if reader == "text" and not _is_utf8(path)), "")
-        raise ValueError(f"{what}: cannot read {name}as {reader} in UTF-8: {cause!r:.200}") from error
-    return _text_only(dataset, text_column, what)
+        raise ValueError(f"{flag}: cannot read as {reader} in UTF-8: {error.__cause__ or error!r:.200}") from error
+    return _text_only(dataset, text_column, flag)
 
 
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _text_only(dataset: datasets.Dataset, column: str, what: str) -> datasets.Dataset:
+def _text_only(dataset: datasets.Dataset, column: str, flag: str) -> datasets.Dataset:
     """Return the data set with one column, `text`; every document must be text."""
     if column not in dataset.column_names:
-        raise ValueError(f"{what} has no column {column!r:.200}; --text_column accepts {dataset.column_names!r:.200}")
-    feature = dataset.features[column]
-    if getattr(feature, "dtype", None) not in ("string", "large_string"):
-        raise ValueError(
-            f"{what}: column {column!r:.200} is not text but {feature!r:.200}; name another: --text_column"
-        )
+        raise ValueError(f"{flag} has no column {column!r:.200}; --text_column accepts {dataset.column_names!r:.200}")
+    if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
+        raise ValueError(f"{flag}: column {column!r:.200} is {dataset.features[column]!r:.200}, not text; name another")
     if nulls := dataset.data.column(column).null_count:
-        raise ValueError(f"{what}: column {column!r:.200} is missing or null in {nulls} row(s); remove them")
+        raise ValueError(f"{flag}: column {column!r:.200} is missing or null in {nulls} row(s); remove them")
     return dataset.select_columns([column]).rename_columns({column: TEXT})
 
 
@@ -138,13 +120,12 @@ def split(documents: datasets.Dataset, *, test_size: float, seed: int, cache_dir
         if not 0 < cut < len(text):
             raise ValueError(f"a single document of {len(text)} characters is too short to hold a part of it out")
         features = datasets.Features({TEXT: datasets.Value("large_string")})
-        halves = [datasets.Dataset.from_dict({TEXT: [half]}, features=features) for half in (text[:cut], text[cut:])]
-        return dict(zip(("train", "val"), halves, strict=True))
-    parts = documents.train_test_split(
+        parts = {"train": text[:cut], "val": text[cut:]}
+        return {name: datasets.Dataset.from_dict({TEXT: [part]}, features) for name, part in parts.items()}
+    halves = documents.train_test_split(
         test_size=test_size,  # rounded up to whole documents
         seed=seed,
-        shuffle=True,
         train_indices_cache_file_name=str(cache_dir / "train_indices.arrow"),
         test_indices_cache_file_name=str(cache_dir / "val_indices.arrow"),
     )
-    return {"train": parts["train"], "val": parts["test"]}
+    return {"train": halves["train"], "val": halves["test"]}
