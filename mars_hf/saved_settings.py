@@ -38,8 +38,7 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if created_with is None:
         return None
     values = check({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
-    kept: dict[str, Any] = json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain))
-    return kept
+    return dict(json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain)))
 
 
 def _plain(value: Any) -> Any:

@@ -32,6 +32,8 @@ from mars_hf.settings import ORTHOGONAL_TYPES
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Rows of the sums.
 GG, GL, LL, CC = range(4)
+# Buffers of rules with a second moment; the others have first moment and last gradient.
+_BUFFERS = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
 # The arithmetic of each rule (see `rules.update`); mars-shampoo and mars-m do not stop at the momentum.
 _ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
 
@@ -164,14 +166,14 @@ def _collect_ordinary(
     for place, (group, rule) in enumerate(zip(param_groups, update_rules, strict=True)):
         if group["rounding"] == "kahan" or group["amsgrad"]:
             return []
-        keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "last_grad")
-        keys = keys[:2] if rule == "adamw" else keys if rule == "mars-adamw" else keys[::2]
+        keys = _BUFFERS.get(rule, ("exp_avg", "last_grad"))
+        needed = {*keys, "step"}
         for param in group["params"]:
             index += 1
             if param.grad is None:
                 continue
             state = all_states.get(param)
-            if state is None or not state.keys() >= {*keys, "step"} or ("last_grad" in state) is (rule == "adamw"):
+            if state is None or not state.keys() >= needed or ("last_grad" in state) is (rule == "adamw"):
                 return []
             entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
     tensors = [tensor for entry in entries for tensor in entry.tensors]

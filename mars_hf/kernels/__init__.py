@@ -4,8 +4,8 @@
 | -------- | ----- | ---------------------------------------- | -------------------------------------- |
 | triton   | GPU   | kernels/gpu.py, two passes, any tensors  | wherever it runs                       |
 | compiled | CPU   | kernels/cpu.py, two passes               | from `COMPILED_FROM` elements a step   |
-| foreach  | GPU   | rules.py on whole lists                  | otherwise                              |
-| for-loop | CPU   | rules.py, one tensor after the other     | otherwise                              |
+| foreach  | any   | rules.py on whole lists                  | on GPUs, in small steps on CPUs        |
+| for-loop | CPU   | rules.py, a call for each tensor         | otherwise                              |
 
 Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then rules.py applies the
 directions.
@@ -88,8 +88,9 @@ def choose_backend(
     Raises:
         RuntimeError: `fused=True` where no kernels run.
     """
-    # Whole lists save launches, and leave a CPU's cache.
-    plain = Backend("for-loop") if device.type == "cpu" else Backend("foreach", foreach=True)
+    # Whole lists save calls; large ones leave a CPU's cache.
+    on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
+    plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
     kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes
     if group["fused"] is False or not dense or group["amsgrad"] or kahan:
         return plain

@@ -186,8 +186,7 @@ class StalePass(TrainerCallback):
         if getattr(trainer, "is_distributed_loading_by_transformers", False) and is_fsdp_managed_module(
             trainer.model_wrapped
         ):
-            deferred: contextlib.AbstractContextManager[Any] = trainer._defer_fsdp_gradient_reduction()
-            return deferred
+            return trainer._defer_fsdp_gradient_reduction()
         return trainer.accelerator.no_sync(model=trainer.model_wrapped)
 
     def _refuse(self, reason: str) -> NoReturn:
