@@ -36,7 +36,7 @@ from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import figures, launch, presets  # noqa: E402 (needs the line above)
+from pretraining.compare import launch, page, presets  # noqa: E402 (needs the line above)
 from pretraining.run.report import write  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ class Search:
             optimizers = {arm: str(own.get("optim") or own["optimizer"]) for arm, own in settings.items()}
             several = len(set(optimizers.values())) > 1
             for index, (arm, optimizer) in enumerate(optimizers.items()):
-                losses, color = arms[arm], figures.COLORS[optimizer] if several else f"C{index}"
+                losses, color = arms[arm], page.COLORS[optimizer] if several else f"C{index}"
                 means = [statistics.fmean(by_seed.values()) for by_seed in losses.values()]
                 axes.plot([rates[0] for rates in losses], means, ".-", color=color, label=optimizer if several else arm)
                 points = [(rates[0], loss) for rates, by_seed in losses.items() for loss in by_seed.values()]

@@ -64,7 +64,7 @@ class _Job(NamedTuple):
             return
         if not (self.folder / "arguments.json").is_file():
             raise ValueError(f"{self.folder} holds a run that is not of a comparison; give another --output_dir")
-        saved = _load(self.folder / "arguments.json")
+        saved = json.loads((self.folder / "arguments.json").read_text(encoding="utf-8"))
         changed = [
             f"{key} {saved.get(key)}, now {value}" for key, value in self.settings.items() if saved.get(key) != value
         ]
@@ -76,7 +76,13 @@ class _Job(NamedTuple):
 
     def run(self) -> Run:
         """Start or resume the run, and return its result."""
-        self.wait()
+        try:
+            with resuming.locked(self.folder, "trains"):
+                pass
+        except ValueError:
+            tqdm.write(f"waiting for the run in {self.folder}, which an earlier comparison left training")
+            with resuming.locked(self.folder, "trains", wait=True):
+                pass
         if self.is_finished:
             return self.result()
         self.folder.mkdir(exist_ok=True)
@@ -90,30 +96,15 @@ class _Job(NamedTuple):
             report.write(self.folder / "diverged.json", {"message": str(error)})
         return self.result()
 
-    def wait(self) -> None:
-        """Wait for the end of a run whose comparison was killed."""
-        try:
-            with resuming.locked(self.folder, "trains"):
-                return
-        except ValueError:
-            tqdm.write(f"waiting for the run in {self.folder}, which an earlier comparison left training")
-        with resuming.locked(self.folder, "trains", wait=True):
-            return
-
     def result(self) -> Run:
         """Return the result of a finished run."""
         if (self.folder / "diverged.json").exists():
             return Run(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
         metrics = launch.metrics_of(self.folder)
-        history = _load(self.folder / "trainer_state.json")["log_history"]
+        history = json.loads((self.folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         curve = tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row)
         speed = metrics["tokens_per_second"]
         return Run(self.arm, self.seed, metrics["learning_rate"], metrics["eval_loss"], speed, curve)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
 
 
 @one_line_errors("compare_optimizers.py")
@@ -124,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     with resuming.locked(output, "compares"):
         shared = [*_QUIET, *rest]
-        steps = launch.equal_seconds(preset, shared, output, launcher) if preset.equal == "seconds" else {}
+        steps = launch.equal_seconds(preset, shared, output, launcher) if preset.equal_seconds else {}
         jobs = []
         for seed in dict.fromkeys(arguments.seeds or preset.seeds):
             for arm in preset.arms:

@@ -9,7 +9,7 @@ without biases gets zeros in their place; on the way back biases that are all ze
 move. Nothing in a ckpt.pt is executed, and output has its name only once it is whole.
 
 A checkpoint does not say which GELU its model.py computes: nanoGPT's is exact (gelu), that of the official repository
-and of nanoGPT before May 2023 the tanh form (gelu_new). --activation_function and --code state what is not so.
+and of nanoGPT before May 2023 the tanh form (gelu_new). --activation_function states what is not so.
 """
 
 from __future__ import annotations
@@ -44,14 +44,9 @@ def main(argv: list[str] | None = None) -> None:
         choices=["gelu", "gelu_new"],
         help=f"of the model.py that wrote ckpt.pt; default: gelu_new if model_args has {SCALED}, else gelu",
     )
-    parser.add_argument(
-        "--code",
-        choices=["nanogpt", "mars"],
-        help="with --to_nanogpt, whose model.py is to read ckpt.pt; default: nanogpt for gelu, mars for gelu_new",
-    )
     args = parser.parse_args(argv)
     if args.to_nanogpt:
-        to_nanogpt(args.source, args.output_dir, args.code)
+        to_nanogpt(args.source, args.output_dir)
     else:
         from_nanogpt(args.source, args.output_dir, args.activation_function)
 
@@ -78,8 +73,7 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from error
     try:
-        model_args, weights = checkpoint["model_args"], checkpoint["model"]
-        model = _to_gpt2(model_args, weights, activation_function)
+        model = _to_gpt2(checkpoint["model_args"], checkpoint["model"], activation_function)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is no GPT-2 as nanoGPT's model.py has it: {type(error).__name__}: {error}") from error
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -100,14 +94,12 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
 def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activation: str | None) -> GPT2LMHeadModel:
     """Return the model; weights keep their dtype."""
     # torch.compile and DistributedDataParallel put prefixes before names; attn.bias is a causal mask.
-    weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", name): value for name, value in weights.items()}
     weights = {
-        name: value.t().contiguous() if name.endswith(LINEAR) else value
+        re.sub(r"^(_orig_mod\.|module\.)+", "", name): value.t().contiguous() if name.endswith(LINEAR) else value
         for name, value in weights.items()
         if not name.endswith(".attn.bias")
     }
     end_of_text = 50256 if model_args["vocab_size"] in GPT2_VOCABULARY else None
-    dropout = model_args.get("dropout", 0.0)
     config = GPT2Config(
         vocab_size=model_args["vocab_size"],
         n_positions=model_args["block_size"],
@@ -116,11 +108,8 @@ def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activ
         n_embd=model_args["n_embd"],
         activation_function=activation or ("gelu_new" if SCALED in model_args else "gelu"),
         scale_attn_by_inverse_layer_idx=model_args.get(SCALED, False),
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model_args.get("dropout", 0.0)),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_text),
         dtype=weights[EMBEDDING].dtype,
     )
     with torch.device("meta"):  # the weights are there already
@@ -135,13 +124,12 @@ def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activ
     return model
 
 
-def to_nanogpt(source: Path, output: Path, code: str | None = None) -> None:
+def to_nanogpt(source: Path, output: Path) -> None:
     """Write the ckpt.pt of a folder that save_pretrained or Trainer wrote: model and model_args, no optimizer.
 
     Args:
         source: the folder.
         output: folder for the ckpt.pt.
-        code: whose model.py is to read it, `nanogpt` or `mars`; None for the one that computes the model's GELU.
 
     Raises:
         ValueError: the folder holds something else than nanoGPT's model.py computes, or there is a ckpt.pt.
@@ -153,7 +141,7 @@ def to_nanogpt(source: Path, output: Path, code: str | None = None) -> None:
     config = model.config
     if config.model_type != "gpt2":
         raise ValueError(f"{source} holds a model of type {config.model_type}; nanoGPT is gpt2")
-    code = code or ("nanogpt" if config.activation_function == "gelu" else "mars")
+    code = "nanogpt" if config.activation_function == "gelu" else "mars"  # whose model.py computes it
     for name, accepted in {
         "activation_function": ("gelu", "gelu_new"),
         "layer_norm_epsilon": (1e-5,),

@@ -48,16 +48,11 @@ STARTS = {
 
 @dataclass
 class VitArguments(RecipeArguments, TrainingArguments):
-    """Data, model, and transformers.TrainingArguments with the recipe's defaults; sizes are those of a new ViT."""
+    """Data, model, and transformers.TrainingArguments with the recipe's defaults."""
 
     image_column: str = field(default="image", metadata={"help": "Column of the images."})
     label_column: str = field(default="label", metadata={"help": "Column of the classes."})
     test_size: float = field(default=0.2, metadata={"help": "Share to hold out of data that hold nothing out."})
-    image_size: int | None = field(default=None, metadata={"help": "Left out: 8 for the digits, 32 for others."})
-    patch_size: int | None = field(default=None, metadata={"help": "Left out: a quarter of the digits, an eighth."})
-    hidden_size: int = field(default=64, metadata={"help": "Width of the model."})
-    num_hidden_layers: int = field(default=2, metadata={"help": "Blocks."})
-    num_attention_heads: int = field(default=4, metadata={"help": "Heads per block."})
     optim: str = field(default="mars_m", metadata={"help": "mars_m, mars_adamw, adamw_torch or another one."})
     num_train_epochs: float = 10
     per_device_train_batch_size: int = 32
@@ -116,11 +111,7 @@ def digits() -> datasets.DatasetDict:
 
 
 def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
-    """Return the model and its image processor.
-
-    Raises:
-        ValueError: the sizes do not fit one another.
-    """
+    """Return the model and its image processor."""
     names: dict[str, Any] = {
         "id2label": dict(enumerate(labels)),
         "label2id": {label: index for index, label in enumerate(labels)},
@@ -131,23 +122,15 @@ def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
             path, ignore_mismatched_sizes=True, trust_remote_code=False, **names
         )
         return model, AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
-    image_size = args.image_size or (32 if args.dataset_name else 8)
-    patch_size = args.patch_size or (4 if args.dataset_name else 2)
-    if image_size % patch_size or args.hidden_size % args.num_attention_heads:
-        raise ValueError(
-            f"--patch_size {patch_size} must divide --image_size {image_size}, and --num_attention_heads "
-            f"{args.num_attention_heads} must divide --hidden_size {args.hidden_size}"
-        )
-    config = ViTConfig(
-        image_size=image_size,
-        patch_size=patch_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=4 * args.hidden_size,
-        num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads,
-        **names,
-    )
-    return ViTForImageClassification(config), ViTImageProcessor(size={"height": image_size, "width": image_size})
+    size, patch = (32, 4) if args.dataset_name else (8, 2)
+    widths: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = ViTConfig(image_size=size, patch_size=patch, **widths, **names)
+    return ViTForImageClassification(config), ViTImageProcessor(size={"height": size, "width": size})
 
 
 if __name__ == "__main__":

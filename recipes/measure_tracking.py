@@ -19,7 +19,7 @@ from typing import Any
 
 import pretrain_gpt2
 from matplotlib import pyplot as plt
-from pretraining.compare import figures, tracking
+from pretraining.compare import page, tracking
 from pretraining.compare.tracking import Moment, TrackingProbe
 from pretraining.run import arguments, report
 from pretraining.run.errors import one_line_errors
@@ -77,7 +77,7 @@ def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("share of the gradient's squared norm")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figures.save(figure, path)
+    page.save(figure, path)
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -55,14 +55,13 @@ class Perplexity(_Metric):
 
 def classification() -> dict[str, Any]:
     """Return Trainer's arguments for a classifier, with accuracy and macro F1; also for `batch_eval_metrics=True`."""
-
-    def predict(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(-1)
-
-    def columns(prediction: Any) -> dict[str, Any]:
-        return {"predictions": prediction.predictions, "references": prediction.label_ids}
-
-    return {"compute_metrics": _compute([Accuracy(), MacroF1()], columns), "preprocess_logits_for_metrics": predict}
+    return {
+        "compute_metrics": _compute(
+            [Accuracy(), MacroF1()],
+            lambda prediction: {"predictions": prediction.predictions, "references": prediction.label_ids},
+        ),
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }
 
 
 def language_modeling() -> dict[str, Any]:
@@ -78,8 +77,7 @@ def language_modeling() -> dict[str, Any]:
         return scores.argmax(-1), losses
 
     def columns(prediction: Any) -> dict[str, Any]:
-        tokens, losses = prediction.predictions
-        labels = prediction.label_ids[:, 1:]
+        (tokens, losses), labels = prediction.predictions, prediction.label_ids[:, 1:]
         counts = labels != -100
         return {"predictions": tokens[counts], "references": labels[counts], "losses": losses[counts]}
 

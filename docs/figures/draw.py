@@ -29,7 +29,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))
 import measure_tracking  # noqa: E402 (needs the line above)
-from pretraining.compare import figures, page, presets, tracking  # noqa: E402
+from pretraining.compare import page, presets, tracking  # noqa: E402
 from pretraining.compare.comparison import Run, by_contender  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         plt.close(figure)
         print(output / name)
     betas = page.lines_of(runs("betas_embedded"), presets.load("betas"))
-    figures.along_axis(betas, "beta1", output / "betas.png")
+    page.draw_along_axis(betas, "beta1", output / "betas.png")
     rows = json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"]
     measure_tracking.draw(tracking.medians(rows), output / "tracking.png")
 
 
 def runs(name: str) -> list[Run]:
     """Return the runs of a comparison in benchmarks/results."""
-    return [Run.from_json(run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+    return [Run(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
 def draw_controls() -> Figure:
@@ -72,7 +72,7 @@ def draw_controls() -> Figure:
         for place, arm in enumerate(NAMES):
             losses = np.array([run.eval_loss for run in arms[arm]])
             half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
-            color = figures.COLORS[arm]
+            color = page.COLORS[arm]
             axes.scatter(losses, [place + 0.2] * len(losses), s=10, color=color, alpha=0.5, linewidths=0)
             axes.errorbar(losses.mean(), place, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
             axes.annotate(

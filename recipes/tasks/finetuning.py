@@ -82,7 +82,6 @@ class LoraArguments:
 
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "Adapters are scaled by lora_alpha / lora_r."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
     lora_target_modules: str = field(
         default="all-linear", metadata={"help": "Names of layers with adapters, separated by commas, or all-linear."}
     )
@@ -90,21 +89,15 @@ class LoraArguments:
     def lora_config(self) -> LoraConfig:
         """Return PEFT's configuration."""
         names = self.lora_target_modules
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            target_modules=names if names == "all-linear" else names.split(","),
-            task_type="CAUSAL_LM",
-        )
+        modules = names if names == "all-linear" else names.split(",")
+        return LoraConfig(r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
 
 
 def small_gpt2(folder: Path, settings: Sequence[str]) -> str:
     """Return the folder of a GPT-2 that pretrain_gpt2.py trains on the embedded corpus, once."""
     if not (folder / "metrics.json").is_file():
         print(f"pretraining a small GPT-2 in {folder}, once")
-        threads = str(torch.get_num_threads())
-        pretrain_gpt2.main([*settings, "--cpu_threads", threads, "--output_dir", str(folder)])
+        pretrain_gpt2.main([*settings, "--cpu_threads", str(torch.get_num_threads()), "--output_dir", str(folder)])
     return str(folder)
 
 
@@ -135,12 +128,12 @@ def train(trainer: Any, name: str, **card: Any) -> dict[str, Any]:
     evaluation = trainer.evaluate()
     if not math.isfinite(evaluation["eval_loss"]):
         raise ValueError(f"the held-out loss is non-finite; give a --learning_rate below {args.learning_rate}")
-    sizes = [(param.numel(), param.requires_grad) for param in trainer.model.parameters()]
+    sizes = {param: param.numel() for param in trainer.model.parameters()}
     metrics = {
         **{key: getattr(args, key) for key in ("optim", "optim_args", "learning_rate", "seed")},
         "dataset": name,
-        "parameters": sum(size for size, _ in sizes),
-        "trainable_parameters": sum(size for size, trains in sizes if trains),
+        "parameters": sum(sizes.values()),
+        "trainable_parameters": sum(size for param, size in sizes.items() if param.requires_grad),
         "steps": trainer.state.global_step,
         "train_loss": result.training_loss,
         "train_runtime_seconds": result.metrics["train_runtime"],

@@ -222,7 +222,7 @@ def evaluates(command: str, tokens: Path) -> None:
 
 def trains_classifier(command: str, tokens: Path) -> None:
     name, argv = script_of(shlex.split(command))
-    few = ["--max_steps", "2", "--hidden_size", "16", "--num_hidden_layers", "1", "--eval_strategy", "no"]
+    few = ["--max_steps", "2", "--eval_strategy", "no"]
     importlib.import_module(name).main([*argv, *few, *QUIET])
     assert json.loads(Path("run", "metrics.json").read_text())["eval_accuracy"] >= 0
 
@@ -285,7 +285,7 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "python recipes/evaluate_checkpoint.py --model runs/embedded-mars_m --output_file runs/evaluation.json": (
         evaluates
     ),
-    "python recipes/finetune_vit.py": trains_classifier,  # in full in tests/recipes/test_finetune_vit.py
+    "python recipes/finetune_vit.py": trains_classifier,  # in full in tests/recipes/test_finetuning.py
     "python recipes/sft_lora.py": trains_adapter,
     "python recipes/sft_lora.py --model_name_or_path runs/embedded-mars_m": trains_adapter,
     "python recipes/finetune_lm.py": trains_on_text,
@@ -325,19 +325,19 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
     "python -m mars_hf run -m llamafactory.cli train config.yaml": ("needs LLaMA-Factory", llama_factory_parses),
     "python -m pytest": ("is this run of the tests", nothing),
     "python recipes/finetune_vit.py --dataset_name photos --optim mars_adamw": (
-        "needs photos; tests/recipes/test_finetune_vit.py trains on a folder of images",
+        "needs photos; tests/recipes/test_finetuning.py trains on a folder of images",
         script_parses,
     ),
     "python recipes/finetune_vit.py --dataset_name food101 --model_name_or_path google/vit-base-patch16-224-in21k": (
-        "needs the Hub; tests/recipes/test_finetune_vit.py goes on with a local model",
+        "needs the Hub; tests/recipes/test_finetuning.py goes on with a local model",
         script_parses,
     ),
     "python recipes/finetune_lm.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name roneneldan/TinyStories": (
-        "needs the Hub; tests/recipes/test_finetune_lm.py has a local model and data",
+        "needs the Hub; tests/recipes/test_finetuning.py has a local model and data",
         script_parses,
     ),
     "python recipes/sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara": (
-        "needs the Hub; tests/recipes/test_sft_lora.py has a local model and data",
+        "needs the Hub; tests/recipes/test_finetuning.py has a local model and data",
         script_parses,
     ),
     "python recipes/compare_optimizers.py": (
@@ -345,34 +345,34 @@ PARSED: dict[str, tuple[str, Callable[[str], None]]] = {
         script_parses,
     ),
     "python recipes/compare_optimizers.py --preset controls --jobs 2 --cpu_threads 1": (
-        "fifty runs; tests/recipes/test_presets.py parses every arm",
+        "fifty runs; tests/recipes/test_comparison.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --bf16 true --jobs 2 --cpu_threads 1 "
     "--eval_steps 100 --eval_on_start false": (
-        "fifty runs; tests/recipes/test_presets.py parses every arm",
+        "fifty runs; tests/recipes/test_comparison.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --embedded_corpus torch-headers "
     "--bf16 true --jobs 2 --cpu_threads 1 --eval_steps 100 --eval_on_start false": (
-        "fifty runs; tests/recipes/test_presets.py parses every arm",
+        "fifty runs; tests/recipes/test_comparison.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset gamma --seeds 1 2 3 --bf16 true --jobs 2 --cpu_threads 1": (
-        "27 runs; tests/recipes/test_presets.py parses every arm",
+        "27 runs; tests/recipes/test_comparison.py parses every arm",
         passes_on,
     ),
     "python recipes/compare_optimizers.py --preset controls --arms muon mars_m": (
-        "fifteen runs; tests/recipes/test_presets.py parses every arm",
+        "fifteen runs; tests/recipes/test_comparison.py parses every arm",
         passes_on,
     ),
     "python recipes/measure_tracking.py --output_dir runs/tracking": (
-        "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
+        "ten minutes; tests/recipes/test_tracking.py runs it with a small model",
         passes_on,
     ),
     "python recipes/measure_tracking.py --output_dir runs/tracking "
     "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.002 --lr_embeddings 0.064": (
-        "ten minutes; tests/recipes/test_measure_tracking.py runs it with a small model",
+        "ten minutes; tests/recipes/test_tracking.py runs it with a small model",
         passes_on,
     ),
     "python recipes/prepare_data.py --dataset openwebtext --output_dir data/openwebtext": (

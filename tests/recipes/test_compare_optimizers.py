@@ -109,7 +109,7 @@ def test_preset_two_runs_at_a_time(tmp_path, started):
 
 def test_equal_seconds(tmp_path, started, monkeypatch):
     (tmp_path / "mine.yaml").write_text(
-        "arms: {adamw: {optimizer: adamw}, exact one: {optimizer: mars_adamw, is_approx: false}}\nequal: seconds\n"
+        "arms: {adamw: {optimizer: adamw}, exact one: {optimizer: mars_adamw, is_approx: false}}\nequal_seconds: true\n"
     )
     argv = ["--preset", str(tmp_path / "mine.yaml"), "--seeds", "1", "--max_steps", "500", "--eval_strategy", "no"]
     compare(tmp_path, *argv)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 from pretraining.compare import comparison, launch, page, presets
 from pretraining.compare.comparison import Run
 from pretraining.compare.presets import Preset
@@ -54,7 +52,7 @@ def test_page(tmp_path):
     text, numbers = write(tmp_path, RUNS, arguments=["--max_steps", "30"])
     assert "| mars_adamw | 0.002 | 4.100 (4.000-4.200) | 20 of 30 (67%) | 0.58x |" in text
     assert "| adamw | 0.001 | 4.450 (4.400-4.500) | 30 of 30 (100%) | 1.00x |" in text
-    assert "| mars_adamw | adamw | -0.350 (-2.256 to +1.556) | no | 2.450 |" in text
+    assert "| mars_adamw | adamw | -0.350 (-2.256 to +1.556) | no |" in text
     assert "Seeds 1, 2; settings: --max_steps 30." in text and numbers["machine"]["cpu"] in text
     assert numbers["runs"] == json.loads(json.dumps([asdict(run) for run in RUNS]))
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
@@ -88,17 +86,6 @@ def test_interval_is_paired_by_seed():
     assert (gap.low, gap.high) == (pytest.approx(-0.2 - 4.302653 * error), pytest.approx(-0.2 + 4.302653 * error))
     assert gap.p == pytest.approx(0.0741799)  # of t = 3.4641 with 2 degrees of freedom
     assert comparison.difference(mars[:2], base).mean == pytest.approx(-0.15)
-
-
-@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
-def test_detectable_difference_is_shown_four_times_in_five(seeds):
-    """Of 200,000 comparisons with that true difference; differences of seeds have a standard deviation of 1."""
-    gap = comparison.difference(of("a", list(range(seeds))), of("b", [0.0] * seeds))  # any spread
-    spread = statistics.stdev(range(seeds))
-    gaps = torch.randn(200_000, seeds, generator=torch.Generator().manual_seed(0)) + gap.detectable / spread
-    limit = (gap.high - gap.mean) / (spread / math.sqrt(seeds))  # Student's t
-    ratio = gaps.mean(1) / (gaps.std(1) / math.sqrt(seeds))
-    assert float((ratio.abs() > limit).float().mean()) == pytest.approx(0.8, abs=0.005)
 
 
 def test_holm():
@@ -166,7 +153,6 @@ def test_preset_of_a_file(tmp_path):
         ("arms: {a: adamw}", "mine.yaml: 'str' object is not a mapping"),
         ("arms: {a: {optimizer: adamw}}\nbaseline: b", "unknown arm 'b'; accepted: a"),
         ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),
-        ("arms: {a: {optimizer: adamw}}\nequal: flops", "equal: 'flops' is neither tokens nor seconds"),
         ("arms: {a: {seed: 5}}", "a: seed differs between the runs of an arm; leave it out: give --seeds"),
         ("arms: {a: {}", "mine.yaml: while parsing"),
     ],

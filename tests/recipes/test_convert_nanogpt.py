@@ -61,19 +61,14 @@ def test_logits_are_equal(tmp_path, code, bias, other):
     assert len(biases) == 2 * 6 + 1 and all(p.any() == bias for p in biases)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_prefixes_of_compiled_and_wrapped_models(tmp_path, prefix):
+def test_prefixes_of_compiled_and_wrapped_models(tmp_path):
     model = tiny()
+    assert next(iter(torch.compile(model).state_dict())).startswith("_orig_mod.")
+    prefix = "module._orig_mod."
     weights = {prefix + name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save(tmp_path / "ckpt.pt", model, model=weights)
     convert(tmp_path, tmp_path / "out")  # the folder stands for its file
     assert difference(tmp_path / "out", model) < 1e-5
-
-
-@pytest.mark.slow
-def test_prefix_of_torch_compile():
-    """What torch.compile names its parameters is not ours to say."""
-    assert next(iter(torch.compile(tiny()).state_dict())).startswith("_orig_mod.")
 
 
 @pytest.mark.parametrize(
@@ -100,15 +95,6 @@ def test_round_trip_bit_for_bit(tmp_path, code, bias, dtype):
     for name, param in again.named_parameters():
         assert torch.equal(param, model.get_parameter(name)), name
         assert content["model"][name].dtype == dtype
-
-
-def test_tanh_form_in_nanogpt(tmp_path, capsys):
-    """model.py of nanoGPT before May 2023."""
-    path = save(tmp_path / "ckpt.pt", tiny(exact=False))
-    convert(path, tmp_path / "folder", "--activation_function", "gelu_new")
-    convert(tmp_path / "folder", tmp_path / "out", "--to_nanogpt", "--code", "nanogpt")
-    assert "must compute gelu_new" in capsys.readouterr().out
-    assert torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)["model_args"] == tiny().model_args()
 
 
 @pytest.mark.parametrize("at_hand", [True, False])
@@ -146,15 +132,6 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path, monkeypatch, capsys):
     assert Path("ran").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "random", "empty"])
-def test_damaged_file(tmp_path, damage, capsys):
-    path = save(tmp_path / "ckpt.pt", tiny())
-    content = path.read_bytes()
-    path.write_bytes({"truncated": content[: len(content) // 2], "random": bytes(range(256)) * 9, "empty": b""}[damage])
-    assert f"{path} is damaged" in refused(capsys, path, tmp_path / "out")
-    assert sorted(tmp_path.iterdir()) == [path]
-
-
 ARGS = tiny().model_args()
 WEIGHTS = tiny().state_dict()
 
@@ -162,9 +139,9 @@ WEIGHTS = tiny().state_dict()
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        (None, "is damaged"),
         ({"model_args": None}, "KeyError: 'model_args'"),
         ({"model": [1]}, "AttributeError"),
-        ({"model_args": {"n_layer": 2}}, "KeyError: 'vocab_size'"),
         ({"model_args": ARGS | {"bias": True}}, 'Missing key(s) in state_dict: "transformer.h.0.ln_1.bias"'),
         ({"model_args": ARGS | {"n_layer": 1}}, 'Unexpected key(s) in state_dict: "transformer.h.1.ln_1.weight"'),
         ({"model_args": ARGS | {"vocab_size": 41}}, "size mismatch for transformer.wte.weight"),
@@ -173,7 +150,9 @@ WEIGHTS = tiny().state_dict()
     ids=str,
 )
 def test_other_contents(tmp_path, changes, line, capsys):
-    path = save(tmp_path / "ckpt.pt", tiny(), **changes)
+    path = save(tmp_path / "ckpt.pt", tiny(), **(changes or {}))
+    if changes is None:
+        path.write_bytes(path.read_bytes()[:-1000])
     assert line in refused(capsys, path, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == [path]
 

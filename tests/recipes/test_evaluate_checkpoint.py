@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +15,7 @@ import numpy as np
 import pretrain_gpt2
 import pytest
 import torch
-from hub_server import HubServer
 from pretraining.data import embedded, token_files
-from tasks import evaluation
 from test_pretrain_gpt2 import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -94,9 +91,6 @@ def refused(tmp_path: Path, *argv: object) -> str:
     return str(exit.value.__context__)
 
 
-# --- loss -------------------------------------------------------------------------------------------------------------
-
-
 def test_loss_by_hand(tmp_path, unigram, held_out, capsys):
     given = ["--model", unigram, "--data_dir", held_out, "--block_size", 10, "--batch_size", 4]
     found = evaluated(tmp_path / "new" / "f.json", *given)
@@ -108,15 +102,6 @@ def test_loss_by_hand(tmp_path, unigram, held_out, capsys):
     assert f"loss          {found['loss']}" in capsys.readouterr().out
     first = evaluated(tmp_path / "new" / "f.json", *given, "--max_eval_blocks", 3)
     assert first["loss"] == pytest.approx(-LOG_SHARES[VAL[:30].reshape(3, 10)[:, 1:]].mean(), rel=1e-6)
-
-
-def test_each_token_is_predicted_from_those_before_it(tmp_path, held_out):
-    model = small().eval()
-    model.save_pretrained(tmp_path / "model")
-    found = evaluated(tmp_path / "f.json", "--model", tmp_path / "model", "--data_dir", held_out, "--block_size", 8)
-    ids = torch.from_numpy(VAL[:96].reshape(12, 8))
-    with torch.no_grad():  # the model shifts labels itself
-        assert found["loss"] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -162,22 +147,6 @@ def test_two_processes_give_the_loss_of_one(tmp_path, unigram, held_out):
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6) and two["loss_blocks"] == 11
 
-
-@pytest.mark.slow
-def test_model_of_the_hub(tmp_path, unigram, held_out):
-    given = ["--data_dir", str(held_out), "--use_cpu", "--output_file"]
-    with HubServer() as hub:
-        hub.repos.add("me/x")
-        hub.files = {path.name: path.read_bytes() for path in unigram.iterdir()}
-        command = [sys.executable, str(SCRIPT), "--model", "me/x", *given, str(tmp_path / "hub.json")]
-        environment = {**os.environ, **hub.environment(str(tmp_path / "home")), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-    from_hub = json.loads((tmp_path / "hub.json").read_text())
-    assert from_hub["loss"] == evaluated(tmp_path / "local.json", "--model", unigram, *given[:-1])["loss"]
-
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
 
 # Logarithms of the shares: yes -0.6, no -1.6, maybe -2.1, never -3.1. acc takes the highest, acc_norm the highest
 # after division by the letters: yes -0.2, maybe -0.4, never -0.6, no -0.8.
@@ -263,35 +232,25 @@ def test_group_limit_examples_and_loss_in_one_run(tmp_path, unigram, held_out, t
 @pytest.mark.slow
 def test_names_of_tasks():
     pytest.importorskip("lm_eval")
-    names, manager = evaluation.find_tasks(["paper", "lambada_openai"], None)
-    assert names == [*evaluation.PAPER, "lambada_openai"] and len(set(evaluation.PAPER)) == 9
+    names, manager = evaluate_checkpoint.find_tasks(["paper", "lambada_openai"], None)
+    assert names == [*evaluate_checkpoint.PAPER, "lambada_openai"] and len(set(names)) == 10
     assert set(names) <= set(manager.all_tasks)
 
 
 @pytest.mark.usefixtures("only_own_tasks")
-def test_unknown_task_before_the_model_is_loaded(tmp_path, tasks):
+def test_tasks_that_cannot_run(tmp_path, tasks, unigram, held_out, monkeypatch):
     line = refused(tmp_path, "--model", "/nope", "--include_path", tasks, "--tasks", "tiny_choice", "nosuch")
     assert line.startswith("--tasks nosuch: lm_eval has no such task; accepted: paper")
-
-
-@pytest.mark.usefixtures("only_own_tasks")
-def test_model_without_tokenizer_takes_no_tasks(tmp_path, tasks):
     small().save_pretrained(tmp_path / "model")
     given = ["--model", tmp_path / "model", "--tasks", "tiny_choice", "--include_path", tasks]
     assert "comes without one" in refused(tmp_path, *given)
-
-
-def test_lm_eval_is_imported_for_tasks_alone(tmp_path, unigram, held_out, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     line = refused(tmp_path, "--model", unigram, "--tasks", "hellaswag")
     assert line == "--tasks needs the package lm_eval: pip install -e '.[eval]'"
     assert evaluated(tmp_path / "f.json", "--model", unigram, "--data_dir", held_out)["loss"] > 0
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def test_models_that_cannot_be_evaluated(tmp_path, unigram, monkeypatch):
+def test_models_that_cannot_be_evaluated(tmp_path, unigram, held_out, monkeypatch):
     """They are refused before the embedded corpus is tokenized."""
     monkeypatch.setattr(embedded, "prepare", lambda *given: pytest.fail("tokenized"))
     assert refused(tmp_path, "--model", "/nope").startswith("/nope: no such folder; give one with config.json")
@@ -303,12 +262,22 @@ def test_models_that_cannot_be_evaluated(tmp_path, unigram, monkeypatch):
     BertModel(bert).save_pretrained(tmp_path / "bert")
     line = refused(tmp_path, "--model", tmp_path / "bert")
     assert "lacks" in line and "of BertLMHeadModel (first: cls." in line
+    model = small()
+    with torch.no_grad():
+        model.transformer.wte.weight[3] = math.inf
+    model.save_pretrained(tmp_path / "broken")
+    line = refused(tmp_path, "--model", tmp_path / "broken", "--data_dir", held_out)
+    assert "the loss is nan; are its weights finite?" in line
 
 
-def test_models_that_do_not_fit_the_data(tmp_path, unigram, held_out):
+def test_models_and_data(tmp_path, unigram, held_out):
+    """The vocabulary of the model may be padded, but has the data's tokens."""
     given = ["--data_dir", held_out, "--model"]
+    small(vocabulary=16).save_pretrained(tmp_path / "padded")
+    words().save_pretrained(tmp_path / "padded")
+    assert evaluated(tmp_path / "f.json", *given, tmp_path / "padded")["loss"] == pytest.approx(math.log(16), rel=0.2)
     small(vocabulary=7).save_pretrained(tmp_path / "few")
-    assert "few has fewer tokens than the 8 of" in refused(tmp_path, *given, tmp_path / "few")
+    assert "few has another tokenizer than" in refused(tmp_path, *given, tmp_path / "few")
     small().save_pretrained(tmp_path / "other")
     swapped = json.loads(words().backend_tokenizer.to_str())
     vocabulary = swapped["model"]["vocab"]
@@ -319,37 +288,5 @@ def test_models_that_do_not_fit_the_data(tmp_path, unigram, held_out):
     assert "other has another tokenizer than" in refused(tmp_path, *given, tmp_path / "other")
     line = refused(tmp_path, *given, unigram, "--block_size", 33)
     assert line == "blocks of 33 tokens are longer than the model's context; give at most 32"
-
-
-def test_padded_vocabulary(tmp_path, held_out):
-    small(vocabulary=16).save_pretrained(tmp_path / "padded")
-    words().save_pretrained(tmp_path / "padded")
-    found = evaluated(tmp_path / "f.json", "--model", tmp_path / "padded", "--data_dir", held_out)
-    assert found["loss"] == pytest.approx(math.log(16), rel=0.2)
-
-
-def test_loss_that_is_not_finite(tmp_path, held_out):
-    model = small()
-    with torch.no_grad():
-        model.transformer.wte.weight[3] = math.inf
-    model.save_pretrained(tmp_path / "broken")
-    line = refused(tmp_path, "--model", tmp_path / "broken", "--data_dir", held_out)
-    assert "the loss is nan; are its weights finite?" in line
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--modle", "x"], "['--modle', 'x']"),
-        (["--output_file", "."], "--output_file . is a folder"),
-        (["--data_dir", "nowhere"], "nowhere"),
-        (["--batch_size", "0"], "batch_size=0"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_command_line(argv, line, tmp_path, unigram, held_out, capsys):
-    with pytest.raises(SystemExit) as end:
-        given = ["--model", str(unigram), "--data_dir", str(held_out), "--output_file", str(tmp_path / "f.json")]
-        evaluate_checkpoint.main([*given, "--use_cpu", *argv])
-    assert end.value.code == 2
-    assert any(line in said for said in capsys.readouterr().err.splitlines() if said.startswith("evaluate_checkpoint"))
+    assert "batch_size=0" in refused(tmp_path, *given, unigram, "--batch_size", 0)
+    assert "nowhere has no meta.json" in refused(tmp_path, "--model", unigram, "--data_dir", "nowhere")

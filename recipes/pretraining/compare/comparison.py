@@ -6,7 +6,6 @@ interval (Student's t over the seeds) excludes 0.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,8 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import nct, t, ttest_rel
+from scipy.stats import ttest_rel
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Run:
 class Difference(NamedTuple):
     """Mean difference of two arms' losses, its 95% interval and two-sided p value, paired by seed.
 
-    `detectable` is the true difference that these seeds would show four times out of five, `holm` the p value after
-    Holm's correction. With one seed, or if a run diverged, the interval has no end and p is NaN.
+    `holm` is the p value after Holm's correction. With one seed, or if a run diverged, the interval has no end and p is
+    NaN.
     """
 
     contender: str
@@ -52,7 +50,6 @@ class Difference(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     p: float = math.nan
-    detectable: float = math.inf
     holm: float = math.nan
 
     @property
@@ -93,15 +90,7 @@ def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
         return Difference(*names, mean)
     test = ttest_rel(losses[:, 0], losses[:, 1])
     low, high = map(float, test.confidence_interval(0.95))
-    return Difference(*names, mean, low, high, float(test.pvalue), (high - low) / 2 * _detectable(len(losses) - 1))
-
-
-@functools.cache
-def _detectable(free: int) -> float:
-    """Return the true difference, in half widths of an interval, whose interval excludes 0 four times out of five."""
-    limit = t.ppf(0.975, free)
-    # Between these bounds for any number of seeds; an interval on the wrong side of 0 has no weight.
-    return float(brentq(lambda true: nct.sf(limit, free, true) - 0.8, limit, 1.5 * limit) / limit)
+    return Difference(*names, mean, low, high, float(test.pvalue))
 
 
 def differences(runs: Sequence[Run], baseline: str, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:

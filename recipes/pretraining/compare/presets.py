@@ -30,7 +30,7 @@ class Preset:
         pairs: further pairs to compare, each an arm and the one that it is measured against.
         axis: the setting that the picture's lines run over; None: the picture has a bar for each arm.
         lines: the setting that names a line; "name": the arm's name without its last word.
-        equal: "tokens", or "seconds": arms train as many steps as take the time of the baseline's.
+        equal_seconds: True trains arms for as many steps as take the time of the baseline's.
         seeds: seeds if none are given.
         about: one line for the page.
     """
@@ -40,7 +40,7 @@ class Preset:
     pairs: Sequence[tuple[str, str]] = ()
     axis: str | None = None
     lines: str | None = None
-    equal: str = "tokens"
+    equal_seconds: bool = False
     seeds: Sequence[int] = (1, 2)
     about: str = ""
 
@@ -53,8 +53,6 @@ class Preset:
         for name in (self.baseline, *itertools.chain(*self.pairs)):
             if name not in self.arms:
                 raise ValueError(f"unknown arm {name!r}; accepted: {', '.join(self.arms)}")
-        if self.equal not in ("tokens", "seconds"):
-            raise ValueError(f"equal: {self.equal!r} is neither tokens nor seconds")
         for arm, settings in self.arms.items():
             for name in RESERVED.keys() & settings.keys():
                 raise ValueError(f"{arm}: {name} differs between the runs of an arm; leave it out: {RESERVED[name]}")
@@ -86,7 +84,7 @@ def load(name: str) -> Preset:
     Raises:
         ValueError: there is no such preset, or it is not one.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"--preset {name!r}: no such preset; accepted: {', '.join(names())}, or a YAML file")
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +30,6 @@ Batch = dict[str, Tensor]
 Row = dict[str, Any]
 
 _MEASURED = ("error", "lag", "noise", "cosine", "variance_ratio", "noise_scale")
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class Moment(NamedTuple):
@@ -182,7 +180,7 @@ class TrackingProbe(TrainerCallback):
         every: steps between measurements.
         batches: micro-batches of a measurement, an even number.
 
-    `rows` has a dict for each measured step, moment and scope: `"all"`, a role or a layer of the model.
+    `rows` has a dict for each measured step, moment and scope: `"all"`, or a role.
     """
 
     def __init__(self, trainer: Any, moments: Sequence[Moment], every: int, batches: int) -> None:
@@ -273,13 +271,12 @@ def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
-    """Return the parameters of the whole model, of each of mars-m's roles and of each layer, by index."""
+    """Return the parameters of the whole model and of each of mars-m's roles, by index."""
     groups = mars_hf.create(model, mars_type="mars-m").param_groups
-    labels = [(name, group["role"].replace("adamw", "embedding")) for group in groups for name in group["param_names"]]
-    labels += [(name, f"layer {match[1]}") for name in names if (match := _LAYER.search(name))]
     scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
-    for name, scope in labels:
-        scopes.setdefault(scope, []).append(names.index(name))
+    for group in groups:
+        role = group["role"].replace("adamw", "embedding")
+        scopes.setdefault(role, []).extend(map(names.index, group["param_names"]))
     return scopes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -110,7 +109,7 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
         ValueError: another process writes the folder, or it holds token files without `overwrite`, or other files.
     """
     directory = Path(directory).resolve()  # a link stays; its target is written
-    partial, replaced = (directory.with_name(f".{directory.name}.{kind}") for kind in ("partial", "replaced"))
+    partial = directory.with_name(f".{directory.name}.partial")
     try:
         acquired = lock(directory).acquire(blocking=False)
     except Timeout:
@@ -118,8 +117,6 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
             f"{directory}: another process writes it; wait for it to end, or choose another folder"
         ) from None
     with acquired:
-        if replaced.exists() and not directory.exists():  # killed between the two renames below
-            replaced.rename(directory)
         names = {path.name for path in directory.iterdir()} if directory.exists() else set()
         if names and not overwrite:
             raise ValueError(f"{directory} exists; choose another folder, or replace its token files with --overwrite")
@@ -128,17 +125,14 @@ def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 f"{directory} holds other files ({str(others[:3])[1:-1]:.200}), which --overwrite would delete; choose "
                 "another folder"
             )
-        for leftover in (partial, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
             yield partial
-            if directory.exists():
-                directory.rename(replaced)
+            shutil.rmtree(directory, ignore_errors=True)
             partial.rename(directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:
@@ -180,8 +174,6 @@ def write_tokens(
             entry["tokens"] += len(ids)
             entry["documents"] += 1
             entry["bytes"] += text_bytes
-        file.flush()
-        os.fsync(file.fileno())
     return entry | {"sha256": digest.hexdigest()}
 
 
