@@ -162,7 +162,7 @@ def peak_of(function: Callable[[], Any]) -> int:
 )
 def test_peak_memory(settings, fused):
     """A step holds a few copies of one parameter; kernels none; Newton-Schulz what the class documents."""
-    params = [nn.Parameter(torch.randn(64, 64)) for _ in range(10)]
+    params = [nn.Parameter(torch.randn(320, 320)) for _ in range(10)]  # too many elements for whole lists
     optimizer = Mars(params, **settings, **fused)
     for _ in range(3):  # the last one is measured
         for param in params:
