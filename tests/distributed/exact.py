@@ -4,13 +4,11 @@
 
 The engine `tp` trains a Llama that transformers' own plan divides; parameters outside the plan are plain tensors.
 
-Each run writes OUTPUT/<run>.safetensors with the full weights after its last step; `refused` writes an error's text to
-OUTPUT/refused.json.
+Each run writes OUTPUT/<run>.safetensors with the full weights after its last step; `refused` an error to its .json.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import worker
 from accelerate import DistributedDataParallelKwargs, ParallelismConfig
-from safetensors.torch import save_file
+from launching import import_deepspeed, leave, main
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from train import fresh_accelerate, use_fsdp2_on_cpu
+from train import Fsdp2Trainer, check_wrapper, fresh_accelerate
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -45,7 +42,6 @@ RULES = {
     "m": {"mars_type": "mars-m", "ns_dtype": "float32"},
     "shampoo": {"mars_type": "mars-shampoo", "ns_dtype": "float32"},
 }
-WRAPPED = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel", "tp": "LlamaForCausalLM"}
 
 
 class Rows(Dataset):
@@ -84,15 +80,6 @@ def divided(folder: Path) -> LlamaForCausalLM:
         build_llama().save_pretrained(folder / "llama")
     dist.barrier()
     return LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32, tp_plan="auto")
-
-
-class Fsdp2Trainer(mars_hf.MarsTrainer):
-    """Set up FSDP2 as accelerate does on accelerators; on CPUs accelerate would fall back to DDP."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        use_fsdp2_on_cpu(self.accelerator)
-        self.is_fsdp_enabled = True
 
 
 class DividedTrainer(mars_hf.MarsTrainer):
@@ -141,15 +128,15 @@ def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
         if option == "view":
             trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         trainer.train()
-    if dist.get_world_size() > 1 and type(trainer.model_wrapped).__name__ != WRAPPED[engine]:
-        raise RuntimeError(f"the model is wrapped in {type(trainer.model_wrapped).__name__}, not {WRAPPED[engine]}")
+    if dist.get_world_size() > 1 and engine != "tp":
+        check_wrapper(engine, trainer.model_wrapped)
     found = dict(trainer.model.named_parameters())
     return {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in found.items()}
 
 
 def refused(folder: Path) -> str:
     """Return the error of MarsTrainer under DeepSpeed."""
-    worker.import_deepspeed().init_distributed("gloo")
+    import_deepspeed()
     zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     trainer = make_trainer("ddp", 1, folder, deepspeed={**zero, **sizes})
@@ -161,20 +148,17 @@ def refused(folder: Path) -> str:
 
 
 def run(spec: str, file: Path) -> None:
-    """Train `spec`; the weights go to <file>.safetensors, a note to <file>.json."""
-    notes, folder = {}, Path(f"{file}-checkpoints")
+    """Do one run."""
+    folder = Path(f"{file}-checkpoints")
     with fresh_accelerate():
         if spec == "refused":
-            notes["refused"] = refused(folder)
+            leave(file, refused(folder))
         else:
-            results = train(spec, folder)
-            if dist.get_rank() == 0:
-                save_file({name: t.contiguous() for name, t in results.items()}, f"{file}.safetensors")
+            leave(file, None, train(spec, folder))
     if dist.get_rank() == 0:
-        Path(f"{file}.json").write_text(json.dumps(notes))
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    worker.main(run)
+    main(run)

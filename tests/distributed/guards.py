@@ -7,7 +7,6 @@ Each writes OUTPUT/<run>.json: for each rank the error (null if there was none),
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from launching import from_all_ranks, import_deepspeed, leave, main
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train import deepspeed_config, fresh_accelerate, training_arguments
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
-from worker import import_deepspeed, main
 from workload import CASES, Tokens, build_model
 
 import mars_hf
@@ -78,10 +77,7 @@ def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Traine
 
 
 def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
-    deepspeed = import_deepspeed()
-    deepspeed.init_distributed("gloo")
-    # True of this DeepSpeed's kernels only where the CPU has fp16 instructions; torch computes in fp16 anywhere.
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    import_deepspeed(fp16=True)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     with (
@@ -95,7 +91,6 @@ def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
 def train_with_autotp(stage: int, *, bf16: bool) -> None:
     """Take a step of a Llama (GPT-2 is not supported there) whose matrices DeepSpeed has divided."""
     deepspeed = import_deepspeed()
-    deepspeed.init_distributed("gloo")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
     config = {
@@ -184,10 +179,7 @@ def run(spec: str, file: Path) -> None:
         error = str(raised)
     finally:
         counting.remove()
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, {"error": error, "steps": len(steps)})
-    if dist.get_rank() == 0:
-        Path(f"{file}.json").write_text(json.dumps(everywhere))
+    leave(file, from_all_ranks({"error": error, "steps": len(steps)}))
 
 
 if __name__ == "__main__":

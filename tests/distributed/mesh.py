@@ -24,24 +24,20 @@ Flags:
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from launching import from_all_ranks, leave, main
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from train import Watched, corrected_norms, plain_results, set_lr
-from worker import main
-from workload import ACCUMULATION, BLOCK, CASES, MAX_GRAD_NORM, STEPS, VOCAB, Case, Tokens
+from train import TorchRun
+from workload import ACCUMULATION, BLOCK, CASES, MAX_GRAD_NORM, STEPS, VOCAB
 
 WIDTH, HEADS, HIDDEN, BOTTLENECK = 16, 4, 27, 3
 
@@ -172,89 +168,59 @@ def split_gradients(model: nn.Module) -> None:
             param.grad = DTensor.from_local(param.grad.to_local() / mesh.size(), mesh, [Partial()])
 
 
-class Run:
+class MeshRun(TorchRun):
     """A model and its optimizer on a mesh."""
 
-    def __init__(self, engine: str, case: Case, flags: set[str]) -> None:
-        """Build both anew."""
-        self.case, self.flags = case, flags
-        mesh = make_mesh(engine)
-        self.model: Any = build_llama(engine) if "llama" in flags else build_model(flags)
-        if mesh is not None and "llama" not in flags:
-            parallelize(self.model, mesh, flags)
+    def build(self) -> nn.Module:
+        """Build the model, on its mesh, and note which part of the data is this rank's."""
+        mesh = make_mesh(self.engine)
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        data = [name for name in names if name != "tp"]
-        self.parts = 1
-        self.part = 0
-        for name in data:
-            self.parts, self.part = (
-                self.parts * mesh[name].size(),
-                self.part * mesh[name].size() + mesh[name].get_local_rank(),
-            )
-        self.mars = case.create(self.model, is_approx="exact" not in flags)
-        set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
-        self.watched = Watched(self.mars, flags)
-        self.names = {param: name for name, param in self.model.named_parameters()}
-        self.norms: list[dict[str, float]] = []
-        self.total_norms: list[float] = []
-        self.tokens = Tokens()
+        self.part, self.parts = 0, 1
+        for name in names:
+            if name != "tp":
+                size = mesh[name].size()
+                self.part, self.parts = self.part * size + mesh[name].get_local_rank(), self.parts * size
+        if "llama" in self.flags:
+            return build_llama(self.engine)
+        model = build_model(self.flags)
+        if mesh is not None:
+            parallelize(model, mesh, self.flags)
+        return model
 
     def backward(self, step: int) -> None:
-        """Leave the gradients of a step's batch."""
+        if self.mars.is_exact and self.mars.has_previous_params:
+            with self.mars.previous_params():
+                self.add_gradients(step)
+            self.clip()
+            self.mars.update_previous_grad()
+            self.mars.update_last_grad()
+            self.mars.zero_grad()
+        self.add_gradients(step)
+
+    def add_gradients(self, step: int) -> None:
         for micro in range(ACCUMULATION):
             ids = self.tokens.micro_batch(step, micro, self.part, self.parts)
             loss = self.model(ids, labels=ids).loss if "llama" in self.flags else self.model(ids)
             (loss / ACCUMULATION).backward()
 
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            set_lr(self.mars, step)
-            if self.mars.is_exact and self.mars.has_previous_params:
-                with self.mars.previous_params():
-                    self.backward(step)
-                clip_gradients(self.model)
-                self.mars.update_previous_grad()
-                self.mars.update_last_grad()
-                self.mars.zero_grad()
-            self.backward(step)
-            if not self.case.folded:
-                self.total_norms.append(clip_gradients(self.model).item())
-            if not any(isinstance(param, DTensor) for param in self.names):
-                self.norms.append(corrected_norms(self.mars, self.names))
-            if "partial" in self.flags:
-                split_gradients(self.model)
-            self.mars.step()
-            if self.case.folded:
-                self.total_norms.append(self.mars.grad_norm.item())
-            self.mars.zero_grad()
-            self.watched.end_step()
-
-    def checkpoint(self) -> dict[str, Any]:
-        model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
-        return {"model": model, "optimizer": optimizer}
-
-    def save(self, folder: Path) -> None:
-        dcp.save(self.checkpoint(), checkpoint_id=folder)
-
-    def load(self, folder: Path) -> None:
-        saved = self.checkpoint()
-        dcp.load(saved, checkpoint_id=folder)
-        dcp_state.set_state_dict(
-            self.model, self.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
+    def clip(self) -> Tensor:
+        norm = clip_gradients(self.model)
+        if "partial" in self.flags:
+            split_gradients(self.model)
+        return norm
 
 
 def run(spec: str, file: Path) -> None:
     """Do one run."""
     engine, case, *rest = spec.split("/")
     flags = set(rest)
-    own = Run(engine, CASES[case], flags)
+    own = MeshRun(engine, CASES[case], flags)
     if "resumed" in flags:
         folder = Path(f"{file}-checkpoint")
         own.train(0, STEPS // 2)
         own.save(folder)
         norms = own.total_norms
-        own = Run(engine, CASES[case], flags)
+        own = MeshRun(engine, CASES[case], flags)
         own.total_norms = norms
         own.load(folder)
         own.train(STEPS // 2, STEPS)
@@ -262,19 +228,7 @@ def run(spec: str, file: Path) -> None:
         own.train(0, STEPS)
     placements = {name: str(getattr(param, "placements", None)) for name, param in own.model.named_parameters()}
     empty = sum(param.to_local().numel() == 0 for param in own.names if isinstance(param, DTensor))
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, empty)
-    results = plain_results(own.model, own.mars)
-    notes = {
-        **own.watched.notes(),
-        "corrected_norms": own.norms,
-        "total_norms": own.total_norms,
-        "placements": placements,
-        "empty": sum(everywhere),
-    }
-    if dist.get_rank() == 0:
-        save_file({name: value.contiguous().clone() for name, value in results.items()}, f"{file}.safetensors")
-        Path(f"{file}.json").write_text(json.dumps(notes))
+    leave(file, {**own.notes(), "placements": placements, "empty": sum(from_all_ranks(empty))}, own.results())
 
 
 if __name__ == "__main__":

@@ -1,28 +1,34 @@
-"""Train in fp16 with a dynamic loss scale and check what overflowing steps leave behind.
+"""Train in fp16 with a dynamic loss scale and check what overflowing steps leave behind; train on poisoned data.
 
-    torchrun --nproc_per_node 2 overflow.py OUTPUT ENGINE/CASE ...
+    torchrun --nproc_per_node 2 overflow.py OUTPUT ENGINE/CASE | trainer_ENGINE/loss | trainer_ENGINE/gradient ...
 
-Each run trains twice. The first time the loss scale starts too high, and later one rank's gradient holds a single
-infinity; the second time uses only the batches of the steps that were taken, with their scales. Each run
-leaves OUTPUT/<run>.json: for each attempt at a step whether it was skipped and what it changed on any rank, and what
-differs between the two trainings after each step taken.
+Runs of `trainer` use MarsTrainer while one rank's loss or gradient is poisoned, and leave in OUTPUT/<run>.json each
+rank's reports, error (null if there was none) and steps.
+
+Each other run trains twice. The first time the loss scale starts too high, and later one rank's gradient holds a single
+infinity; the second time uses only the batches of the steps that were taken, with their scales. It leaves in
+OUTPUT/<run>.json for each attempt at a step whether it was skipped and what it changed on any rank, and what differs
+between the two trainings after each step taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import from_all_ranks, import_deepspeed, leave, main
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from train import deepspeed_config, shard
-from worker import import_deepspeed, main
-from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, Case, TinyGPT2, Tokens, build_model
+from torch.utils.data import Dataset
+from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, shard, training_arguments
+from transformers import default_data_collator
+from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
 from mars_hf.distributed.shards import local
@@ -101,10 +107,7 @@ class DeepSpeed:
     """ZeRO with DeepSpeed's own scaler."""
 
     def __init__(self, engine: str, case: Case) -> None:
-        deepspeed = import_deepspeed()
-        # True of this DeepSpeed's kernels only where the CPU has fp16 instructions; torch computes in fp16 anywhere.
-        deepspeed.get_accelerator().is_fp16_supported = lambda: True
-        deepspeed.init_distributed("gloo")
+        deepspeed = import_deepspeed(fp16=True)
         self.model = build_model(case)
         self.mars = case.create(self.model)
         fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "loss_scale_window": 2, "hysteresis": 1}
@@ -140,14 +143,14 @@ def differing(before: Snapshot, after: Snapshot) -> list[str]:
         for name in sorted(before.keys() | after.keys())
         if name not in before or name not in after or not torch.equal(before[name], after[name])
     ]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
-    return sorted({name for names in everywhere for name in names})
+    return sorted({name for names in from_all_ranks(here) for name in names})
 
 
 def run(spec: str, file: Path) -> None:
     """Do one run: a training that overflows, and one that does not."""
     engine, case = spec.split("/")
+    if engine.startswith("trainer_"):
+        return leave(file, from_all_ranks(train_on_poisoned_data(engine.removeprefix("trainer_"), case)))
     make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
     rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens(LONGEST)
 
@@ -167,8 +170,7 @@ def run(spec: str, file: Path) -> None:
     for attempt, scale, after in taken:
         clean.train(batch(attempt), scale)
         differences.append(differing(after, clean.snapshot()))
-    if rank == 0:
-        Path(f"{file}.json").write_text(json.dumps({"attempts": attempts, "differences": differences}))
+    return leave(file, {"attempts": attempts, "differences": differences})
 
 
 @contextlib.contextmanager
@@ -178,6 +180,82 @@ def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
     handle = mars.register_step_pre_hook(lambda *_: calls.append(None))
     yield calls
     handle.remove()
+
+
+# --- MarsTrainer on poisoned data ---------------------------------------------------------------------------------
+
+STEPS = 7
+BAD = (3, 4, 5)  # steps with poison, counted from 1
+
+
+class Poisoned(Dataset):
+    """The rows of the run; those of bad steps are poisoned in a micro-batch of the last rank."""
+
+    def __init__(self, kind: str) -> None:
+        size = ACCUMULATION * MICRO_BATCH
+        poisoned = {step * size - MICRO_BATCH // dist.get_world_size() for step in BAD}
+        self._ids = Tokens().ids[: STEPS * size]
+        self._kinds = [{"loss": 1, "gradient": 2}[kind] if row in poisoned else 0 for row in range(STEPS * size)]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._ids[index]
+        return {"input_ids": ids, "labels": ids, "kind": torch.tensor(self._kinds[index])}
+
+
+class Model(TinyGPT2):
+    """A model that a batch can poison: its loss, or one of its gradients."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        loss = super().forward(input_ids, labels)["loss"]
+        if 2 in kind:
+            loss = loss + 0 * OneInfinity.apply(self.wide.weight).sum()
+        return {"loss": loss + torch.full_like(loss, torch.inf) if 1 in kind else loss}
+
+
+class Reports(logging.Handler):
+    """Collect what the callback logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
+    zero = None
+    if engine.startswith("zero"):
+        import_deepspeed()
+        zero = {**deepspeed_config(engine, dist.get_world_size()), "gradient_clipping": "auto"}
+    torch.manual_seed(0)
+    model = Model(build_model(CASES["adamw"]).config)
+    reports, logger = Reports(), logging.getLogger("mars_hf.training.nonfinite")
+    logger.addHandler(reports)
+    outcome: dict[str, Any] = {"reports": reports.lines, "error": None}
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+        args = training_arguments(
+            folder, CASES["adamw"], zero, remove_unused_columns=False, bf16=engine.endswith("bf16")
+        )
+        args.max_steps = STEPS
+        trainer = (Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer)(
+            model,
+            args,
+            train_dataset=Poisoned(kind),
+            data_collator=default_data_collator,
+            optimizers=(CASES["adamw"].create(model), None),
+        )
+        try:
+            trainer.train()
+        except mars_hf.NonFiniteError as error:
+            outcome["error"] = str(error).replace(folder, "FOLDER")
+        check_wrapper(engine, trainer.model_wrapped)
+        outcome["step"] = trainer.state.global_step
+    logger.removeHandler(reports)
+    return outcome
 
 
 if __name__ == "__main__":

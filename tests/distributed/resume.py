@@ -14,21 +14,17 @@ OUTPUT/<run>.error<rank>. Flags:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import train
-import worker
-from safetensors.torch import save_file
+from launching import import_deepspeed, leave, main
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
-from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, STEPS, Case, Tokens, build_model
+from workload import CASES, STEPS, Case, Tokens, build_model
 
 import mars_hf
 from mars_hf import __main__ as command_line
@@ -38,55 +34,8 @@ HALF = STEPS // 2
 Results = dict[str, Tensor]
 
 
-class TorchRun:
+class TorchRun(train.TorchRun):
     """One process, DDP or FSDP2."""
-
-    def __init__(self, engine: str, case: Case) -> None:
-        """Build a fresh model and optimizer."""
-        self.model = build_model(case)
-        self.wrapped: Any = self.model
-        self.sharded = engine == "fsdp2"
-        if engine == "ddp":
-            self.wrapped = nn.parallel.DistributedDataParallel(self.model)
-        elif self.sharded:
-            train.shard(self.model, (dist.get_world_size(),))
-        self.mars = case.create(self.model)
-        train.set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
-
-    def train(self, first: int, last: int) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        tokens = Tokens()
-        for step in range(first, last):
-            train.set_lr(self.mars, step)
-            for micro in range(ACCUMULATION):
-                ids = tokens.micro_batch(step, micro, rank, world)
-                (self.wrapped(ids, ids)["loss"] / ACCUMULATION).backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-            self.mars.step()
-            self.mars.zero_grad()
-
-    def save(self, folder: Path) -> None:
-        if self.sharded:
-            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        elif dist.get_rank() == 0:
-            folder.mkdir(parents=True)
-            torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
-
-    def load(self, folder: Path) -> None:
-        if self.sharded:
-            model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
-            saved = {"model": model, "optimizer": optimizer}
-            dcp.load(saved, checkpoint_id=folder)
-            dcp_state.set_state_dict(
-                self.model, self.mars, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-            )
-        elif (folder / "all.pt").exists():
-            model, optimizer = torch.load(folder / "all.pt")
-            self.model.load_state_dict(model)
-            self.mars.load_state_dict(optimizer)
-        else:
-            universal.load(folder / "universal", self.model, self.mars)
 
     def results(self) -> Results:
         """Return whole weights and states."""
@@ -97,51 +46,25 @@ class TorchRun:
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
         return {name: x.detach().clone() for name, x in whole.items()}
 
-    def close(self) -> None:
-        pass
 
-
-class DeepSpeedRun:
+class DeepSpeedRun(train.DeepSpeedRun):
     """ZeRO of any stage."""
 
-    def __init__(self, engine: str, case: Case, *, load_universal: bool = False) -> None:
-        """Build a fresh model, optimizer and engine."""
-        deepspeed = worker.import_deepspeed()
-        deepspeed.init_distributed("gloo")
-        config = train.deepspeed_config(engine, dist.get_world_size())
-        self.case = case
-        self.model = build_model(case)
-        self.mars = case.create(self.model)
-        config["checkpoint"] = {"load_universal": load_universal}
-        self.wrapped, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
-
-    def train(self, first: int, last: int) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        tokens = Tokens()
-        for step in range(first, last):
-            train.set_lr(self.mars, step)
-            for micro in range(ACCUMULATION):
-                ids = tokens.micro_batch(step, micro, rank, world)
-                self.wrapped.backward(self.wrapped(ids, ids)["loss"])
-                self.wrapped.step()
-
     def save(self, folder: Path) -> None:
-        self.wrapped.save_checkpoint(folder, tag="saved")
+        self.engine.save_checkpoint(folder, tag="saved")
         if dist.get_rank() == 0:
             command_line.main(["to_universal", str(folder / "saved"), str(folder / "universal")])
         dist.barrier()
 
     def load(self, folder: Path) -> None:
-        path, _ = self.wrapped.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
+        path, _ = self.engine.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
         assert path is not None
 
     def results(self) -> Results:
         """Return whole fp32 weights and states, with this rank's step counters."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if hasattr(self.wrapped.optimizer, "_hp_optimizer_states_linked"):
-            self.wrapped.optimizer._hp_optimizer_states_linked = False
-            self.wrapped.optimizer._lazy_init_hp_params_optimizer_state()
+        train.link_states(self.engine)
         results = {}
         for name, param in trainable(self.model):
             results[f"weight.{name}"] = safe_get_full_fp32_param(param)
@@ -150,9 +73,6 @@ class DeepSpeedRun:
         for index, state in enumerate(self.mars.state.values()):
             results[f"step.{index}"] = state["step"]
         return {name: value.detach().clone() for name, value in results.items()}
-
-    def close(self) -> None:
-        self.wrapped.destroy()
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -166,10 +86,6 @@ def states_of(name: str, shape: torch.Size, case: Case) -> list[str]:
     squares = not mars or case.mars_type == "mars-adamw" or (orthogonalized and len(shape) == 1)
     last = mars and not (orthogonalized and case.clip_threshold is None)
     return ["exp_avg", *(["exp_avg_sq"] if squares else []), *(["last_grad"] if last else [])]
-
-
-def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
 
 
 def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
@@ -188,7 +104,7 @@ def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = N
 
     config = None
     if engine.endswith("zero2"):
-        worker.import_deepspeed().init_distributed("gloo")
+        import_deepspeed()
         config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
     model = build_model(case)
     with train.fresh_accelerate():
@@ -237,12 +153,12 @@ def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, 
         run.train(0, HALF)
         run.save(folder)
         parts["saved"] = run.results()
-        notes["saved_groups"] = settings_of(run.mars)
+        notes["saved_groups"] = train.settings_of(run.mars)
         run.close()
         run = build(engine, case)
         run.load(folder)
         parts["loaded"] = run.results()
-    notes["loaded_groups"] = settings_of(run.mars)
+    notes["loaded_groups"] = train.settings_of(run.mars)
     if flag == "forgetful":
         for state in run.mars.state.values():
             if "last_grad" in state:
@@ -265,9 +181,9 @@ def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str
             workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
             with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
                 ds_to_universal.main(ds_to_universal.parse_arguments())
-            deepspeed_run.wrapped.load_checkpoint(origin, tag="stock")
+            deepspeed_run.engine.load_checkpoint(origin, tag="stock")
         else:
-            kind = type(deepspeed_run.wrapped.optimizer)
+            kind = type(deepspeed_run.engine.optimizer)
             name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
             with mock.patch.object(kind, name, getattr(kind, name).__wrapped__):
                 deepspeed_run.load(origin)
@@ -289,11 +205,8 @@ def run(spec: str, file: Path) -> None:
     notes: dict[str, Any] = {}
     do = cycle_trainer if engine.startswith("trainer") else refused if flag in ("stock", "unextended") else cycle
     results = do(engine, CASES[case], folder, origin, notes, flag)
-    if dist.get_rank() == 0:
-        whole = {name: value.contiguous().clone() for name, value in results.items()}
-        save_file(whole, f"{file}.safetensors")
-        Path(f"{file}.json").write_text(json.dumps(notes))
+    leave(file, notes, results)
 
 
 if __name__ == "__main__":
-    worker.main(run)
+    main(run)

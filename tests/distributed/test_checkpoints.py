@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from launching import error_of, launch
-from launching import needs_deepspeed as need_deepspeed
-from safetensors.torch import load_file
+from launching import Launches, Run
 from test_parity import BAR, apart, bar_of, share_that_agrees, worst
 from torch import Tensor
 from workload import STEPS
@@ -57,44 +51,15 @@ BY_HAND = [pytest.param(2, run, id=f"2-{run}") for run in RESUMED if not run.sta
 CHANGES = [pytest.param(world, run, id=f"{world}-{run}") for world, runs in TAKEN_UP.items() for run in runs]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Results of one run."""
-
-    tensors: dict[str, Tensor]
-    notes: dict
-
-    def at(self, part: str, kind: str = "") -> dict[str, Tensor]:
-        """Return tensors: `whole` (after all steps without a stop), `saved`, `loaded`, or `resumed` (to the end)."""
-        prefix = f"{part}.{kind}"
-        return {name.removeprefix(f"{part}."): x for name, x in self.tensors.items() if name.startswith(prefix)}
-
-
-def needs_deepspeed(run: str) -> None:
-    if "zero" in run:
-        need_deepspeed()
-
-
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
     """Return the results of a run; the first request trains all runs with as many processes."""
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def train(world: int) -> Path:
-        folder = root / f"world{world}"
-        if not folder.exists():
-            folder.mkdir()
-            deepspeed = importlib.util.find_spec("deepspeed") is not None
-            runs = [run for run in SPECS[world] if deepspeed or "zero" not in run]
-            launch("resume.py", folder, runs, world)
-        return folder
+    launches = Launches("resume.py", tmp_path_factory)
 
     def get(world: int, run: str) -> Run:
-        needs_deepspeed(run)
-        train(2)  # writes the checkpoints that the others resume
-        file = train(world) / f"{run.replace('/', '-')}.safetensors"
-        assert not error_of(file.parent, run), error_of(file.parent, run)
-        return Run(load_file(file), json.loads(file.with_suffix(".json").read_text()))
+        if world != 2:
+            launches.get("2", SPECS[2], 2, "ddp/lion_1d")  # writes the checkpoints that the others resume
+        return launches.get(str(world), SPECS[world], world, run)
 
     return get
 
@@ -107,7 +72,7 @@ def without_counters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("run", RESUMED)
 def test_a_stop_changes_nothing(trained, run):
     result = trained(2, run)
-    expected, found = result.at("whole"), result.at("resumed")
+    expected, found = result.named("whole"), result.named("resumed")
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=0, atol=SAME_BAR * x.abs().max().item(), msg=name)
@@ -115,7 +80,7 @@ def test_a_stop_changes_nothing(trained, run):
 
 def test_a_lost_last_gradient_is_noticed(trained):
     result = trained(2, "fsdp2/adamw/forgetful")
-    assert max(apart(result.at("whole", "weight"), result.at("resumed", "weight")).values()) > 20 * BAR
+    assert max(apart(result.named("whole.weight"), result.named("resumed.weight")).values()) > 20 * BAR
 
 
 # Trainer trains right after loading.
@@ -124,7 +89,7 @@ def test_what_is_loaded_is_what_was_saved(trained, world, run):
     _, case, *origin = run.split("/")
     result = trained(world, run)
     source = trained(2, f"{origin[0].removeprefix('from:')}/{case}") if origin else result
-    saved, loaded = without_counters(source.at("saved")), without_counters(result.at("loaded"))
+    saved, loaded = without_counters(source.named("saved")), without_counters(result.named("loaded"))
     assert loaded.keys() == saved.keys()
     states = [x for name, x in saved.items() if name.startswith("exp_avg." if case == "m_unclipped" else "last_grad.")]
     assert len(states) >= 10 and all(x.any() for x in states)  # as many matrices
@@ -138,8 +103,8 @@ def test_what_is_loaded_is_what_was_saved(trained, world, run):
 def test_other_processes_go_on_as_one_would_have(trained, world, run):
     engine, case, _ = run.split("/")
     expected, found = trained(1, f"single/{case}"), trained(world, run)
-    for kind in ("weight",) if engine.startswith("trainer") else ("weight", "exp_avg.", "last_grad"):
-        pair = expected.at("whole", kind), found.at("resumed", kind)
+    for kind in ("weight",) if engine.startswith("trainer") else ("weight", "exp_avg", "last_grad"):
+        pair = expected.named(f"whole.{kind}"), found.named(f"resumed.{kind}")
         if case == "m_unclipped" and kind == "last_grad":
             assert pair == ({}, {})
             continue
@@ -148,7 +113,7 @@ def test_other_processes_go_on_as_one_would_have(trained, world, run):
         else:
             differences = apart(*pair)
             assert max(differences.values()) <= bar_of(case), worst(differences)
-    counters = found.at("resumed", "step.").values()
+    counters = found.named("resumed.step").values()
     assert {value.item() for value in counters} <= {STEPS}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import pytest
-from launching import error_of, launch, needs_deepspeed
+from launching import Launches, error_of, launch, needs_deepspeed
 from packaging.version import parse
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -44,19 +43,13 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """Return each rank's outcome of a run; the first request starts all runs of its kind."""
-    folders: dict[bool, Any] = {}
+    launches = Launches("guards.py", tmp_path_factory)
 
     def get(run: str) -> list[dict[str, Any]]:
-        deepspeed = run not in LAYOUTS
-        if deepspeed:
-            needs_deepspeed()
-        if deepspeed not in folders:
-            folders[deepspeed] = tmp_path_factory.mktemp("guards")
-            runs = [*SWAPS, *KEPT, BF16_WITHOUT_ZERO, *DIVIDED] if deepspeed else [*LAYOUTS]
-            launch("guards.py", folders[deepspeed], runs, 2)
-        error = error_of(folders[deepspeed], run)
-        assert error is None, error
-        return json.loads((folders[deepspeed] / f"{run.replace('/', '-')}.json").read_text())
+        if run in LAYOUTS:
+            return launches.get("layouts", list(LAYOUTS), 2, run).notes
+        needs_deepspeed()
+        return launches.get("deepspeed", [*SWAPS, *KEPT, BF16_WITHOUT_ZERO, *DIVIDED], 2, run).notes
 
     return get
 
@@ -86,7 +79,7 @@ def test_bf16_without_zero_stops_where_deepspeed_divides_it_too(outcomes):
 def test_a_launch_that_hangs_fails_soon(tmp_path):
     """All launches here have this limit, at 60 s."""
     run = "ddp/adamw/hang"
-    launch("train.py", tmp_path, [run], 2, "--wait", "15")
+    launch("train.py", tmp_path, [run], 2, "--wait", "8")
     assert "imed out" in error_of(tmp_path, run)
 
 

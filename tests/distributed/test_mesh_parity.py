@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from launching import error_of, launch
+from launching import Launches, Run
 from mesh import HIDDEN, WIDTH
-from safetensors.torch import load_file
-from test_parity import MATRIX_CASES, Run, apart, bar_of, share_that_agrees, worst
+from test_parity import MATRIX_CASES, apart, bar_of, share_that_agrees, worst
 from workload import CASES as SETTINGS
 from workload import CLIP_THRESHOLD, MAX_GRAD_NORM, STEPS
 
@@ -63,18 +60,11 @@ def specs(world: int, soak: bool) -> list[str]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
     """Return the results of a run; the first request trains all runs of its launch."""
-    folders: dict[tuple[int, bool], Path] = {}
+    launches = Launches("mesh.py", tmp_path_factory)
 
     def get(world: int, run: str) -> Run:
         soak = world > 1 and (world not in RUNS or run not in specs(world, soak=False))
-        launched = world, soak
-        if launched not in folders:
-            folders[launched] = tmp_path_factory.mktemp(f"mesh{world}")
-            launch("mesh.py", folders[launched], specs(*launched), world)
-        error = error_of(folders[launched], run)
-        assert error is None, error
-        file = folders[launched] / f"{run.replace('/', '-')}.safetensors"
-        return Run(load_file(file), json.loads(file.with_suffix(".json").read_text()))
+        return launches.get(f"{world}{soak}", specs(world, soak), world, run)
 
     return get
 

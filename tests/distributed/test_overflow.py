@@ -1,14 +1,13 @@
-"""A step skipped by fp16's dynamic loss scale leaves no trace: every bit, on every rank, as without its batch."""
+"""A step skipped by fp16's dynamic loss scale leaves no trace, and non-finite values on one rank stop every rank."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from launching import error_of, launch, needs_deepspeed
-from overflow import ATTEMPTS, POISONED
+from launching import Launches
+from overflow import ATTEMPTS, BAD, POISONED
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -23,22 +22,17 @@ RUNS = {
 }
 
 
+POISONED_RUNS = {
+    "torch": ("trainer_ddp/loss", "trainer_ddp/gradient", "trainer_fsdp2/loss", "trainer_fsdp2/gradient"),
+    "deepspeed": ("trainer_zero1/loss", *(f"trainer_{engine}/gradient" for engine in ("zero2", "zero3", "zero3_bf16"))),
+}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     """Return a run's records; the first request starts all runs of its kind."""
-    folders: dict[str, Any] = {}
-
-    def get(kind: str, run: str) -> Any:
-        if kind == "deepspeed":
-            needs_deepspeed()
-        if kind not in folders:
-            folders[kind] = tmp_path_factory.mktemp(kind)
-            launch("overflow.py", folders[kind], list(RUNS[kind]), 2)
-        error = error_of(folders[kind], run)
-        assert error is None, error
-        return json.loads((folders[kind] / f"{run.replace('/', '-')}.json").read_text())
-
-    return get
+    launches = Launches("overflow.py", tmp_path_factory)
+    return lambda kind, run: launches.get(kind, [*RUNS[kind], *POISONED_RUNS[kind]], 2, run).notes
 
 
 @pytest.mark.parametrize(("kind", "run"), [(kind, run) for kind, runs in RUNS.items() for run in runs])
@@ -56,3 +50,14 @@ def test_a_skipped_step_leaves_no_trace(trained, kind, run):
             assert {"param", "exp_avg", "last_grad", "step"} <= changed
     # Training without the batches of skipped steps is identical after each step.
     assert notes["differences"] == [[]] * skipped.count(False)
+
+
+@pytest.mark.parametrize(("kind", "run"), [(kind, run) for kind, runs in POISONED_RUNS.items() for run in runs])
+def test_non_finite_values_of_one_rank_stop_every_rank(trained, kind, run):
+    """At the same step; only the first one reports."""
+    first, second = trained(kind, run)
+    assert first["error"].startswith("3 steps in a row") and first["error"] == second["error"]
+    assert first["step"] == second["step"] == BAD[-1] - 1
+    assert [line.split(":")[0] for line in first["reports"]] == [f"step {step}" for step in BAD]
+    assert second["reports"] == []
+    assert ("loss inf" if "loss" in run else "gradient") in first["reports"][0]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from threads import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from mars_hf import Mars
 from mars_hf.distributed.shards import Slice
@@ -18,6 +20,33 @@ from mars_hf.orthogonalize import Exchange, Matrix, ProcessGroups
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
 CPU = torch.device("cpu")
+
+
+def run_ranks(world: int, function: Callable[[int], Any]) -> list[Any]:
+    """Return what a function returns on each rank, a thread on torch's own process group, or what it raises there."""
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+    results: list[Any] = [None] * world
+
+    def one(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=world, store=store)
+        try:
+            results[rank] = function(rank)
+        except Exception as error:
+            results[rank] = error
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    multi_threaded_pg._uninstall_threaded_pg()
+    return results
 
 
 @pytest.fixture(autouse=True)

@@ -1,34 +1,35 @@
 """Train the workload under the engines named on the command line and write each one's final weights.
 
-    torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms|/metrics|/hang] ...
+    torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms|/metrics|/groups|/resumed|/hang] ...
 
 One launch does many runs, since starting processes takes longer than training. Each writes OUTPUT/<run>.safetensors
 (full fp32 weights, first moments and last gradients) and OUTPUT/<run>.json (the collectives of every `Mars.step`).
 
 `local_norms` turns off the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices.
-`metrics` also notes the metrics of every step. `hang` leaves one rank asleep.
+`metrics` also notes the metrics of every step. `groups` are parameter groups of the user's own. `resumed` stops a loop
+with accelerate in the middle. `hang` leaves one rank asleep.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from launching import from_all_ranks, import_deepspeed, leave, main
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker import import_deepspeed, main
 from workload import (
     ACCUMULATION,
     CASES,
@@ -44,7 +45,7 @@ from workload import (
 )
 
 import mars_hf
-from mars_hf import orthogonalize
+from mars_hf import orthogonalize, universal
 from mars_hf.param_groups import rule_of
 from mars_hf.settings import ORTHOGONAL_TYPES
 
@@ -148,51 +149,124 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in results.items()}
 
 
-# --- torch: one process, DDP, FSDP2 ------------------------------------------------------------------------------
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups as in many recipes: one layer decays, the rest does not and has a rate of its own."""
+    first = [param for name, param in model.named_parameters() if "h.0" in name]
+    rest = [param for name, param in model.named_parameters() if "h.0" not in name]
+    return [{"params": first, "weight_decay": 0.2, "lr": 4e-3}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
 
 
-def train_torch(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
-    """Run a plain loop. `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = build_model(case)
-    wrapped: Any = model
-    if engine.startswith("ddp"):
-        settings = {"ddp": {}, "ddp_bucket_view": {"gradient_as_bucket_view": True}}
-        settings["ddp_static_graph"] = {"static_graph": True}
-        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=case.skipping, **settings[engine])
-    elif engine in ("fsdp2", "hsdp"):
-        shard(model, (world,) if engine == "fsdp2" else (2, world // 2))
-    mars = case.create(model)
-    if engine.startswith("ddp"):
-        mars.process_group = wrapped.process_group
-    watched = Watched(mars, flags)
-    names = {param: name for name, param in model.named_parameters()}
-    norms, total_norms = [], []
-    tokens = Tokens()
-    for step in range(STEPS):
-        set_lr(mars, step)
+def rates_of(mars: mars_hf.Mars) -> list[list[Any]]:
+    return [[group[key] for key in ("role", "initial_lr", "weight_decay")] for group in mars.param_groups]
+
+
+def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
+
+
+# --- torch: one process, DDP, FSDP2 -----------------------------------------------------------------------------------
+
+DDP = {"ddp": {}, "ddp_bucket_view": {"gradient_as_bucket_view": True}, "ddp_static_graph": {"static_graph": True}}
+
+
+class TorchRun:
+    """A plain loop. The engine `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
+
+    def __init__(self, engine: str, case: Case, flags: set[str] | None = None) -> None:
+        """Build a fresh model and optimizer."""
+        self.engine, self.case, self.flags = engine, case, flags or set()
+        self.part, self.parts = dist.get_rank(), dist.get_world_size()  # of the data
+        self.tokens = Tokens()
+        self.norms: list[dict[str, float]] = []
+        self.total_norms: list[Tensor] = []
+        self.model: Any = self.build()
+        self.wrapped: Any = self.model
+        if engine in DDP:
+            settings = {"find_unused_parameters": case.skipping, **DDP[engine]}
+            self.wrapped = nn.parallel.DistributedDataParallel(self.model, **settings)
+        self.mars = case.create(
+            groups_of(self.model) if "groups" in self.flags else self.model, is_approx="exact" not in self.flags
+        )
+        if engine in DDP:
+            self.mars.process_group = self.wrapped.process_group
+        set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
+        self.watched = Watched(self.mars, self.flags)
+        self.names = {param: name for name, param in self.model.named_parameters()}
+
+    def build(self) -> nn.Module:
+        model = build_model(self.case)
+        if self.engine in ("fsdp2", "hsdp"):
+            world = dist.get_world_size()
+            shard(model, (world,) if self.engine == "fsdp2" else (2, world // 2))
+        return model
+
+    def backward(self, step: int) -> None:
+        """Leave the gradients of a step's batch."""
         for micro in range(ACCUMULATION):
-            ids = tokens.micro_batch(step, micro, rank, world)
+            ids = self.tokens.micro_batch(step, micro, self.part, self.parts)
             # A static graph must see every backward pass (otherwise torch asserts).
-            unsynced = engine in ("ddp", "ddp_bucket_view") and micro < ACCUMULATION - 1
-            with wrapped.no_sync() if unsynced else contextlib.nullcontext():
-                (wrapped(ids, ids, uses_branch(case, step))["loss"] / ACCUMULATION).backward()
-        if engine == "single_zeros":
-            for param in model.parameters():
+            unsynced = self.engine in ("ddp", "ddp_bucket_view") and micro < ACCUMULATION - 1
+            with self.wrapped.no_sync() if unsynced else contextlib.nullcontext():
+                (self.wrapped(ids, ids, uses_branch(self.case, step))["loss"] / ACCUMULATION).backward()
+        if self.engine == "single_zeros":
+            for param in self.model.parameters():
                 if param.requires_grad and param.grad is None:
                     param.grad = torch.zeros_like(param)
-        if not case.folded:
-            total_norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM))
-        if engine == "single":
-            norms.append(corrected_norms(mars, names))
-        mars.step()
-        if case.folded:
-            total_norms.append(mars.grad_norm.clone())
-        mars.zero_grad()
-        watched.end_step()
-    totals = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in total_norms]
-    notes |= {**watched.notes(), "corrected_norms": norms, "total_norms": [norm.item() for norm in totals]}
-    return plain_results(model, mars)
+
+    def clip(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+
+    def train(self, first: int, end: int) -> None:
+        """Take the steps from `first` to before `end`."""
+        for step in range(first, end):
+            set_lr(self.mars, step)
+            self.backward(step)
+            if not self.case.folded:
+                self.total_norms.append(self.clip())
+            if self.engine == "single":
+                self.norms.append(corrected_norms(self.mars, self.names))
+            self.mars.step()
+            if self.case.folded:
+                self.total_norms.append(self.mars.grad_norm.clone())
+            self.mars.zero_grad()
+            self.watched.end_step()
+
+    def save(self, folder: Path) -> None:
+        """Save, through DCP where parameters are sharded."""
+        if any(isinstance(param, DTensor) for param in self.model.parameters()):
+            dcp.save(self._sharded_state(), checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` has saved, or a universal checkpoint."""
+        if (folder / "all.pt").exists():
+            model, optimizer = torch.load(folder / "all.pt")
+            self.model.load_state_dict(model)
+            self.mars.load_state_dict(optimizer)
+        elif (folder / "universal").exists():
+            universal.load(folder / "universal", self.model, self.mars)
+        else:
+            saved = self._sharded_state()
+            dcp.load(saved, checkpoint_id=folder)
+            states = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+            dcp_state.set_state_dict(self.model, self.mars, **states)
+
+    def _sharded_state(self) -> dict[str, Any]:
+        model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+        return {"model": model, "optimizer": optimizer}
+
+    def results(self) -> Results:
+        return plain_results(self.model, self.mars)
+
+    def notes(self) -> dict[str, Any]:
+        totals = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in self.total_norms]
+        norms = {"corrected_norms": self.norms, "total_norms": [norm.item() for norm in totals]}
+        return {**self.watched.notes(), **norms, "groups": rates_of(self.mars)}
+
+    def close(self) -> None:
+        pass
 
 
 def shard(model: TinyGPT2, mesh_shape: tuple[int, ...], **settings: Any) -> None:
@@ -226,6 +300,9 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "zero1_bf16_fp32accum": {"zero_optimization": _ZERO1, **_BF16, "data_types": {"grad_accum_dtype": "fp32"}},
     "zero2_bf16": {"zero_optimization": _ZERO2, **_BF16},
     "zero3_bf16": {"zero_optimization": _ZERO3, **_BF16},
+    "zero3_init": {"zero_optimization": _ZERO3},  # with a model built under `deepspeed.zero.Init`
+    "stage0": {},  # no ZeRO, which is DeepSpeed's default
+    "stage0_bf16": _BF16,
 }
 
 
@@ -240,26 +317,54 @@ def deepspeed_config(engine: str, world: int) -> dict[str, Any]:
     }
 
 
-def train_deepspeed(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
-    deepspeed = import_deepspeed()
-    deepspeed.init_distributed("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = build_model(case)
-    mars = case.create(model)
-    watched = Watched(mars, flags)
-    wrapped, *_ = deepspeed.initialize(model=model, optimizer=mars, config=deepspeed_config(engine, world))
-    tokens = Tokens()
-    for step in range(STEPS):
-        set_lr(mars, step)
-        for micro in range(ACCUMULATION):
-            ids = tokens.micro_batch(step, micro, rank, world)
-            wrapped.backward(wrapped(ids, ids, uses_branch(case, step))["loss"])
-            wrapped.step()
-        watched.end_step()
-    notes |= watched.notes()
-    results = deepspeed_results(model, wrapped, mars)
-    wrapped.destroy()
-    return results
+class DeepSpeedRun:
+    """ZeRO of any stage, or none."""
+
+    def __init__(self, engine: str, case: Case, flags: set[str] | None = None, **checkpoint: Any) -> None:
+        """Build a fresh model, optimizer and engine."""
+        deepspeed = import_deepspeed()
+        flags, self.name, self.case = flags or set(), engine, case
+        config = {**deepspeed_config(engine, dist.get_world_size()), "checkpoint": checkpoint}
+        self.model = build_model(case)
+        if engine == "zero3_init":
+            initial = self.model.state_dict()
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                self.model = build_model(case)
+            assert {param.shape for param in self.model.parameters()} == {torch.Size([0])}
+            for name, param in self.model.named_parameters():  # which were drawn in another order
+                with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                    param.data.copy_(initial[name])
+        self.mars = case.create(groups_of(self.model) if "groups" in flags else self.model)
+        self.watched = Watched(self.mars, flags)
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+
+    def train(self, first: int, end: int) -> None:
+        """Take the steps from `first` to before `end`."""
+        for step in range(first, end):
+            set_lr(self.mars, step)
+            for micro in range(ACCUMULATION):
+                ids = Tokens().micro_batch(step, micro, dist.get_rank(), dist.get_world_size())
+                self.engine.backward(self.engine(ids, ids, uses_branch(self.case, step))["loss"])
+                self.engine.step()
+            self.watched.end_step()
+
+    def results(self) -> Results:
+        if self.name.startswith("stage0"):
+            return {f"weight.{name}": param.detach().float() for name, param in self.model.named_parameters()}
+        return deepspeed_results(self.model, self.engine, self.mars)
+
+    def notes(self) -> dict[str, Any]:
+        return {**self.watched.notes(), "groups": rates_of(self.mars)}
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def link_states(engine: Any) -> None:
+    """Let ZeRO-1/2 link all groups' states; it does so after the first group's first step, when others have none."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Results:
@@ -267,10 +372,7 @@ def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Resu
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # ZeRO-1/2 link the states of all groups after the first group's first step, when the others have none.
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    link_states(engine)
     results = states_by_layout(model, mars)
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -306,10 +408,8 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
             here += [
                 (f"{key}.{names[shard.param_index]}", shape, state[key][stretch]) for key in STATES if key in state
             ]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
     pieces: dict[str, tuple[torch.Size, list[Tensor]]] = {}
-    for name, shape, stretch in (found for rank in everywhere for found in rank):
+    for name, shape, stretch in (found for rank in from_all_ranks(here) for found in rank):
         pieces.setdefault(name, (shape, []))[1].append(stretch)
     return {name: torch.cat(parts).view(shape) for name, (shape, parts) in pieces.items()}
 
@@ -339,21 +439,18 @@ def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **s
     )
 
 
-def train_way_in(engine: str, case: Case, notes: dict[str, Any], flags: set[str]) -> Results:
-    """Run `<way>_<engine>`: each way to pass MARS from a script, under ZeRO-2, DDP or FSDP2."""
+def train_way_in(engine: str, case: Case) -> Results:
+    """Run `<way>_<engine>`: each way to pass MARS to a Trainer, under ZeRO-2, DDP or FSDP2."""
     way, backend = engine.rsplit("_", 1)
     zero = None
     if backend == "zero2":
-        import_deepspeed().init_distributed("gloo")
+        import_deepspeed()
         zero = deepspeed_config("zero2", dist.get_world_size())
     model = build_model(case)
-    with fresh_accelerate():
-        if way == "accelerate":
-            return train_accelerate(backend, model, case, zero)
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = make_trainer(way, model, case, folder, zero)
-            trainer.train()
-        check_backend(backend, trainer.model_wrapped)
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(way, model, case, folder, zero)
+        trainer.train()
+        check_wrapper(backend, trainer.model_wrapped)
         return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
 
 
@@ -376,41 +473,106 @@ def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict
     return mars_hf.MarsTrainer(args=arguments, optimizers=(mars_hf.create(model, **settings), None), **shared)
 
 
-def train_accelerate(backend: str, model: nn.Module, case: Case, zero: dict[str, Any] | None) -> Results:
-    """Run accelerate without Trainer."""
-    from accelerate import Accelerator, DeepSpeedPlugin
+class AccelerateRun:
+    """The loop of a user of accelerate: `fsdp2` is sharded by accelerate, `fullyshard` before."""
 
-    if zero is not None:
-        # Not with cpu=True, which means DDP. The number of micro-batches and the clip are in the JSON.
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero))
-    else:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
-    if backend == "fsdp2":
-        use_fsdp2_on_cpu(accelerator)
-    mars = case.create(model)
-    micro_batch = MICRO_BATCH // accelerator.num_processes
-    loader = torch.utils.data.DataLoader(Tokens(), batch_size=micro_batch)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: lr_factor(step // accelerator.num_processes))
-    wrapped, optimizer, loader, scheduler = accelerator.prepare(model, mars, loader, scheduler)
-    check_backend(backend, wrapped)
-    for batch in loader:
-        with accelerator.accumulate(wrapped):
-            accelerator.backward(wrapped(**batch)["loss"])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    if zero is not None:
-        return deepspeed_results(model, wrapped, mars)
-    return plain_results(accelerator.unwrap_model(wrapped), mars)
+    def __init__(self, backend: str, case: Case) -> None:
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        self.backend = backend
+        if backend == "zero2":
+            import_deepspeed()
+            # Not with cpu=True, which means DDP. The number of micro-batches and the clip are in the JSON.
+            config = deepspeed_config("zero2", dist.get_world_size())
+            self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        else:
+            self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+        if backend == "fsdp2":
+            use_fsdp2_on_cpu(self.accelerator)
+        world = self.accelerator.num_processes
+        self.model = build_model(case)
+        if backend == "fullyshard":
+            shard(self.model, (world,))
+        self.mars = case.create(self.model)
+        loader = torch.utils.data.DataLoader(Tokens(), batch_size=MICRO_BATCH // world)
+        # accelerate's scheduler takes a step for each process.
+        schedule = torch.optim.lr_scheduler.LambdaLR(self.mars, lambda step: lr_factor(step // world))
+        # On CPUs accelerate would wrap a sharded model in DDP.
+        model = [] if backend == "fullyshard" else [self.model]
+        prepared = self.accelerator.prepare(*model, self.mars, loader, schedule)
+        self.wrapped, self.optimizer, self.loader, self.schedule = (self.model, *prepared)[-4:]
+        check_wrapper(backend, self.wrapped)
+
+    def train(self, first: int, end: int) -> None:
+        """Take the steps from `first` to before `end`."""
+        batches = self.accelerator.skip_first_batches(self.loader, first * ACCUMULATION)
+        for index, batch in enumerate(batches, start=1):
+            with self.accelerator.accumulate(self.wrapped):
+                self.accelerator.backward(self.wrapped(**batch)["loss"])
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.wrapped.parameters(), MAX_GRAD_NORM)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            if index == (end - first) * ACCUMULATION:
+                break
+
+    def save(self, folder: Path) -> None:
+        if self.backend == "fullyshard":
+            dcp.save(self._sharded_state(), checkpoint_id=folder)
+        else:
+            self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        if self.backend != "fullyshard":
+            return self.accelerator.load_state(str(folder))
+        state = self._sharded_state()
+        dcp.load(state, checkpoint_id=folder)
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        dcp_state.set_state_dict(self.model, self.mars, **states)
+
+    def _sharded_state(self) -> dict[str, Any]:
+        model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule}
+
+    def results(self) -> Results:
+        if self.backend == "zero2":
+            return deepspeed_results(self.model, self.wrapped, self.mars)
+        return plain_results(self.accelerator.unwrap_model(self.wrapped), self.mars)
 
 
-def check_backend(backend: str, wrapped: Any) -> None:
+def train_with_accelerate(backend: str, case: Case, folder: Path | None) -> Results:
+    """Train; with a folder, stop in the middle, build everything anew and resume."""
+    first = 0
+    if folder is not None:
+        first = STEPS // 2
+        with fresh_accelerate():
+            stopped = AccelerateRun(backend, case)
+            stopped.train(0, first)
+            stopped.save(folder)
+    with fresh_accelerate():
+        run = AccelerateRun(backend, case)
+        if folder is not None:
+            run.load(folder)
+        run.train(first, STEPS)
+        return run.results()
+
+
+def check_wrapper(backend: str, wrapped: Any) -> None:
     """Raise unless the model is wrapped as requested: accelerate falls back to DDP silently."""
-    wanted = {"zero2": "DeepSpeedEngine", "ddp": "DistributedDataParallel", "fsdp2": "FSDPTinyGPT2"}[backend]
-    if type(wrapped).__name__ != wanted:
-        raise RuntimeError(f"the model is wrapped in {type(wrapped).__name__}, not {wanted}")
+    wanted = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP", "fullyshard": "FSDP"}.get(backend, "DeepSpeedEngine")
+    name = type(wrapped).__name__
+    if not name.startswith(wanted):
+        raise RuntimeError(f"the model is wrapped in {name}, not {wanted}")
+
+
+class Fsdp2Trainer(mars_hf.MarsTrainer):
+    """Set up FSDP2 as accelerate does on accelerators; on CPUs accelerate would fall back to DDP."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_fsdp2_on_cpu(self.accelerator)
+        self.is_fsdp_enabled = True
 
 
 def use_fsdp2_on_cpu(accelerator: Any) -> None:
@@ -443,15 +605,7 @@ def fresh_accelerate() -> Iterator[None]:
         os.environ.update(before)
 
 
-# --- the runs ----------------------------------------------------------------------------------------------------
-
-
-def function_of(engine: str) -> Callable[..., Results]:
-    if engine in DEEPSPEED:
-        return train_deepspeed
-    if engine.split("_")[0] in ("factory", "optim", "own", "trainer", "accelerate"):
-        return train_way_in
-    return train_torch
+# --- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def run(spec: str, file: Path) -> None:
@@ -459,11 +613,18 @@ def run(spec: str, file: Path) -> None:
     engine, case, *flags = spec.split("/")
     if "hang" in flags and dist.get_rank() == 1:
         time.sleep(3600)
-    notes: dict[str, Any] = {}
-    results = function_of(engine)(engine, CASES[case], notes, set(flags))
-    if dist.get_rank() == 0:
-        save_file({name: value.contiguous().clone() for name, value in results.items()}, f"{file}.safetensors")
-        Path(f"{file}.json").write_text(json.dumps(notes))
+    way, _, backend = engine.partition("_")
+    if way == "accelerate":
+        folder = file.with_name(f"{file.name}-state") if "resumed" in flags else None
+        leave(file, {}, train_with_accelerate(backend, CASES[case], folder))
+    elif way in ("factory", "optim", "own", "trainer"):
+        leave(file, {}, train_way_in(engine, CASES[case]))
+    else:
+        kind: Any = DeepSpeedRun if engine in DEEPSPEED else TorchRun
+        loop = kind(engine, CASES[case], set(flags))
+        loop.train(0, STEPS)
+        leave(file, loop.notes(), loop.results())
+        loop.close()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
-"""The pages of the documentation and the examples in them."""
+"""The pages of the documentation, the examples in them, and names and files that examples may use."""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from helpers import Blocks, arguments, gpt2
+from torch.utils.data import DataLoader
+
+import mars_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": ROOT / "README.md"} | {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -51,3 +58,57 @@ def entry_points() -> list[str]:
     table = content[content.index("| you have | you write |") :].split("\n\n")[0]
     rows = _ROW.findall(table)[2:]
     return [code for row in rows for code in _CODE.findall(row.split(" | ")[1])]
+
+
+# An ordinary script, without MARS.
+SCRIPT = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16, "vocab_size": 64}
+model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+ids = torch.arange(12)
+trainer = Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+trainer.train()
+optimizer = trainer.optimizer
+while hasattr(optimizer, "optimizer"):
+    optimizer = optimizer.optimizer
+print("TRAINED WITH", type(optimizer).__name__, optimizer.param_groups[0]["mars_type"])
+"""
+
+
+def names(folder: Path) -> dict[str, Any]:
+    """Return the initial namespace for a page's examples: a tiny model, data and arguments."""
+    dataset = Blocks(16)
+    return {
+        **{"__name__": "example", "model": gpt2(), "model_init": gpt2, "dataset": dataset, "scheduler": None},
+        "args": arguments(folder / "out", max_steps=2, per_device_train_batch_size=2),
+        "loader": DataLoader(dataset, batch_size=4),
+    }
+
+
+def save_zero_checkpoint(folder: Path) -> None:
+    """Write a checkpoint of `gpt2()` and its Mars, as one rank of DeepSpeed ZeRO-3 does: it holds no classes."""
+    model = gpt2()
+    mars = mars_hf.create(model, lr=6e-4)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    mars.step()
+    named = {param: name for name, param in model.named_parameters()}
+    states, weights, shapes = {}, [], []
+    for index, group in enumerate(mars.param_groups):
+        params = group["params"]
+        keys = [key for key in mars.state[params[0]] if key != "step"]
+        flat = {key: torch.cat([mars.state[param][key].flatten() for param in params]) for key in keys}
+        states[index] = {"step": mars.state[params[0]]["step"], **flat}
+        weights.append(torch.cat([param.detach().flatten() for param in params]))
+        shapes.append(OrderedDict((named[param], param.shape) for param in params))
+    groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
+    state = {"optimizer_state_dict": {"state": states, "param_groups": groups}, "fp32_flat_groups": weights}
+    state |= {"loss_scaler": None, "dynamic_loss_scale": False, "overflow": False}
+    folder.mkdir(parents=True)
+    optimizer = {"optimizer_state_dict": state, "ds_version": "0.19.8"}
+    torch.save(optimizer, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    module = {"dp_world_size": 1, "ds_config": {"zero_optimization": {"stage": 3}}, "param_shapes": shapes}
+    torch.save({**module, "module": model.state_dict()}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")

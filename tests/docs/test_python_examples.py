@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import prelude
+import pages
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
@@ -51,7 +51,7 @@ def logged(monkeypatch):
 def prepare(page: str) -> None:
     """Make the files that a page's examples read."""
     if page == "distributed.md":
-        prelude.save_zero_checkpoint(ZERO)
+        pages.save_zero_checkpoint(ZERO)
         universal.to_universal(ZERO, ZERO.with_name(f"{ZERO.name}_universal"))
 
 
@@ -79,12 +79,12 @@ def run(page: str, names: dict[str, Any], logged: list[str]) -> int:
 @pytest.mark.parametrize("page", [page for page in PAGES if any(one.language == "python" for one in blocks(page))])
 def test_examples_run(page, place, logged):
     prepare(page)
-    assert run(page, prelude.names(place), logged)
+    assert run(page, pages.names(place), logged)
 
 
 def test_entry_points_of_readme(place):
     """The table's code builds a Mars where the table says."""
-    names = {**prelude.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
+    names = {**pages.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
     names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}
     names["rows"] = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in [list(range(12))] * 16])
     vocabulary = Tokenizer(models.WordLevel({str(index): index for index in range(64)}))

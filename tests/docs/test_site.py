@@ -32,30 +32,20 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @needs_mkdocs
-@pytest.mark.parametrize("name", mars_hf.__all__)
-def test_the_reference_has_every_public_name(site, name):
+def test_site(site):
+    """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
     page = (site / "api" / "index.html").read_text(encoding="utf-8")
-    assert f'id="mars_hf.{name}"' in page
-
-
-@needs_mkdocs
-def test_no_page_loads_anything_from_elsewhere(site):
+    assert [name for name in mars_hf.__all__ if f'id="mars_hf.{name}"' not in page] == []
     loads = re.compile(r"""<(?:script|link|img)\b[^>]*?(?:src|href)=["']?(https?://[^"'\s>]+)""")
     for page in site.rglob("*.html"):
-        found = [url for url in loads.findall(page.read_text(encoding="utf-8"))]
-        assert not found, (page, found)
-
-
-@needs_mkdocs
-def test_pictures_and_changelog_of_the_repository_are_in_it(site):
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
     assert (site / "changelog" / "index.html").is_file()
     shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
     assert shown and all((site / "images" / "results" / name).is_file() for name in shown)
 
 
-def test_every_page_is_in_the_navigation():
+def test_navigation():
     def leaves(entry):
         if isinstance(entry, str):
             return [entry]
@@ -67,7 +57,7 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.slow
-def test_figures_are_drawn_by_the_script(tmp_path):
+def test_figures(tmp_path):
     """The pictures have the same names and sizes; pixels differ with matplotlib's version."""
     script = ROOT / "docs" / "figures" / "draw.py"
     subprocess.run([sys.executable, str(script), "--output_dir", str(tmp_path)], check=True, capture_output=True)
@@ -81,7 +71,7 @@ def test_figures_are_drawn_by_the_script(tmp_path):
         assert f"images/{picture.name}" in pages, f"{picture.name} is on no page"
 
 
-def test_readme_is_one_page_and_has_its_two_commands():
+def test_readme():
     lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
     first, second = list(commands("README.md"))
@@ -91,7 +81,7 @@ def test_readme_is_one_page_and_has_its_two_commands():
     assert sum(bool(re.fullmatch(r"pip install .*\[test\].*pytest", line)) for line in lines) == 1
 
 
-def test_links_of_readme_lead_somewhere():
+def test_links_of_readme():
     text = PAGES["README.md"].read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
     assert links

@@ -257,8 +257,8 @@ assert [vars(one) for one in read[:2]] == [vars(one) for one in content[:2]]
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 sys.path.append(sys.argv[2])
-import worker
-deepspeed = worker.import_deepspeed()
+import launching
+deepspeed = launching.import_deepspeed()
 
 class Payload:
     def __reduce__(self):
