@@ -82,7 +82,7 @@ def names(folder: Path) -> dict[str, Any]:
     """Return the initial namespace for a page's examples: a tiny model, data and arguments."""
     dataset = Blocks(16)
     return {
-        **{"__name__": "example", "model": gpt2(), "model_init": gpt2, "dataset": dataset, "scheduler": None},
+        **{"__name__": "example", "model": gpt2(), "model_init": lambda: gpt2(), "dataset": dataset, "scheduler": None},
         "args": arguments(folder / "out", max_steps=2, per_device_train_batch_size=2),
         "loader": DataLoader(dataset, batch_size=4),
     }
