@@ -153,8 +153,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--dataset",
-        help=f"{', '.join(sources.ALIASES)}, any data set's name on the Hub, a folder of save_to_disk, or a path as in "
-        "--files",
+        help=f"{', '.join(sources.ALIASES)}, any data set's name on the Hub, or a folder of save_to_disk",
     )
     source.add_argument(
         "--files",
@@ -184,8 +183,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset in sources.ALIASES:
         args.dataset, config = sources.ALIASES[args.dataset]
         args.dataset_config = args.dataset_config or config
-    elif args.dataset and Path(args.dataset).exists() and not sources.is_saved(args.dataset):
-        args.dataset, args.files = None, [args.dataset]  # datasets would copy it to its cache
     if args.files and (args.dataset_config or args.train_split != "train"):
         raise ValueError("--dataset_config and --train_split go with --dataset, not with --files; leave them out")
     for path in map(Path, args.files or ()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import hashlib
 import json
 import os
@@ -14,13 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 import torch
 from pretraining.data import embedded, token_files
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 VOCAB = 50
 TRAIN = [np.arange(n) % VOCAB for n in (600, 1, 399)]
@@ -104,24 +102,23 @@ def test_dataset_blocks(tmp_path):
         token_files.TokenDataset(tmp_path / "data", "train", 8)
 
 
-def test_failure_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), token_files.writing(tmp_path / "data") as partial:
+def test_folders_are_replaced_once_complete(folder):
+    with pytest.raises(RuntimeError), token_files.writing(folder.with_name("new")) as partial:
         (partial / "train.bin").write_bytes(b"half")
         raise RuntimeError
-    assert [path.name for path in tmp_path.iterdir()] == [".data.lock"]
-
-
-def test_overwrite_replaces_token_files_once_complete(folder):
     before = (folder / "train.bin").read_bytes()
     with pytest.raises(ValueError, match="exists; choose another folder, or replace its token files with --overwrite"):
         write(folder)
     with pytest.raises(RuntimeError), token_files.writing(folder, overwrite=True):
-        assert (folder / "train.bin").read_bytes() == before
         raise RuntimeError
     assert (folder / "train.bin").read_bytes() == before
+    partial = folder.with_name(".data.partial")
+    partial.mkdir()
+    (partial / "train.bin").write_bytes(b"half")  # of a process that was killed
     write(folder, train=[np.array([7, 0])], overwrite=True)
     assert (folder / "train.bin").stat().st_size == 4
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".data.lock", "data"]
+    token_files.load(folder, verify=True)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".data.lock", ".new.lock", "data"]
 
 
 def test_overwrite_spares_other_files(folder):
@@ -130,15 +127,6 @@ def test_overwrite_spares_other_files(folder):
         write(folder, overwrite=True)
     assert (folder / "thesis.tex").read_text() == "years of work"
     token_files.load(folder)
-
-
-def test_kills_leave_no_trace(folder):
-    partial = folder.with_name(".data.partial")
-    partial.mkdir()
-    (partial / "train.bin").write_bytes(b"half")
-    write(folder, overwrite=True)
-    token_files.load(folder, verify=True)
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".data.lock", "data"]
 
 
 HOLDER = """
@@ -164,15 +152,6 @@ def test_one_process_a_folder(tmp_path):
             write(tmp_path / "data")
         holder.kill()
     write(tmp_path / "data")  # a killed process locks nobody out
-
-
-def test_lock_does_not_follow_links(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / ".data.lock").symlink_to(victim)
-    with contextlib.suppress(OSError, filelock.Timeout), token_files.lock(tmp_path / "data").acquire(timeout=0.2):
-        pytest.fail("took a lock through a symbolic link")
-    assert victim.read_text() == "precious"
 
 
 def test_size_mismatch(folder):
@@ -226,22 +205,14 @@ def test_unprepared_folder(tmp_path):
     assert f"{tmp_path} has no meta.json: make token files with prepare_data.py" in message(tmp_path)
 
 
-def test_code_in_a_tokenizer_does_not_run(folder, tmp_path, monkeypatch):
-    marker = tmp_path / "executed"
-    code = f"import os; os.mkdir({str(marker)!r})\nfrom transformers import PreTrainedTokenizer as Own\n"
-    (folder / "tokenizer" / "own.py").write_text(code)
+def test_code_in_a_tokenizer_does_not_run(folder, monkeypatch):
+    (folder / "tokenizer" / "own.py").write_text("raise SystemExit('it ran')\n")
     names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
     token_files.write_meta(folder, json.loads((folder / "meta.json").read_text()))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(builtins, "input", lambda prompt: "y")
-    with contextlib.suppress(Exception):  # the class is no whole tokenizer
-        AutoTokenizer.from_pretrained(folder / "tokenizer")
-    assert marker.exists()  # the folder is one that would run
-    marker.rmdir()
     with pytest.raises(ValueError, match="contains custom code"):
         token_files.load(folder)
-    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", embedded.NAMES)

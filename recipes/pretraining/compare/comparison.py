@@ -156,7 +156,5 @@ def _median_speed(runs: Sequence[Run]) -> float:
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Group runs by arm, in the order of their first runs."""
-    arms: dict[str, list[Run]] = {}
-    for run in runs:
-        arms.setdefault(run.contender, []).append(run)
-    return arms
+    names = dict.fromkeys(run.contender for run in runs)
+    return {name: [run for run in runs if run.contender == name] for name in names}

@@ -63,9 +63,8 @@ class Preset:
 
     def only(self, names: Sequence[str]) -> Preset:
         """Return the comparison of some of the arms with the baseline."""
-        for name in names:
-            if name not in self.arms:
-                raise ValueError(f"--arms {name!r}: no such arm; accepted: {', '.join(map(repr, self.arms))}")
+        if unknown := [name for name in names if name not in self.arms]:
+            raise ValueError(f"--arms {unknown[0]!r}: no such arm; accepted: {', '.join(map(repr, self.arms))}")
         arms = {name: settings for name, settings in self.arms.items() if name in (self.baseline, *names)}
         return replace(self, arms=arms, pairs=[pair for pair in self.pairs if set(pair) <= set(arms)])
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
+from tokenizers.implementations import ByteLevelBPETokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -75,19 +76,20 @@ def read_corpus(name: str = "stdlib") -> Corpus:
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer like GPT-2's, with an end-of-text token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        iter(documents),
+        vocab_size,
+        min_frequency=0,
         show_progress=sys.stderr.isatty(),
+        special_tokens=[END_OF_TEXT],
+        length=len(documents),
     )
-    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+        tokenizer_object=Tokenizer.from_str(bpe.to_str()),
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,12 +57,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step both; `closure` recomputes the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step both; Trainer never gives a closure."""
         for part in self._parts:  # loading a state replaces groups and state
             part.param_groups = [
                 _scaled(group)
@@ -71,7 +67,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
             ]
             part.state = self.state
             part.step()
-        return loss
 
 
 def _by_scale(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
