@@ -11,7 +11,6 @@ import pytest
 import yaml
 from pretraining.compare import launch
 from pretraining.run import checkpoints, resuming
-from pretraining.run.arguments import OPTIMIZERS
 from test_pretrain_gpt2 import TINY
 
 DATA = {"dataset": "words", "vocabulary": 8, "train tokens": "0123456789abcdef", "val tokens": "fedc"}
@@ -71,13 +70,6 @@ def test_every_arm_runs_with_every_seed(tmp_path, started, capsys):
     page = (tmp_path / "compare" / "comparison.md").read_text()
     assert "Data: words, SHA-256 0123456789ab." in page
     assert "| mars_adamw_exact |" in page and "| mars_adamw_exact |" in capsys.readouterr().out
-
-
-def test_default_arms(tmp_path, started):
-    result = compare(tmp_path, "--seeds", "1")
-    rows = [row["contender"] for row in result["rows"]]
-    assert rows == ["mars_adamw", "mars_adamw_exact", "mars_lion", "mars_shampoo", "mars_m", "adamw", "nadamw", "muon"]
-    assert {argv[argv.index("--optimizer") + 1] for argv in started} == set(OPTIMIZERS)
 
 
 def test_diverged_run_is_a_result(tmp_path, started):

@@ -39,15 +39,6 @@ def write(folder, runs, arms=ARMS, **settings) -> tuple[str, dict]:
     )
 
 
-def test_rows():
-    mars, adamw = comparison.summarize(RUNS, "adamw")
-    assert (mars.contender, mars.learning_rate, mars.seeds, mars.diverged) == ("mars_adamw", 2e-3, 2, 0)
-    assert (mars.loss, mars.lowest, mars.highest) == (pytest.approx(4.1), 4.0, 4.2)
-    assert (mars.steps, mars.steps_to_baseline) == (30, 20)  # means 8, 5.1, 4.3, 4.1; adamw ends at 4.45
-    assert mars.speed == pytest.approx(70 / 120)
-    assert (adamw.steps_to_baseline, adamw.speed) == (30, 1)
-
-
 def test_page(tmp_path):
     text, numbers = write(tmp_path, RUNS, arguments=["--max_steps", "30"])
     assert "| mars_adamw | 0.002 | 4.100 (4.000-4.200) | 20 of 30 (67%) | 0.58x |" in text
