@@ -283,7 +283,7 @@ def test_a_norm_over_the_local_piece_is_noticed(trained, kind, run):
 
 @pytest.mark.parametrize("run", MUON)
 def test_reports_on_deepspeeds_muon(trained, run):
-    """See docs/distributed.md: each step orthogonalizes every matrix once, and groups keep their settings."""
+    """See docs/distributed_tests.md: each step orthogonalizes every matrix once, and groups keep their settings."""
     if "bf16" in run and parse(version("deepspeed")) < parse("0.19"):
         pytest.skip("DeepSpeed 0.18 divides bf16 gradients by a scale that no loss had; Trainer runs are refused there")
     one, found = trained("torch", 1, f"single/{run.partition('/')[2]}"), trained("deepspeed", 1, run)
