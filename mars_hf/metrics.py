@@ -68,8 +68,7 @@ class StepMetrics:
 
         - `mars/clip_fraction`: fraction of the parameters whose c_t exceeds `clip_threshold`.
         - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t|| over all parameters together, before clipping.
-        - `mars/grad_cosine`: cosine of g_t and g_{t-1}; 0 at the first step, which has no g_{t-1}.
-
+        - `mars/grad_cosine`: cosine of g_t and g_{t-1}; missing at the first step, which has no g_{t-1}.
           These two are missing if no last gradient is kept (see `Mars`, State).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
@@ -87,8 +86,9 @@ class StepMetrics:
             "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
         }
         if compared:
-            metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient > 0 else 0.0
-            metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient > 0 and last > 0 else 0.0
+            metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient else 0.0
+            if last:
+                metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient else 0.0
         return metrics
 
     def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:

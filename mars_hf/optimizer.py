@@ -147,7 +147,7 @@ class Mars(torch.optim.Optimizer):
         last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
             from `update_last_grad()` to the end of `step()`.
         previous_grad: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
-        last_grad_scale: 0-d float32; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
+        last_grad_scale: 0-d; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
         previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
         compensation: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
         Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
@@ -172,7 +172,7 @@ class Mars(torch.optim.Optimizer):
     _is_made = False
     _was_trainable = False
     # What the groups stated when they were last checked.
-    _structure: list[dict[str, Any]] | None = None
+    _structure: Sequence[dict[str, Any]] = ()
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: weakref.ref[nn.Module] | None = None
     _unsharded: frozenset[str] = frozenset()
@@ -346,7 +346,6 @@ class Mars(torch.optim.Optimizer):
         has_gradients = any(param.grad is not None for group in groups for param in group["params"])
         if not (has_gradients and self.state):
             self._reject_replaced()
-            warn_of_one_rate(groups, self.defaults)
         update_rules = list(map(rule_of, groups))
         specs, chunk_of, whole = self._locate(update_rules)
         if not has_gradients and whole is None:
@@ -421,9 +420,13 @@ class Mars(torch.optim.Optimizer):
         if dist.is_available() and dist.is_initialized():
             place_gradients(groups)
         try:
-            structure = [{name: group[name] for name in STRUCTURAL_KEYS} for group in groups]
+            structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in groups]
             if structure != self._structure:  # somebody has edited the groups
                 list(map(check, structure))
+                warn_of_one_rate(groups, self.defaults)
+                if not self._stale_gradients_supplied:  # the last gradients of approximate steps are no stale ones
+                    were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
+                    exact.drop_stale_gradients(were_approx, self.state)
                 self._structure = structure
             if is_exact:
                 exact.require_stale_gradients(groups, self.state, were_supplied=self._stale_gradients_supplied)

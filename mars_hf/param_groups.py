@@ -291,12 +291,12 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Warn if a cyclic schedule gives matrices and vectors the same rate although their rates differ."""
-    peaks = {rule_of(group) != "adamw": group.get("max_lr") for group in groups}
+    """Warn if a schedule gives matrices and vectors the same rate although their rates differ."""
+    peaks = {rule_of(group) != "adamw": group.get("swa_lr", group.get("max_lr")) for group in groups}
     lr_1d = _vector_settings({}, defaults)["lr"]
     if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
         warnings.warn(
-            f"the schedule gives all groups max_lr={peaks[True]:g}; vectors had {float(lr_1d):g} where matrices had "
-            f"{float(defaults['lr']):g}; give OneCycleLR and CyclicLR a list of rates, one a group",
-            stacklevel=4,
+            f"the schedule takes all groups to a rate of {peaks[True]:g}; vectors had {float(lr_1d):g} where matrices "
+            f"had {float(defaults['lr']):g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
+            stacklevel=9,  # of the call of step(), which schedulers wrap
         )

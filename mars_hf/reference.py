@@ -55,7 +55,6 @@ class MarsReference:
         c = g + GAMMA * beta1 / (1 - beta1) * (g - last)  # Algorithm 1, c_t: corrected gradient
         c = c / max(1.0, float(c.norm()) / CLIP)  # Algorithm 1, clipped c_t; per parameter, as in the code
         self.m = beta1 * self.m + (1 - beta1) * c  # Algorithm 1, m_t: first moment
-        rows, cols = self.x.shape[0], self.x.shape[-1]
         if self.rule == "mars-adamw":
             self.v = beta2 * self.v + (1 - beta2) * c**2  # eq. 3.12, v_t: second moment of the corrected gradient
             m_hat, v_hat = self.m / (1 - beta1**self.t), self.v / (1 - beta2**self.t)
@@ -63,9 +62,9 @@ class MarsReference:
         elif self.rule == "mars-lion":
             direction = self.m.sign()  # Algorithm 3, Lion
         elif self.rule == "mars-shampoo":  # Algorithm 4, with Newton-Schulz, clipping and this scale from the code
-            direction = max(1, rows / cols) ** 0.5 * newton_schulz(self.m / (1 - beta1), EPS)
+            direction = max(1, self.x.shape[0] / self.x.shape[1]) ** 0.5 * newton_schulz(self.m / (1 - beta1), EPS)
         elif self.rule == "mars-m":  # arXiv 2510.21800
-            direction = 0.2 * max(rows, cols) ** 0.5 * newton_schulz(self.m, 1e-7)
+            direction = 0.2 * max(self.x.shape) ** 0.5 * newton_schulz(self.m, 1e-7)
         else:
             raise ValueError(f"rule={self.rule!r} is unknown; accepted: mars-adamw, mars-lion, mars-shampoo, mars-m")
         self.x -= self.lr * (direction + self.weight_decay * self.x)  # Algorithm 1, x_{t+1}

@@ -89,10 +89,9 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
 def _find(like: str | os.PathLike[str], where: str) -> Path:
     """Return the path of the mars.json that `like` names, from the Hub's cache if it is there."""
     path = Path(like).expanduser()
-    if path.is_file():
-        return path
-    if (path / FILE).is_file():
-        return path / FILE
+    for file in (path, path / FILE):
+        if file.is_file():
+            return file
     if path.is_dir():
         raise ValueError(
             f"{where}: the folder has no {FILE}, which Trainer leaves beside the weights of a run with MARS"

@@ -393,14 +393,13 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
                 dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
                 group = HERE if tensors.process_group is None else tensors.process_group
                 metrics.add_update(param.to(dtype) - before.to(dtype), group)
-    scale = None if tensors.scale is None else tensors.scale.float()
     stale = tensors.takes_grad or tensors.last_scales is not None
     for param, state in zip(tensors.owners, tensors.states, strict=True) if stale else ():
         state.pop("last_grad_scale", None)
         if tensors.takes_grad:
             state["last_grad"], param.grad = param.grad, None
-            if scale is not None:
-                state["last_grad_scale"] = scale
+            if tensors.scale is not None:
+                state["last_grad_scale"] = tensors.scale
 
 
 def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
@@ -466,10 +465,10 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
             f"gradient of layout {grad.layout} for a parameter of shape {tuple(shape)}: MARS takes dense "
             "(torch.strided) gradients only; build the embedding with sparse=False"
         )
-    if not grad.is_floating_point():
+    if not {grad.dtype, param.dtype} <= _FLOATS:
         raise RuntimeError(
-            f"gradient of dtype {grad.dtype} for a parameter of shape {tuple(shape)}: MARS takes real floating point "
-            "gradients only (float16, bfloat16, float32, float64)"
+            f"gradient of dtype {grad.dtype} for a parameter of shape {tuple(shape)} and dtype {param.dtype}: MARS "
+            "takes float16, bfloat16, float32 and float64 only"
         )
     if grad.shape != shape or grad.device != param.device:
         raise RuntimeError(

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adamw-weight-decay", type=float, default=0.1, help="its decoupled weight decay (default: 0.1)")
     add("--batch-tokens", type=count, help="tokens a step, over all processes")
     add("--adamw-batch-tokens", type=count, help="tokens a step where AdamW was tuned (default: --batch-tokens)")
-    add("--width", type=count, help="width of the model, which mars-shampoo needs")
+    add("--width", type=count, help="width of the model; mars-shampoo needs it, and is left out without")
     add("--rule", type=lambda text: text.replace("_", "-"), choices=MARS_TYPES, help="one rule only")
 
 
@@ -106,8 +106,6 @@ def run(options: argparse.Namespace) -> str:
     rows = [list(suggestions[0]), *([_text(value) for value in settings.values()] for settings in suggestions)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
-    if not options.rule and not options.width:
-        lines += ["", "mars-shampoo's update depends on the width of the model: add --width"]
     return "\n".join([*lines, *map(_forms, suggestions)])
 
 

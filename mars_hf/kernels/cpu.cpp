@@ -212,9 +212,12 @@ double sum(int64_t n, Term term) {
     return std::isfinite(result) ? result : sum_in<double>(n, term);
 }
 
-template <class T>
-double sum_of_products(int64_t n, const T* x, const T* y) {
-    return sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(x[j]) * decltype(type)(y[j]); });
+// <g, g>, <g, last> and <last, last>, summed in `Wide`.
+template <class Wide, class T>
+void sum_products(int64_t n, const T* g, const T* last, double* sums) {
+    sums[GG] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(g[j]); });
+    sums[GL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(last[j]); });
+    sums[LL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(last[j]) * Wide(last[j]); });
 }
 
 // Writes the sums over a row that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
@@ -225,15 +228,16 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
     const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
     std::fill(sums, sums + SUMS, 0.0);
     if (!tensors.has(LAST_GRAD)) {
-        sums[GG] = sum_of_products(n, g, g);
+        sums[GG] = sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(g[j]) * decltype(type)(g[j]); });
         sums[CC] = sums[GG] * scalars.scale * scalars.scale;  // c is g
         return;
     }
     const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
     if (products) {
-        sums[GG] = sum_of_products(n, g, g);
-        sums[GL] = sum_of_products(n, g, last);
-        sums[LL] = sum_of_products(n, last, last);
+        sum_products<T>(n, g, last, sums);
+        // Gradients that are nearly parallel may leave little in c.
+        bool parallel = sums[GL] * sums[GL] > 0.9 * sums[GG] * sums[LL];
+        if (parallel || !std::isfinite(sums[GG] + sums[LL])) sum_products<double>(n, g, last, sums);
     }
     if (corrected) {
         T scale = scalars.scale, last_scale = scalars.last_scale, k = scalars.correction;

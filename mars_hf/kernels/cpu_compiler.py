@@ -40,7 +40,9 @@ def load(source: Path) -> ctypes.CDLL:
     """
     if os.name != "posix":
         raise RuntimeError("the kernels compile on Linux and macOS only")
-    command = [*find_compiler(), *FLAGS, *_instructions(), str(source), *_openmp()]
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    vectors = X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
+    command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp()]
     key = repr([command, source.read_bytes(), torch.__version__, platform.machine(), platform.libc_ver()])
     name = f"{source.stem}_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with contextlib.suppress(OSError):  # not cached yet, or damaged
@@ -106,11 +108,6 @@ def _compile(command: list[str]) -> None:
         text = " ".join(output.read().decode("utf-8", "replace").split())[:400]
     if run.returncode:
         raise RuntimeError(f"{shlex.join(command)} failed with status {run.returncode}: {text}")
-
-
-def _instructions() -> tuple[str, ...]:
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
 
 
 def _openmp() -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,10 @@ class LastGradientCallback(TrainerCallback):
         if self._mars is not None and "loss" in logs:
             metrics = self._mars.pop_metrics()
             logs.update(metrics)
+            if state.is_world_process_zero and math.isnan(logs.get("grad_norm", 0)):  # losses are logged without NaN
+                _log(
+                    logging.WARNING, f"step {state.global_step}: NaN gradients; lower the learning rate, check the data"
+                )
             if state.log_history:
                 state.log_history[-1].update(metrics)  # Trainer keeps a copy made before the callbacks ran
 

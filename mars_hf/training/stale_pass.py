@@ -57,8 +57,7 @@ class StalePass(TrainerCallback):
 
     def forget(self) -> None:
         """Drop what an interrupted step has left."""
-        self._batches = []
-        self.norm = None
+        self._batches, self.norm = [], None
         self._pending.clear()
 
     def on_step_begin(

@@ -27,8 +27,6 @@ register()  # TrainingArguments(optim="mars_m") needs no call of it
 
 # Methods of trl's trainers that always generate inside the step. Others are stopped when their inputs differ.
 _GENERATE = ("_generate_and_score_completions", "_generate_student_completions", "_generate")
-
-
 # What MarsTrainer sets in a Mars while it trains.
 _OF_THE_LOOP = ("max_grad_norm", "take_grad", "expects_stale_gradients")
 

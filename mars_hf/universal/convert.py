@@ -81,7 +81,7 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
     world = model["dp_world_size"]
     shapes = {name: torch.Size(shape) for group in model["param_shapes"] for name, shape in group.items()}
     _refuse_paths(shapes, model_file)
-    if sorted(files) != list(range(world)):
+    if len(files) != world or sorted(files) != list(range(len(files))):
         raise ValueError(f"{folder} is incomplete: *_optim_states.pt of ranks {sorted(files)} out of {world}")
     if model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
         reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"

@@ -25,6 +25,7 @@ from contract import (
 from helpers import mars_of
 
 from mars_hf import kernels as backends
+from mars_hf import rules
 
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.
@@ -169,12 +170,16 @@ def test_sums_of_numbers_whose_squares_overflow(backend, device):
 
 @every_implementation
 def test_square_of_the_corrected_gradient_does_not_cancel(backend, device):
-    """Gradients and last gradients nearly cancel at a large k: the other sums would lose every digit."""
-    g = draw([9000, 100], device=device)
-    last = [2 * (a + 1e-4 * b) for a, b in zip(g, draw([9000, 100], device=device, seed=1), strict=True)]
-    settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": 1e4}
-    found = BACKENDS[backend]().run_sums(g, last, **settings)[3]
-    torch.testing.assert_close(found, expected_sums(g, last, **settings)[3], rtol=1e-6, atol=0)
+    """Gradients and last gradients nearly cancel at a large k: float32 sums of products would lose every digit."""
+    for k in (1e2, 1e4):
+        g = draw([9000, 100], device=device)
+        last = [2 * (a + b / k) for a, b in zip(g, draw([9000, 100], device=device, seed=1), strict=True)]
+        settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": k}
+        sums, expected = BACKENDS[backend]().run_sums(g, last, **settings), expected_sums(g, last, **settings)[3]
+        torch.testing.assert_close(sums[3], expected, rtol=1e-6, atol=0)
+        if k < 1e4:  # gamma 1 and beta1 0.99
+            of_products = rules.corrected_square(sums, k, torch.ones((), device=device))
+            torch.testing.assert_close(of_products, expected, rtol=1e-6, atol=0)
 
 
 @every_kernel

@@ -211,6 +211,17 @@ def test_step_without_stale_gradients():
         optimizer.step()
 
 
+def test_last_gradients_of_approximate_steps_are_no_stale_ones():
+    params = make_params()
+    optimizer = Mars(params, **SETTINGS)
+    Problem().backward(params, 0)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["is_approx"] = False
+    with pytest.raises(RuntimeError, match="no stale gradient"):
+        optimizer.step()
+
+
 def test_no_previous_params():
     optimizer = Mars(make_params(), is_approx=False)
     assert not optimizer.has_previous_params

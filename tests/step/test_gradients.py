@@ -212,6 +212,10 @@ REFUSED: dict[str, Any] = {
     "bad step": (lambda p, m: m.state[p].update(step=torch.ones(2)), r"step=shape \(2,\)"),
     "no last gradient": (lambda p, m: m.state[p].pop("last_grad"), r"shape \(6, 5\).*no last gradient.*to_universal"),
     "parameter of another shape": (lambda p, m: setattr(p, "data", torch.ones(5, 6)), r"gradient of shape \(6, 5\)"),
+    "float8": (
+        lambda p, m: (setattr(p, "data", p.to(torch.float8_e4m3fn)), setattr(p, "grad", torch.empty_like(p))),
+        "float8_e4m3fn.*MARS takes float16",
+    ),
     "freed": (lambda p, m: p.untyped_storage().resize_(0), "has been freed"),
     "unknown rule": (lambda p, m: m.param_groups[0].update(mars_type="adamw"), "mars_type='adamw'.*accepted"),
     "unknown role": (lambda p, m: m.param_groups[0].update(role="bias"), "role='bias'.*accepted"),

@@ -12,6 +12,7 @@ import torch
 from helpers import arguments
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.swa_utils import SWALR
 
 import mars_hf
 from mars_hf import Mars
@@ -205,6 +206,16 @@ def test_one_rate_for_all_groups_is_said():
         params = make()
         optimizer = Mars(params, lr=0.1)
         OneCycleLR(optimizer, max_lr=lr, total_steps=10)
+        assert len(warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))) == count
+
+
+def test_one_rate_of_averaged_weights_is_said():
+    """SWALR takes all groups to one rate, in the middle of a run."""
+    for lr, count in ((0.1, 1), ([0.1, 0.05], 0)):
+        params = make()
+        optimizer = Mars(params, lr=0.1)
+        assert not warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))
+        SWALR(optimizer, swa_lr=lr)
         assert len(warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))) == count
 
 

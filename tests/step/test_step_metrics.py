@@ -41,7 +41,9 @@ def test_metrics_of_a_step(mars_type, clip_threshold, foreach):
         else:
             ratio = (flat(c[mars]).norm() / flat(g[mars]).norm()).item()
             assert metrics["mars/corrected_norm_ratio"] == pytest.approx(ratio)
-            assert metrics["mars/grad_cosine"] == pytest.approx(cosine, abs=1e-6)
+            assert metrics.get("mars/grad_cosine") == (
+                pytest.approx(cosine, abs=1e-6) if any(map(torch.any, last)) else None
+            )
         assert metrics["mars/update_rms"] == pytest.approx(update.square().mean().sqrt().item())
         last = g
 

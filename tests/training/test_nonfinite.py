@@ -124,6 +124,13 @@ def test_gradient_is_reported_and_stops(tmp_path, reports, kind, parameters):
     assert lines[0] == f"step 3: non-finite gradient norm nan in {parameters} (1 in a row, the run stops at 3)"
 
 
+def test_plain_trainer_says_nan(tmp_path, caplog):
+    run = make(tmp_path, {2: GRADIENT}, kind=Trainer)
+    run.train()
+    lines = [record.message for record in caplog.records if "NaN" in record.message]
+    assert lines[0] == "step 3: NaN gradients; lower the learning rate, check the data"
+
+
 def test_loss_is_reported_and_good_steps_reset_the_count(tmp_path, reports):
     poison = dict.fromkeys((2, 5, 8, 10), LOSS)  # micro-batches of steps 2, 3, 5 and 6
     run = make(tmp_path, poison, gradient_accumulation_steps=2)
