@@ -1,142 +1,134 @@
-"""Roles, learning rates and decay of parameters and models."""
+"""Roles, learning rates, decay and rules by name, of plain parameters and of models."""
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
+from helpers import arguments, gpt2, trainer
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 from transformers.trainer_pt_utils import get_parameter_names
 
 import mars_hf
 from mars_hf import Mars
 from mars_hf.param_groups import embeddings_and_heads, rule_of
+from mars_hf.settings import KEYS_1D, RULE_KEYS, check, read
+from mars_hf.summary import trained_groups
+
+RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
 
-def tiny_gpt2(**settings) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32, **settings))
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(6, 4)
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
 
 
-def roles(optimizer) -> list[str]:
-    return [group["role"] for group in optimizer.param_groups]
+def by_name(optimizer: Mars, key: str) -> dict:
+    return {name: group.get(key) for group in optimizer.param_groups for name in group["param_names"]}
 
 
-def names(optimizer, role: str) -> list[str]:
-    return [name for group in optimizer.param_groups if group["role"] == role for name in group["param_names"]]
+def names(optimizer: Mars, role: str) -> list[str]:
+    return [name for name, value in by_name(optimizer, "role").items() if value == role]
 
 
 def params(*shapes) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
-# --- plain parameters ------------------------------------------------------------------------------------------------
+def changes(model: nn.Module, optimizer: Mars) -> dict[str, torch.Tensor]:
+    """Return what one step with random gradients takes from each parameter."""
+    before = copy.deepcopy(model)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return {name: (before.get_parameter(name) - param).detach() for name, param in model.named_parameters()}
 
 
-def test_order_of_parameters():
+def layout(**fields) -> dict:
+    return {"transposed": False, "parts": None, "batched": False, **fields}
+
+
+# --- plain parameters -------------------------------------------------------------------------------------------------
+
+
+def test_order():
     a, b, c, d, e = params((2,), (2, 2), (), (2, 2, 1), (3, 1))
-    optimizer = Mars(iter([a, b, c, d, e]))
-    assert roles(optimizer) == ["matrix", "vector"]
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(b), id(d), id(e)]
-    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(a), id(c)]
+    optimizer = Mars([{"params": iter([a, b, c, d])}, {"params": e}, {"params": [a.detach().clone()]}])
+    assert [group["role"] for group in optimizer.param_groups] == ["matrix", "vector", "matrix", "vector"]
+    members = [[id(param) for param in group["params"]] for group in optimizer.param_groups[:3]]
+    assert members == [[id(b), id(d)], [id(a), id(c)], [id(e)]]
 
 
-def test_order_of_groups():
-    a, b, c, d = params((2,), (2, 2), (2, 2), (3,))
-    optimizer = Mars([{"params": [a, b]}, {"params": c}, {"params": [d]}])
-    assert roles(optimizer) == ["matrix", "vector", "matrix", "vector"]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]
+BETAS, BETAS_1D, OTHERS = (0.95, 0.99), (0.9, 0.95), (0.7, 0.8)
 
 
-def test_settings_of_vectors():
-    optimizer = Mars(params((2, 2), (2,)), lr=6e-3, weight_decay=0.1, lr_1d=1e-3, betas_1d=(0.8, 0.9))
-    matrix, vector = optimizer.param_groups
-    assert (matrix["lr"], matrix["betas"], matrix["weight_decay"]) == (6e-3, (0.95, 0.99), 0.1)
-    assert (vector["lr"], vector["betas"], vector["weight_decay"]) == (1e-3, (0.8, 0.9), 0.0)
-
-
-def test_rates_of_vectors_by_default():
-    optimizer = Mars([{"params": params((2, 2), (2,))}, {"params": params((2, 2), (2,)), "lr": 1e-4}], lr=6e-3)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([6e-3, 3e-3, 1e-4, 5e-5])
-
-
-def test_rates_of_vectors():
-    groups = [{"params": params((2, 2), (2,)), "lr": 1e-3}, {"params": params((2, 2), (2,)), "lr_1d": 7e-4}]
-    optimizer = Mars(groups, lr=4e-3, lr_1d=1e-3)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-3, 2.5e-4, 4e-3, 7e-4])
-
-
-def test_optimize_1d():
-    _, vector = Mars(params((2, 2), (2,)), lr=6e-3, lr_1d=1e-3, weight_decay=0.1, optimize_1d=True).param_groups
-    assert (vector["role"], vector["lr"], vector["betas"], vector["weight_decay"]) == (
-        "vector",
-        6e-3,
-        (0.95, 0.99),
-        0.1,
-    )
-
-
-def test_decay_of_groups():
-    a, b = params((2,), (2,))
-    groups = [{"params": [a], "weight_decay": 0.0}, {"params": [b], "weight_decay": 0.2}]
-    optimizer = Mars(groups, weight_decay=0.1, weight_decay_1d=0.1)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
-
-
-def test_role_adamw():
-    groups = [{"params": params((5, 2)), "role": "adamw"}, {"params": params((2,))}, {"params": params((2, 2))}]
-    settings = {"lr_1d": 1e-4, "betas_1d": (0.8, 0.9), "weight_decay_1d": 0.2, "weight_decay": 0.1}
-    for optimize_1d in (False, True):
-        embedding, vector, _ = Mars(groups, optimize_1d=optimize_1d, **settings).param_groups
-        assert (embedding["lr"], embedding["betas"], embedding["weight_decay"]) == (1e-4, (0.8, 0.9), 0.2)
-        assert [rule_of(group) for group in (embedding, vector)] == [
-            "adamw",
-            "mars-adamw" if optimize_1d else "adamw",
-        ]
-
-
-def test_rates_of_mars_m():
-    optimizer = Mars(
-        [{"params": params((2, 2), (2,))}, {"params": params((2,)), "lr": 1e-4}], lr=6e-3, mars_type="mars-m"
-    )
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([6e-3, 6e-3, 1e-4])
+@pytest.mark.parametrize(
+    ("groups", "settings", "expected"),
+    [
+        ([{}], {"lr_1d": 1e-3, "betas_1d": OTHERS},
+         {"lr": [6e-3, 1e-3], "betas": [BETAS, OTHERS], "weight_decay": [0.1, 0.0]}),
+        ([{}], {"lr_1d": 1e-3, "optimize_1d": True},
+         {"lr": [6e-3, 6e-3], "betas": [BETAS] * 2, "weight_decay": [0.1, 0.1], "rule": ["mars-adamw"] * 2}),
+        ([{}, {"lr": 1e-4}], {}, {"lr": [6e-3, 3e-3, 1e-4, 5e-5]}),
+        ([{}, {"lr": 1e-4}], {"mars_type": "mars-m"}, {"lr": [6e-3, 6e-3, 1e-4, 1e-4]}),
+        ([{"lr": 1e-3}, {"lr_1d": 7e-4}], {"lr": 4e-3, "lr_1d": 1e-3}, {"lr": [1e-3, 2.5e-4, 4e-3, 7e-4]}),
+        ([{"weight_decay": 0.0}, {"weight_decay": 0.2}, {"weight_decay_1d": 0.3}], {"weight_decay_1d": 0.4},
+         {"weight_decay": [0.0, 0.0, 0.2, 0.2, 0.1, 0.3]}),
+        ([{"betas": OTHERS}, {"betas_1d": OTHERS}], {}, {"betas": [OTHERS, OTHERS, BETAS, OTHERS]}),
+        ([{"role": "adamw"}, {}], {"lr_1d": 1e-4, "betas_1d": OTHERS, "weight_decay_1d": 0.2},
+         {"lr": [1e-4, 6e-3, 1e-4], "betas": [OTHERS, BETAS, OTHERS], "weight_decay": [0.2, 0.1, 0.2],
+          "rule": ["adamw", "mars-adamw", "adamw"]}),
+        ([{"role": "adamw"}, {}], {"lr_1d": 1e-4, "optimize_1d": True},
+         {"lr": [1e-4, 6e-3, 6e-3], "betas": [BETAS_1D, BETAS, BETAS], "rule": ["adamw", "mars-adamw", "mars-adamw"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_roles(groups, settings, expected):
+    groups = [{"params": params((2, 2), (2,)), **group} for group in groups]
+    made = Mars(groups, **{"lr": 6e-3, "weight_decay": 0.1, **settings}).param_groups
+    for key, values in expected.items():
+        assert [rule_of(group) if key == "rule" else group[key] for group in made] == values, key
 
 
 def test_partitioned_parameters():
     partitioned = nn.Parameter(torch.empty(0))
     partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
-    assert roles(Mars([partitioned])) == ["matrix"]
+    assert [group["role"] for group in Mars([partitioned]).param_groups] == ["matrix"]
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_decay_is_that_of_trainer():
-    model = tiny_gpt2()
+    model = gpt2()
     optimizer = mars_hf.create(model, weight_decay=0.1)
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     trainers = set(get_parameter_names(model, [nn.LayerNorm], patterns)) & {n for n, _ in model.named_parameters()}
-    decayed = {n for g in optimizer.param_groups if g["weight_decay"] > 0 for n in g["param_names"]}
-    assert decayed == trainers
+    assert {name for name, decay in by_name(optimizer, "weight_decay").items() if decay > 0} == trainers
     assert set(names(optimizer, "matrix")) == {n for n, p in model.named_parameters() if p.ndim == 2}
     assert set(names(optimizer, "vector")) == {n for n, p in model.named_parameters() if p.ndim == 1}
 
 
 def test_tied_weights():
-    model = tiny_gpt2()
-    assert model.lm_head.weight is model.transformer.wte.weight
+    model = gpt2()
     optimizer = mars_hf.create(model)
-    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     assert len(ids) == len(set(ids)) == len(list(model.parameters()))
     assert names(optimizer, "matrix")[0] == "transformer.wte.weight"
-    untied = tiny_gpt2(tie_word_embeddings=False)
-    assert "lm_head.weight" in names(mars_hf.create(untied), "matrix")
+    for pattern in ("transformer.wte.*", "lm_head.*"):
+        tied = mars_hf.create(model, param_rules=[(pattern, {"lr": 1e-2})])
+        assert [name for name, lr in by_name(tied, "lr").items() if lr == 1e-2] == ["transformer.wte.weight"]
+    assert "lm_head.weight" in names(mars_hf.create(gpt2(tie_word_embeddings=False)), "matrix")
 
 
 def test_frozen_parameters():
-    model = tiny_gpt2()
+    model = gpt2()
     model.transformer.wte.weight.requires_grad_(False)
     assert "transformer.wte.weight" not in names(mars_hf.create(model), "matrix")
     with pytest.raises(ValueError, match="no trainable parameter"):
@@ -144,30 +136,13 @@ def test_frozen_parameters():
 
 
 def test_norms_and_biases():
-    model = nn.Sequential(nn.LayerNorm((3, 4)), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.Linear(4, 4))
-    optimizer = mars_hf.create(model)
-    assert set(names(optimizer, "matrix")) == {"2.weight", "3.weight"}
-
-    class BiasTable(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-            self.bias = nn.Parameter(torch.ones(4, 4))
-
-    assert names(mars_hf.create(BiasTable()), "vector") == ["bias"]
-
-
-def test_create_from_parameters():
-    optimizer = mars_hf.create(params((2, 2), (2,)), lr=1e-2, gamma=0.1)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 5e-3]
-    with pytest.raises(TypeError, match=r"'gama'.*gamma"):
-        mars_hf.create(params((2, 2)), gama=0.1)
-    with pytest.raises(ValueError, match="'gama'"):
-        mars_hf.create(params((2, 2)), gama=0.1)
+    model = nn.Sequential(nn.LayerNorm((3, 4)), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.Linear(4, 4), nn.Module())
+    model[-1].bias = nn.Parameter(torch.ones(4, 4))
+    assert names(mars_hf.create(model), "matrix") == ["2.weight", "3.weight"]
 
 
 class Odd(nn.Module):
-    """A projection, and parameters that are not one, with a reason for each."""
+    """A projection, and parameters that are not one."""
 
     def __init__(self):
         super().__init__()
@@ -194,30 +169,28 @@ REASONS = {
 }
 
 
-def left_out(optimizer) -> dict[str, str]:
-    return {name: why for group in optimizer.param_groups for name, why in group.get("left_out", {}).items()}
+def left_out(**settings) -> dict[str, str]:
+    groups = mars_hf.create(Odd(), **settings).param_groups
+    assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
+    return {name: reason for group in groups for name, reason in group.get("left_out", {}).items()}
 
 
-@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
-def test_reasons(mars_type):
-    optimizer = mars_hf.create(Odd(), mars_type=mars_type)
-    assert left_out(optimizer) == REASONS
-    assert names(optimizer, "matrix") == ["layers.0.weight", "layers.1.weight"]
-    for group in optimizer.param_groups:
-        assert set(group.get("left_out", {})) <= set(group["param_names"])
-        assert group.get("left_out") != {}
-    named = mars_hf.create(Odd(), mars_type=mars_type, param_rules=[("layers.1.weight", {"role": "adamw"})])
-    assert left_out(named) == {**REASONS, "layers.1.weight": "role 'adamw' in param_rules"}
-    vouched = mars_hf.create(Odd(), mars_type=mars_type, split_fused={"latents": (1, 2)})
-    assert "latents" in names(vouched, "matrix") and "latents" not in left_out(vouched)
-    for mars_type_without in ("mars-adamw", "mars-lion"):
-        assert left_out(mars_hf.create(Odd(), mars_type=mars_type_without)) == {}
+def test_reasons():
+    assert left_out(mars_type="mars-m") == left_out(mars_type="mars-shampoo") == REASONS
+    assert left_out() == left_out(mars_type="mars-lion") == {}
+    excluded = {**REASONS, "layers.1.weight": "role 'adamw' in param_rules"}
+    assert left_out(mars_type="mars-m", param_rules=[("layers.1.weight", {"role": "adamw"})]) == excluded
+    vouched = {name: reason for name, reason in REASONS.items() if name != "latents"}
+    assert left_out(mars_type="mars-m", split_fused={"latents": (1, 2)}) == vouched
 
 
-def test_printed_reasons():
+def test_summary():
+    lines = str(mars_hf.create(gpt2(), lr=6e-3, weight_decay=0.1)).splitlines()
+    assert lines[0] == "Mars" and len(lines) == 4
+    assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]
+    assert lines[3].split()[:2] == ["vector", "adamw"]
     text = str(mars_hf.create(Odd(), mars_type="mars-m"))
-    below = text[text.index("not orthogonalized:") :].splitlines()
-    assert below == [
+    assert text[text.index("not orthogonalized:") :].splitlines() == [
         "not orthogonalized:",
         "  Odd is not known to multiply activations with it: latents",
         "  embedding: table.weight",
@@ -226,61 +199,57 @@ def test_printed_reasons():
         "  head: score.weight",
         "  bias or norm: r_w_bias, norm.weight, norm.bias",
     ]
-    assert "not orthogonalized" not in str(mars_hf.create(Odd()))
-    assert "not orthogonalized" not in str(mars_hf.create(nn.Linear(4, 4), mars_type="mars-m"))
 
 
 def test_step_of_what_is_left_out():
     model = Odd()
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = mars_hf.create(model, mars_type="mars-m", lr=0.1, lr_1d=0.01)
-    for name, param in model.named_parameters():
-        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(len(name)))
-    optimizer.step()
+    change = changes(model, mars_hf.create(model, mars_type="mars-m", lr=0.1, lr_1d=0.01))
     for name in REASONS:  # the first step of AdamW is lr in each element
-        change = model.get_parameter(name).detach() - before[name]
-        torch.testing.assert_close(change.abs(), torch.full_like(change, 0.01), rtol=1e-4, atol=0)
+        torch.testing.assert_close(change[name].abs(), torch.full_like(change[name], 0.01), rtol=1e-4, atol=0)
 
 
-def test_summary():
-    text = repr(mars_hf.create(tiny_gpt2(), lr=6e-3, weight_decay=0.1))
-    lines = text.splitlines()
-    assert lines[0] == "Mars"
-    assert lines[2].split() == ["matrix", "mars-adamw", "10", "1,920", "0.006", "(0.95,", "0.99)", "0.1"]
-    assert lines[3].split()[:2] == ["vector", "adamw"]
+# --- embeddings and heads ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
+@pytest.mark.parametrize("mars_type", RULES)
 def test_lr_embeddings(mars_type):
     model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "fc": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
     optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-3, lr_1d=2e-3, lr_embeddings=0.5)
-    names = {id(param): name for name, param in model.named_parameters()}
-    rates = {names[id(param)]: group["lr"] for group in optimizer.param_groups for param in group["params"]}
-    assert rates == {
-        "wte.weight": 0.5,
-        "lm_head.weight": 0.5,
-        "fc.weight": 1e-3,
-        "fc.bias": 2e-3,
-        "lm_head.bias": 2e-3,
-    }
+    vectors = dict.fromkeys(["fc.bias", "lm_head.bias"], 2e-3)
+    assert by_name(optimizer, "lr") == {"wte.weight": 0.5, "lm_head.weight": 0.5, "fc.weight": 1e-3, **vectors}
 
 
-def test_lr_embeddings_without_embeddings():
-    with pytest.raises(ValueError, match=r"lr_embeddings=0\.5: Linear trains no embedding or head"):
-        mars_hf.create(nn.Linear(3, 3), lr_embeddings=0.5)
-    with pytest.raises(ValueError, match=r"lr_embeddings=0\.5: plain parameters"):
-        mars_hf.create(list(nn.Linear(3, 3).parameters()), lr_embeddings=0.5)
-    with pytest.raises(ValueError, match="lr_embeddings"):
-        mars_hf.create(nn.Embedding(3, 3), lr_embeddings=-1.0)
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("role", ["matrix", "vector", "adamw"])
+@pytest.mark.parametrize("optimize_1d", [False, True])
+def test_rules_win_over_lr_embeddings(mars_type, role, optimize_1d):
+    for stated, lr in (({}, 0.5), ({"lr": 0.1, "lr_1d": 0.1}, 0.1)):
+        rules = [("wte.*", {"role": role, **stated})]
+        settings = {"mars_type": mars_type, "optimize_1d": optimize_1d, "lr_embeddings": 0.5, "param_rules": rules}
+        assert by_name(mars_hf.create(Small(), **settings), "lr")["wte.weight"] == lr
 
 
-def head_names(model: nn.Module) -> set[str]:
-    tables = embeddings_and_heads(model)
-    return {name for name, param in model.named_parameters() if tables.get(param) == "head" and param.ndim > 1}
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(nn.Linear(3, 3), "Linear trains no embedding or head"), (params((3, 3)), "plain parameters")],
+)
+def test_lr_embeddings_without_embeddings(model, message):
+    with pytest.raises(ValueError, match=rf"lr_embeddings=0\.5: {message}"):
+        mars_hf.create(model, lr_embeddings=0.5)
 
 
 def part(**children: nn.Module) -> nn.Module:
     return nn.ModuleDict(children)
+
+
+def classifier(getter) -> nn.Module:
+    """Return a model with a getter of its head, as timm has it."""
+    model = part(body=nn.Linear(4, 4), to_labels=nn.Linear(4, 3))
+    model.get_classifier = getter(model)
+    return model
+
+
+SCORE = nn.Linear(4, 3)
 
 
 @pytest.mark.parametrize(
@@ -295,18 +264,188 @@ def part(**children: nn.Module) -> nn.Module:
          {"bbox_predictor.0.weight", "bbox_predictor.1.weight"}),
         (part(head=nn.MultiheadAttention(4, 2)), set()),
         (part(header=nn.Linear(4, 4), overhead=nn.Linear(4, 4), heading_proj=nn.Linear(4, 4)), set()),
+        (part(body=SCORE, score=SCORE), {"body.weight"}),
+        (classifier(lambda model: lambda: model["to_labels"]), {"to_labels.weight"}),
+        (classifier(lambda model: lambda name: None), set()),  # of something else
     ],
 )  # fmt: skip
-def test_heads_by_name(model, heads):
-    assert head_names(model) == heads
+def test_heads(model, heads):
+    tables = embeddings_and_heads(model)
+    assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
 
 
-def test_heads_of_models():
-    model = part(body=nn.Linear(4, 4), to_labels=nn.Linear(4, 3))
-    model.get_classifier = lambda: model["to_labels"]  # as timm has it
-    assert head_names(model) == {"to_labels.weight"}
-    model.get_classifier = lambda name: None  # of something else
-    assert head_names(model) == set()
-    tied = part(body=nn.Linear(4, 3), score=nn.Linear(4, 3))
-    tied["body"].weight = tied["score"].weight
-    assert head_names(tied) == {"body.weight"}
+# --- param_rules ------------------------------------------------------------------------------------------------------
+
+
+def test_first_match_wins():
+    rules = [("a.*", {"lr": 1e-2}), ("*.bias", {"lr_1d": 5e-3}), ("*.weight", {"gamma": 0.1})]
+    model = Small()
+    optimizer = mars_hf.create(model, lr=1e-3, param_rules=rules[:2])
+    patterns = [None, None, "a.*", "a.*", "*.bias"]
+    assert [group.get("pattern") for group in trained_groups(optimizer.param_groups, model)] == patterns
+    assert [(group["role"], group["lr"], group["param_names"]) for group in optimizer.param_groups] == [
+        ("matrix", 1e-3, ["wte.weight", "b.weight"]),
+        ("vector", 5e-4, ["norm.weight"]),
+        ("matrix", 1e-2, ["a.weight"]),
+        ("vector", 5e-3, ["a.bias"]),
+        ("vector", 5e-3, ["b.bias", "norm.bias"]),
+    ]
+    gammas = by_name(mars_hf.create(Small(), param_rules=rules), "gamma")
+    assert {name for name, gamma in gammas.items() if gamma == 0.1} == {"wte.weight", "b.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize("name", RULE_KEYS)
+def test_every_setting(name):
+    values = {
+        **{"role": "adamw", "betas": (0.5, 0.6), "betas_1d": (0.5, 0.6), "layout": layout(parts=(2, 2))},
+        **{"lr": 0.5, "eps": 1e-6, "weight_decay": 0.25, "gamma": 0.5, "mars_type": "mars-shampoo", "is_approx": False},
+        **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 0.125, "weight_decay_1d": 0.25},
+        **{"second_moment": "gradient", "ns_steps": 3, "ns_coefficients": "polar-express"},
+        **{"ns_dtype": "float32", "state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "fused": False},
+    }
+    mars_type = "mars-adamw" if name == "role" else "mars-m"
+    rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
+    pattern = "*.bias" if name in KEYS_1D else "a.weight"
+    optimizer = mars_hf.create(Small(), mars_type=mars_type, param_rules=[(pattern, rule)])
+    key = name.removesuffix("_1d") if name in KEYS_1D else name
+    assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
+
+
+def test_rules_win_over_arguments():
+    settings = {"lr": 1e-3, "lr_1d": 2e-3, "weight_decay": 0.1, "weight_decay_1d": 0.2, "betas_1d": OTHERS}
+    rules = [("a.weight", {"role": "vector"}), ("b.weight", {"role": "adamw"}), ("wte.*", {"weight_decay": 0.3})]
+    optimizer = mars_hf.create(Small(), param_rules=rules, **settings)
+    made = [(group["role"], group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+    assert made[1:] == [
+        ("vector", 2e-3, 0.2, OTHERS),
+        ("adamw", 2e-3, 0.2, OTHERS),
+        ("matrix", 1e-3, 0.3, BETAS),
+    ]
+
+
+def test_step_of_roles():
+    model = Small()
+    rules = [("wte.*", {"role": "matrix"}), ("a.weight", {"role": "adamw"}), ("b.weight", {"role": "vector"})]
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=1e-2, param_rules=rules)
+    assert [line.split()[-1] for line in str(optimizer).splitlines()[3:6]] == ["wte.*", "a.weight", "b.weight"]
+    change = changes(model, optimizer)
+    singular = torch.linalg.svdvals(change["wte.weight"]) / (1e-2 * 0.2 * 6**0.5)
+    assert 0.6 < singular.min() and singular.max() < 1.3
+    for name in ("a.weight", "b.weight"):
+        torch.testing.assert_close(change[name].abs(), torch.full((4, 4), 1e-2), rtol=1e-4, atol=0)
+
+
+def test_update_rule():
+    optimizer = mars_hf.create(gpt2(), param_rules=[("transformer.h.0.*", {"mars_type": "mars-m"})])
+    types, layouts = by_name(optimizer, "mars_type"), by_name(optimizer, "layout")
+    assert {name for name in types if types[name] == "mars-m"} == {name for name in types if ".h.0." in name}
+    assert layouts["transformer.h.0.attn.c_attn.weight"] == layout(transposed=True, parts=(8, 8, 8))
+    assert layouts["transformer.h.1.attn.c_attn.weight"] is None
+    rules = [("transformer.w?e.weight", {"mars_type": "mars-lion"})]
+    back = mars_hf.create(gpt2(), mars_type="mars-m", param_rules=rules)
+    assert {by_name(back, "role")[f"transformer.{name}.weight"] for name in ("wte", "wpe")} == {"matrix"}
+    assert all("left_out" not in group for made in (optimizer, back) for group in made.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("*.attn.*", {"lr": 1.0})], r"'\*\.attn\.\*' matches no parameter; .* named like '"),
+        ([("b.wieght", {"lr": 1.0})], r"'b\.wieght' matches no parameter; .* named like 'b\.weight', "),
+        ([("A.*", {"lr": 1.0})], "matches no parameter"),
+        ([("wte", {"lr": 1.0})], "matches no parameter"),
+        ([("norm.*", {"lr": 1.0})], r"'norm\.\*' matches frozen parameters only, such as 'norm\.weight'"),
+        ([("*.weight", {}), ("a.weight", {})], r"'a\.weight' decides nothing: '\*\.weight' before"),
+        ([("a.*", {}), ("b.*", {}), ("[ab].*", {})], r"'\[ab\]\.\*' decides nothing: 'a\.\*', 'b\.\*' before"),
+        ([("a.*", {}), ("a.*", {"lr": 1.0})], r"'a\.\*' is there twice"),
+        ([("a.*", {"role": "matrix"})], r"param_rules 'a\.\*': role='matrix' for 'a.bias' of shape \(4,\)"),
+        ([("a.*", {"role": "tensor"})], r"param_rules 'a\.\*': role='tensor' is not valid; accepted: 'matrix'"),
+        ([("a.*", {"max_grad_norm": 1.0})], r"param_rules 'a\.\*': unknown 'max_grad_norm'"),
+        ([("a.*", {"lr": "much"})], r"^param_rules 'a\.\*': lr='much' is not valid"),
+        ({"a.*": {"lr": 1.0}}, "is no list of rules"),
+        ("a.*", "is no list of rules"),
+        (3, "is no list of rules"),
+        ([("a.*", 1.0)], r"param_rules\[0\]=\('a\.\*', 1\.0\) is no rule"),
+        ([{"lr": 1.0}], r"param_rules\[0\]=\{'lr': 1\.0\} is no rule"),
+        ([("", {})], r"param_rules\[0\]: pattern='' is not a shell pattern"),
+        ([(None, {})], r"param_rules\[0\]: pattern=None is not a shell pattern"),
+    ],
+)  # fmt: skip
+def test_wrong_rules(rules, message):
+    model = Small()
+    model.norm.requires_grad_(False)
+    with pytest.raises((ValueError, TypeError), match=message):
+        mars_hf.create(model, param_rules=rules)
+
+
+YAML = """
+- pattern: "a.*"
+  lr: 1e-3
+  betas: [0.8, 0.9]
+- {pattern: "*.bias", role: vector, clip_threshold: none}
+"""
+IN_FILE = [("a.*", {"lr": 1e-3, "betas": (0.8, 0.9)}), ("*.bias", {"role": "vector", "clip_threshold": None})]
+
+
+def test_files(tmp_path):
+    text = json.dumps([{"pattern": pattern, **settings} for pattern, settings in IN_FILE])
+    contents = {"rules.yaml": YAML, "rules.yml": YAML, "rules.json": text}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    for value in (text, *(str(tmp_path / name) for name in contents)):
+        assert check({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("a: 1", "is no list of rules"),
+        ("", "None is no list of rules"),
+        ("- {lr: 1}", r"param_rules\[0\]="),
+        ("- {pattern: x, gama: 1}", "unknown 'gama'"),
+        ("- {pattern: x, lr: much}", "lr='much' is not valid"),
+        (None, r"rules\.yaml' cannot be read .*No such file.*accepted: a \.json or \.yaml file, or a list in JSON"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        check({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
+    assert "\n" not in str(raised.value)
+
+
+MLP_RULES = [("*.mlp.*", {"lr": 2e-3, "gamma": 0.1}), ("*.bias", {"lr_1d": 1e-4})]
+
+
+@pytest.mark.parametrize("way", ["factory", "name", "groups"])
+def test_ways_into_trainer(tmp_path, way):
+    mars_hf.register()
+    model, settings = gpt2(), {"learning_rate": 1e-3}
+    if way == "name":
+        (tmp_path / "rules.json").write_text(json.dumps(MLP_RULES))
+        settings |= {"optim": "mars_adamw", "optim_args": f"param_rules={tmp_path / 'rules.json'}"}
+    args = arguments(tmp_path, **settings)
+    made = None if way == "name" else mars_hf.factory(args, param_rules=iter(MLP_RULES))
+    if way == "groups":
+        optimizer = made[0]([{"params": [param]} for param in model.parameters()], model=model, **made[1])
+    else:
+        optimizer = trainer(args, model, optimizer_cls_and_kwargs=made).create_optimizer()
+        assert optimizer.created_with["param_rules"] == MLP_RULES
+    settings_of = [
+        {
+            id(param): (group.get("pattern"), group["lr"], group["gamma"])
+            for group in groups
+            for param in group["params"]
+        }
+        for groups in (optimizer.param_groups, mars_hf.create(model, lr=1e-3, param_rules=MLP_RULES).param_groups)
+    ]
+    assert settings_of[0] == settings_of[1]
+
+
+def test_loaded_state():
+    with_rules = mars_hf.create(Small(), param_rules=[("*", {"gamma": 0.1})])
+    without = mars_hf.create(Small())
+    without.load_state_dict(with_rules.state_dict())
+    assert {(group.get("pattern"), group["gamma"]) for group in without.param_groups} == {(None, 0.1)}
