@@ -1,6 +1,13 @@
-"""Layouts: matrices of tensors, modules and real models, where each part must do what its name says."""
+"""Layouts of tensors, modules and real models, where each part must do what its name says.
+
+`python tests/test_matrix_layouts.py` writes architectures.json anew: review the difference, row by row.
+"""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +15,7 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import mars_hf
 from mars_hf import matrix_layouts
 from mars_hf.matrix_layouts import MatrixLayout
 
@@ -33,16 +41,7 @@ def split(tensor: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
     return [view.reshape(shape) for view, shape in zip(matrix_layouts.views(tensor, layout), shapes, strict=True)]
 
 
-def join(matrices: list, layout: MatrixLayout, like: torch.Tensor) -> torch.Tensor:
-    """Return the parameter-shaped tensor with these matrices."""
-    joined = torch.empty_like(like, dtype=matrices[0].dtype)
-    for view, matrix in zip(matrix_layouts.views(joined, layout), matrices, strict=True):
-        view.copy_(matrix.reshape(view.shape))
-    return joined
-
-
-# Tensors
-
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS = [
     ((6, 4), MatrixLayout(), [(6, 4)]),
@@ -63,100 +62,96 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "layout", "shapes"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("strides", ["contiguous", "transposed", "strided"])
-def test_split_and_join(shape, layout, shapes, strides):
+def test_views(shape, layout, shapes, strides):
+    """They write through, and hold every element once."""
     tensor = torch.randn(shape)
     if strides == "transposed":
         tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
     elif strides == "strided":
         tensor = torch.randn(*shape, 2)[..., 1]
-    before = tensor.clone()
-    matrices = split(tensor, layout)
-    assert [tuple(m.shape) for m in matrices] == shapes == matrix_layouts.matrix_shapes(shape, layout)
-    joined = join([m.clone() for m in matrices], layout, like=tensor)
-    torch.testing.assert_close(joined, before, rtol=0, atol=0)
-    assert joined.data_ptr() != tensor.data_ptr() or not tensor.numel()
-
-
-@pytest.mark.parametrize(("shape", "layout", "shapes"), LAYOUTS, ids=str)
-def test_views_write_through(shape, layout, shapes):
-    tensor = torch.randn(shape)
     matrices = split(tensor.clone(), layout)
+    assert [tuple(matrix.shape) for matrix in matrices] == shapes == matrix_layouts.matrix_shapes(shape, layout)
     for view, matrix in zip(matrix_layouts.views(tensor, layout), matrices, strict=True):
         view.sub_(matrix.view_as(view))
     assert not tensor.any()
 
 
-def test_interleaved_parts_are_taken_head_by_head():
+def test_interleaved_parts():
     weight = torch.arange(12.0)[:, None].expand(12, 2)
     query, key = split(weight, MatrixLayout(parts=(2, 1)))
     assert query[:, 0].tolist() == [0, 1, 3, 4, 6, 7, 9, 10]
     assert key[:, 0].tolist() == [2, 5, 8, 11]
 
 
-def test_layouts_as_plain_values():
+WRONG = [{"parts": (2, 0)}, {"parts": ()}, {"parts": 2}, {"batched": 1}, {"transposed": None}, {"turned": True}]
+
+
+def test_plain_values():
     assert matrix_layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
-    for layout in (MatrixLayout(batched=True, transposed=True), MatrixLayout(parts=(2, 1)), MatrixLayout(), None):
+    for layout in (MatrixLayout(batched=True, transposed=True), MatrixLayout(parts=(2, 1)), None):
         plain = matrix_layouts.to_plain(layout)
         assert matrix_layouts.to_plain(plain) == plain and (plain is None or MatrixLayout(**plain) == layout)
     assert matrix_layouts.to_plain({"parts": [2, 1]})["parts"] == (2, 1)
-    for wrong in (
-        {"parts": (2, 0)},
-        {"parts": ()},
-        {"parts": 2},
-        {"batched": 1},
-        {"transposed": None},
-        {"turned": True},
-    ):
+    for wrong in WRONG:
         with pytest.raises((TypeError, ValueError)):
             matrix_layouts.to_plain(wrong)
 
 
-# Updates through layouts
-
-
-# Models
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 def test_torch_modules():
-    model = nn.ModuleDict(
-        {
-            "attention": nn.MultiheadAttention(8, 2),
-            "crossed": nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
-            "grouped": nn.Conv1d(4, 4, 3, groups=2),
-            "up": nn.ConvTranspose2d(3, 4, 5),
-            "conv1d": Conv1D(4, 3),
-            "table": nn.EmbeddingBag(5, 4),
-            "normalized": nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 5)),
-            "recurrent": nn.LSTM(3, 4),
-            "gate": nn.Linear(4, 1),
-            "qkv": nn.Linear(8, 24),
-            "query_key_value": nn.Linear(8, 24),  # of an unknown module
-        }
-    )
-    found = layouts_of(model)
-    assert found["attention.in_proj_weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert found["crossed.k_proj_weight"] == MatrixLayout()
-    assert found["up.weight"] == found["conv1d.weight"] == MatrixLayout(transposed=True)
-    assert found["grouped.weight"] == "depthwise or grouped convolution" and found["table.weight"] == "embedding"
-    assert found["normalized.parametrizations.weight.original1"].startswith("ParametrizationList is not known")
-    assert found["recurrent.weight_ih_l0"] == "LSTM is not known to multiply activations with it"
-    assert found["gate.weight"] == "a single row or column"
-    assert found["qkv.weight"] == MatrixLayout(parts=(8, 8, 8))
-    assert found["query_key_value.weight"] == MatrixLayout()
+    modules = {
+        "attention": nn.MultiheadAttention(8, 2),
+        "crossed": nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
+        "grouped": nn.Conv1d(4, 4, 3, groups=2),
+        "up": nn.ConvTranspose2d(3, 4, 5),
+        "conv1d": Conv1D(4, 3),
+        "table": nn.EmbeddingBag(5, 4),
+        "normalized": nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 5)),
+        "recurrent": nn.LSTM(3, 4),
+        "gate": nn.Linear(4, 1),
+        "qkv": nn.Linear(8, 24),
+        "query_key_value": nn.Linear(8, 24),  # of an unknown module
+    }
+    expected = {
+        "attention.in_proj_weight": MatrixLayout(parts=(8, 8, 8)),
+        "crossed.k_proj_weight": MatrixLayout(),
+        **dict.fromkeys(["up.weight", "conv1d.weight"], MatrixLayout(transposed=True)),
+        "grouped.weight": "depthwise or grouped convolution",
+        "table.weight": "embedding",
+        "normalized.parametrizations.weight.original1": (
+            "ParametrizationList is not known to multiply activations with it"
+        ),
+        "recurrent.weight_ih_l0": "LSTM is not known to multiply activations with it",
+        "gate.weight": "a single row or column",
+        "qkv.weight": MatrixLayout(parts=(8, 8, 8)),
+        "query_key_value.weight": MatrixLayout(),
+    }
+    assert expected.items() <= layouts_of(nn.ModuleDict(modules)).items()
 
 
 def test_stated_parts():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mixed": nn.Linear(8, 24)})
-    found = layouts_of(model, {"mixed.*": (8, 2, 2)})
-    assert found["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
-    assert found["qkv.weight"] == MatrixLayout()
+    layouts = layouts_of(model, {"mixed.*": (8, 2, 2)})
+    assert layouts["mixed.weight"] == MatrixLayout(parts=(8, 2, 2))
+    assert layouts["qkv.weight"] == MatrixLayout()
     with pytest.raises(ValueError, match=r"the parts do not fit its 24 outputs"):
         matrix_layouts.of_model(model, split_fused={"mixed.*": (8, 8)})
     with pytest.raises(ValueError, match=r"\['wqkv'\] match no parameter .* names are like 'qkv.weight'"):
         matrix_layouts.of_model(model, split_fused={"wqkv": (8, 8, 8)})
 
 
-# Each part does what its name says: without the keys no query matters, and so on
+def test_emptied_parameters():
+    model = nn.ModuleDict({"c": nn.Linear(8, 24), "embed": nn.Embedding(9, 8)})
+    for param in model.parameters():  # as deepspeed.zero.Init leaves them
+        param.ds_shape = param.shape
+        param.data = torch.empty(0)
+    layouts = layouts_of(model, {"c.weight": (8, 16)})
+    assert layouts == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}
+
+
+# --- models: each part does what its name says, without the keys no query matters, and so on --------------------------
 
 
 FAMILIES = {
@@ -191,7 +186,7 @@ QUERY_AND_KEY = {"codegen": (0, 2)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parts_do_what_they_are_taken_for(family):
+def test_parts_of_models(family):
     model = of(*FAMILIES[family])
     fused = {name: layout for name, layout in layouts_of(model).items() if getattr(layout, "parts", None)}
     with torch.no_grad():
@@ -235,17 +230,49 @@ def test_parts_do_what_they_are_taken_for(family):
         assert matters(leaf, value, without=query)
 
 
-def test_every_known_class_is_in_a_family_above():
+def test_families_cover_every_known_class():
     seen = {"MultiheadAttention"}
     for name, config, settings in FAMILIES.values():
         seen.update(type(module).__name__ for module in of(name, config, settings).modules())
     assert {owner for _, owner in matrix_layouts._FUSED} <= seen
 
 
-def test_shapes_of_parameters_that_zero_init_has_emptied():
-    model = nn.ModuleDict({"c": nn.Linear(8, 24), "embed": nn.Embedding(9, 8)})
-    for param in model.parameters():
-        param.ds_shape = param.shape
-        param.data = torch.empty(0)
-    found = layouts_of(model, {"c.weight": (8, 16)})
-    assert found == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}
+# --- roles and layouts of real architectures --------------------------------------------------------------------------
+
+TABLE = Path(__file__).with_name("architectures.json")
+ROWS = json.loads(TABLE.read_text())
+
+
+def from_row(row: dict) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, row["model"])(getattr(transformers, row["config"])(**row["settings"]))
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """Map names of parameters, numbers as `*`, to the matrices that mars-m orthogonalizes, or to what it does not."""
+    parameters: dict[str, str] = {}
+    for group in mars_hf.create(model, mars_type="mars-m").param_groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            if param.ndim < 2:
+                text = group["role"]
+            elif group["role"] == "matrix":
+                shapes = matrix_layouts.matrix_shapes(param.shape, MatrixLayout(**group["layout"]))
+                text = " + ".join("x".join(map(str, shape)) for shape in shapes)
+                text += " transposed" if group["layout"]["transposed"] else ""
+            else:
+                text = f"{group['role']}: {group['left_out'][name]}"
+            key = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            known = parameters.get(key, text)
+            parameters[key] = known if text in known.split(", ") else f"{known}, {text}"
+    return {name: text for name, text in parameters.items() if text != "vector"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_roles_and_layouts(row):
+    assert described(from_row(ROWS[row])) == ROWS[row]["parameters"]
+
+
+if __name__ == "__main__":
+    for row in ROWS.values():
+        row["parameters"] = described(from_row(row))
+    TABLE.write_text(json.dumps(ROWS, indent=1) + "\n")
