@@ -48,9 +48,9 @@ from mars_hf.step import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
+from pretraining.files import write_json  # noqa: E402
 from pretraining.run import model as gpt2  # noqa: E402 (needs the line above)
 from pretraining.run.arguments import ModelArguments  # noqa: E402
-from pretraining.run.report import write  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {
@@ -579,7 +579,7 @@ def main(argv: list[str] | None = None) -> None:
                 written["left_out"].append(size)
             else:
                 written["sizes"][size] = result
-            write(output, written)  # what is measured stays if the next size is not
+            write_json(output, written)  # what is measured stays if the next size is not
     report(json.loads(output.read_text()), output.with_suffix(".png"))
 
 

@@ -31,7 +31,8 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 import mars_hf
 from mars_hf.training.guard import innermost
 
-from pretraining.run import arguments, model, optimizers, report  # isort: skip
+from pretraining.files import write_json  # isort: skip
+from pretraining.run import arguments, model, optimizers  # isort: skip
 
 ADAMW, MARS, EXACT = "AdamW fused", "Mars", "Mars exact"
 CONTENDERS = {
@@ -271,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     result = measure(options)
     settings = {key: value for key, value in vars(options).items() if key not in ("output", "peak_tflops", "threads")}
     written = {"machine": interleave.describe_machine(), "device": name, "settings": settings, "result": result}
-    report.write(output, written)
+    write_json(output, written)
     print(f"\nGPT-2 {options.size}, {result['parameters'] / 1e6:.1f}M parameters, {result['tokens_per_step']:,} tokens")
     print(f"peak: {result['peak_flops'] / 1e12:.2f} TFLOP/s ({result['peak_source']})\n\n{table(result)}")
     if result["exact_bound"]:

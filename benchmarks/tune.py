@@ -37,7 +37,7 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
 from pretraining.compare import launch, page, presets  # noqa: E402 (needs the line above)
-from pretraining.run.report import write  # noqa: E402
+from pretraining.files import write_json  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
 BASES = ROOT / "runs" / "bases"
@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
                 row = search.train(arm, rates, seed, arguments, scratch)
                 with lock:
                     result["runs"].append(row)
-                    write(search.file, result)
+                    write_json(search.file, result)
                     progress.update()
                     progress.set_description(f"{arm} {rates}: {row['eval_loss']}")
 

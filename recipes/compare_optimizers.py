@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pretraining import files
 from pretraining.compare import launch, page, presets
 from pretraining.compare.comparison import Run
 from pretraining.compare.presets import Preset
-from pretraining.run import checkpoints, report, resuming
+from pretraining.run import checkpoints, resuming
 from pretraining.run.arguments import OPTIMIZERS
 from pretraining.run.errors import one_line_errors
 from tqdm.auto import tqdm
@@ -77,23 +78,23 @@ class _Job(NamedTuple):
     def run(self) -> Run:
         """Start or resume the run, and return its result."""
         try:
-            with resuming.locked(self.folder, "trains"):
+            with files.locked(self.folder, "trains"):
                 pass
         except ValueError:
             tqdm.write(f"waiting for the run in {self.folder}, which an earlier comparison left training")
-            with resuming.locked(self.folder, "trains", wait=True):
+            with files.locked(self.folder, "trains", wait=True):
                 pass
         if self.is_finished:
             return self.result()
         self.folder.mkdir(exist_ok=True)
-        report.write(self.folder / "arguments.json", self.settings)
+        files.write_json(self.folder / "arguments.json", self.settings)
         run = resuming.read_run(self.folder)
         can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
         resume = ["--resume_from_checkpoint", "true"] if can_resume else []
         try:
             launch.run_recipe([*self.argv, *resume], self.folder, self.launcher)
         except launch.Diverged as error:
-            report.write(self.folder / "diverged.json", {"message": str(error)})
+            files.write_json(self.folder / "diverged.json", {"message": str(error)})
         return self.result()
 
     def result(self) -> Run:
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments, preset, rest = parse(argv)
     output, launcher = Path(arguments.output_dir), shlex.split(arguments.launcher)
     output.mkdir(parents=True, exist_ok=True)
-    with resuming.locked(output, "compares"):
+    with files.locked(output, "compares"):
         shared = [*_QUIET, *rest]
         steps = launch.equal_seconds(preset, shared, output, launcher) if preset.equal_seconds else {}
         jobs = []

@@ -19,9 +19,10 @@ from typing import Any
 
 import pretrain_gpt2
 from matplotlib import pyplot as plt
+from pretraining import files
 from pretraining.compare import page, tracking
 from pretraining.compare.tracking import Moment, TrackingProbe
-from pretraining.run import arguments, report
+from pretraining.run import arguments
 from pretraining.run.errors import one_line_errors
 from transformers import Trainer
 
@@ -54,8 +55,8 @@ def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
     ]
     for scope in dict.fromkeys(row["scope"] for row in rows):
         text.append(f"## {scope}\n\n{tracking.table(rows, scope)}")
-    report.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
-    report.write(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
+    files.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
+    files.write_json(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
     draw(tracking.medians(rows), output / "tracking.png")
     print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
 

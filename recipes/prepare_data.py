@@ -35,6 +35,7 @@ import datasets
 import numpy as np
 import tiktoken
 from pretraining.data import sources, token_files
+from pretraining.files import locked
 from pretraining.run.errors import one_line_errors
 from tiktoken.load import read_file_cached
 from tqdm.auto import tqdm
@@ -54,7 +55,8 @@ SHA256 = {
 def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
     args = parse(argv)
-    with token_files.writing(args.output_dir, overwrite=args.overwrite) as partial:
+    output = args.output_dir
+    with locked(output, "writes"), token_files.writing(output, overwrite=args.overwrite) as partial:
         tokenizer = gpt2_tokenizer()
         tokenizer.save_pretrained(partial / "tokenizer")
         with tempfile.TemporaryDirectory(dir=partial) as scratch:
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{split:<6}{entry['tokens']:,} tokens, {entry['documents']:,} documents, {entry['bytes']:,} bytes")
         if entry["tokens"] < CONTEXT:
             print(f"      less than one block of {CONTEXT}: train with a smaller --block_size")
-    print(f"ready: --data_dir {args.output_dir}")
+    print(f"ready: --data_dir {output}")
 
 
 def gpt2_tokenizer() -> GPT2Tokenizer:

@@ -17,20 +17,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+from pretraining import files
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import arguments, errors, model, optimizers, report, resuming
+from pretraining.run import arguments, checkpoints, errors, model, optimizers, processes, report, resuming
 from pretraining.run.arguments import PretrainingArguments, RunArguments
 from pretraining.run.checkpoints import PretrainingTrainer
-from pretraining.run.stopping import IS_LAUNCHED, Stopping
 from pretraining.run.torch_optimizers import GammaSchedule
 from transformers import default_data_collator, set_seed
 
@@ -47,13 +44,11 @@ def main(argv: list[str] | None = None) -> None:
 def train(argv: list[str] | None = None, prepare: Callable[[PretrainingTrainer], None] | None = None) -> RunArguments:
     """Train and return the run's arguments; `prepare` gets the Trainer before it trains. See `main`."""
     run = arguments.parse(argv)
-    training = run.training
-    check_processes(training)
+    processes.check(run.training)
     run.check_tokens()
-    output = Path(str(training.output_dir))
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output = Path(str(run.training.output_dir))
     with contextlib.ExitStack() as stack:
-        resuming.on_main(training, lambda: stack.enter_context(resuming.locked(output, "trains")))
+        processes.on_main(run.training, lambda: stack.enter_context(files.locked(output, "trains")))
         _train(run, output, prepare)
     return run
 
@@ -61,7 +56,7 @@ def train(argv: list[str] | None = None, prepare: Callable[[PretrainingTrainer],
 def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTrainer], None] | None) -> None:
     training = run.training
     set_seed(training.seed)
-    set_threads(training)
+    processes.set_threads(training, training.cpu_threads)
 
     # Data.
     with training.main_process_first(desc="preparing data"):
@@ -74,7 +69,7 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # A new run, or a checkpoint of this one.
     settings = resuming.settings_of(run, source.identity, training.world_size)
-    start = resuming.choose(training, output, settings)
+    start = processes.on_main(training, lambda: resuming.choose(training, output, settings))
     if start.is_complete:
         return
     if start.checkpoint:
@@ -104,7 +99,7 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         run=start.run,
         resumed=start.manifest,
     )
-    stopping = Stopping(trainer.accelerator)
+    stopping = processes.Stopping(trainer.accelerator)
     trainer.add_callback(stopping)
     if prepare is not None:
         prepare(trainer)
@@ -116,8 +111,6 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
     except mars_hf.NonFiniteError as error:
         raise ValueError(str(error)) from error
-    finally:
-        stopping.close()
     if stopping.reason:
         if trainer.is_world_process_zero():
             print_stopped(trainer, stopping.reason)
@@ -128,15 +121,16 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # Report.
     network.config.use_cache = True  # Trainer turns it off for training
-    trainer.save_model()
-    trainer.save_state()
+    with checkpoints.saving(output):
+        trainer.save_model()
+        trainer.save_state()
     if trainer.is_world_process_zero():
         assert trainer.optimizer is not None
         metrics = report.summarize(
             trainer.state.log_history,
             bytes_per_token=source.bytes_per_token,
             tokens_per_step=run.count_tokens(),
-            train_runtime=result.metrics["train_runtime"],
+            train_runtime=trainer.earlier_seconds + result.metrics["train_runtime"],
         )
         header = {
             "optimizer": run.optimizer.optimizer,
@@ -149,7 +143,7 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
             "groups": report.groups(trainer.optimizer.param_groups),
         }
         trainer.create_model_card(**card_facts)
-        report.write(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
+        files.write_json(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
         print_results(output, metrics)
     if training.push_to_hub:
         trainer.push_to_hub(**card_facts)
@@ -157,32 +151,6 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         text = report.sample(network, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
     trainer.accelerator.end_training()
-
-
-def check_processes(training: PretrainingArguments) -> None:
-    """Raise ValueError if launched processes are not connected: each would train alone, into the same folder."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != training.world_size:
-        raise ValueError(
-            f"{launched} processes were launched, but each sees {training.world_size}: a config for GPUs on a machine "
-            "without them? Use accelerate_configs/cpu_ddp.yaml and --use_cpu true on CPU"
-        )
-
-
-def set_threads(training: PretrainingArguments) -> None:
-    """Use `cpu_threads`, or OMP_NUM_THREADS if the user has set it, or all cores.
-
-    Launchers give OMP_NUM_THREADS to their workers unasked, but not to themselves.
-    """
-    if training.device.type != "cpu":
-        return
-    environment: Any = os.environ
-    if IS_LAUNCHED:
-        with contextlib.suppress(psutil.Error):
-            environment = psutil.Process(os.getppid()).environ()
-    if training.cpu_threads or "OMP_NUM_THREADS" not in environment:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(training.cpu_threads or max(1, (os.cpu_count() or 1) // processes))
 
 
 def embedded_corpus(output: Path, settings: arguments.DataArguments) -> Path:

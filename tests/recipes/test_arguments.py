@@ -151,12 +151,22 @@ def test_numbers_of_a_config_in_any_form(tmp_path):
         ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
         ("--optim_args gamma=1", "would be ignored"),
         ("--license MIT", "--license 'MIT' is not how the Hub writes licences"),
+        ("--metric_for_best_model accuracy", "--metric_for_best_model accuracy: accepted: loss"),
+        (f"--max_steps {10**400}", "give a number below 2"),
+        ("--lr_scheduler_kwargs 3", "must be a mapping.*; give --lr_scheduler_kwargs"),
         ("--lr_scheduler_type linear", "min_lr_rate.*; give --lr_scheduler_kwargs"),
     ],
 )
 def test_wrong_settings(tmp_path, argv, words):
     with pytest.raises(ValueError, match=words):
         parse(tmp_path, *argv.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_a_paper_config_names_all_flags_that_it_needs_on_cpu(tmp_path):
+    flags = "--use_cpu true --tf32 false.* --data_dir .* --gradient_accumulation_steps 32, or --tokens_per_step 0"
+    with pytest.raises(ValueError, match=rf"gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give {flags}"):
+        parse(tmp_path, "--config", "gpt2-small")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import compare_optimizers
 import pytest
 import yaml
+from pretraining import files
 from pretraining.compare import launch
 from pretraining.run import checkpoints, resuming
 from test_pretrain_gpt2 import TINY
@@ -168,7 +169,7 @@ def test_run_that_a_killed_comparison_left_is_waited_for(tmp_path, started, caps
         assert compare(tmp_path, *argv) == result
 
     with ThreadPoolExecutor() as pool:
-        with resuming.locked(folder, "trains"):
+        with files.locked(folder, "trains"):
             restarted, printed = pool.submit(restart), ""
             while "waiting for the run in" not in printed:
                 assert not restarted.done()
@@ -200,7 +201,7 @@ def test_other_folders_are_refused(tmp_path, started, capsys):
     (folder / "metrics.json").write_text("{}")
     line = refusal(tmp_path, capsys, "--optimizers", "adamw", "--seeds", "1")
     assert "adamw-1 holds a run that is not of a comparison; give another --output_dir" in line
-    with resuming.locked(tmp_path / "compare", "compares"):
+    with files.locked(tmp_path / "compare", "compares"):
         assert " compares there" in refusal(tmp_path, capsys, "--optimizers", "adamw", "--seeds", "2")
     assert not started and (folder / "metrics.json").read_text() == "{}"
 

@@ -18,9 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (ValueError("two\n  lines"), 2, "program: two lines\n"),
         (OSError(errno.ENOSPC, "No space left", "/disk/x"), 2, "program: [Errno 28] No space left: '/disk/x'\n"),
+        (OverflowError("too large"), 2, "program: too large\n"),
+        (ValueError("\x1b[31mred " + "9" * 400), 2, f"program: \\x1b[31mred {'9' * 200}...\n"),
         (KeyboardInterrupt(), 130, "program: interrupted\n"),
     ],
-    ids=["value", "system", "ctrl-c"],
+    ids=["value", "system", "number", "text of others", "ctrl-c"],
 )
 def test_one_line_of_the_first_process(error, code, line, capsys, monkeypatch):
     @one_line_errors("program")
@@ -33,6 +35,13 @@ def test_one_line_of_the_first_process(error, code, line, capsys, monkeypatch):
             main()
         assert end.value.code == code and end.value.__cause__ is error
         assert capsys.readouterr().err == printed
+
+
+def test_environment_that_is_no_number(capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(SystemExit):
+        one_line_errors("program")(lambda: None)()
+    assert "LOCAL_WORLD_SIZE=two in the environment is not a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyError("x"), SystemExit(3)], ids=lambda error: repr(error))

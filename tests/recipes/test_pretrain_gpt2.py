@@ -18,6 +18,7 @@ from helpers import refused
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
 from pretraining.data import token_files
+from pretraining.run import processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,7 +194,7 @@ def test_a_finished_run_is_not_overwritten_silently(finished, tokens):
 def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as a GPU config does on a machine without GPUs
     with pytest.raises(ValueError, match="2 processes were launched, but each sees 1"):
-        pretrain_gpt2.check_processes(SimpleNamespace(world_size=1))
+        processes.check(SimpleNamespace(world_size=1))
 
 
 def test_a_paper_config_trains_from_prepared_tokens(tokens, tmp_path):

@@ -14,9 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import prepare_data
 import pytest
 import torch
+from helpers import refused
 from pretraining.data import embedded, token_files
+from pretraining.files import locked
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +121,7 @@ def test_folders_are_replaced_once_complete(folder):
     write(folder, train=[np.array([7, 0])], overwrite=True)
     assert (folder / "train.bin").stat().st_size == 4
     token_files.load(folder, verify=True)
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".data.lock", ".new.lock", "data"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["data"]
 
 
 def test_overwrite_spares_other_files(folder):
@@ -131,8 +134,8 @@ def test_overwrite_spares_other_files(folder):
 
 HOLDER = """
 import sys
-from pretraining.data import embedded, token_files
-with token_files.lock(sys.argv[1]):
+from pretraining.files import locked
+with locked(sys.argv[1], "writes"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -148,10 +151,11 @@ def test_one_process_a_folder(tmp_path):
         env={**os.environ, "PYTHONPATH": recipes},
     ) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="data: another process writes it; wait for it to end, or choose another"):
-            write(tmp_path / "data")
+        with refused("data: another process writes there; wait for it to end, or choose another"):
+            prepare_data.main(["--files", __file__, "--output_dir", str(tmp_path / "data")])
         holder.kill()
-    write(tmp_path / "data")  # a killed process locks nobody out
+    with locked(tmp_path / "data", "writes"):  # a killed process locks nobody out
+        write(tmp_path / "data")
 
 
 def test_size_mismatch(folder):
@@ -290,11 +294,10 @@ def test_interpreter_without_sources(tmp_path, monkeypatch):
 def test_second_process_waits(library, tmp_path):
     made = embedded.prepare(tmp_path / "other", vocab_size=300)
     folder = tmp_path / "data" / made.name
-    with ThreadPoolExecutor() as pool, token_files.lock(folder):
+    with ThreadPoolExecutor() as pool, locked(folder, "writes"):
         second = pool.submit(embedded.prepare, tmp_path / "data", 300)
         time.sleep(1)
         assert not second.done()
-        token_files.lock(folder).release()
-        assert second.result(60) == folder
+    assert second.result(60) == folder
     files = [{path.name: path.read_bytes() for path in parent.rglob("*.*")} for parent in (made, folder)]
     assert files[0] == files[1]  # tokenizers are trained alike

@@ -19,8 +19,9 @@ import transformers
 from tqdm.auto import tqdm
 
 import mars_hf
+from pretraining import files
 from pretraining.compare.presets import Preset
-from pretraining.run import report, resuming
+from pretraining.run import resuming
 from pretraining.run.arguments import read
 
 SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
@@ -112,7 +113,7 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
             folder = output / "speeds" / f"{folder_name(arm)}-{repeat}"
             measured[arm].append(run_recipe([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
         saved = {"commands": commands, "speeds": {arm: statistics.median(runs) for arm, runs in measured.items()}}
-        report.write(file, saved)
+        files.write_json(file, saved)
     budgets = {}
     for arm, speed in saved["speeds"].items():
         arm_steps = max(1, round(steps * speed / saved["speeds"][preset.baseline]))

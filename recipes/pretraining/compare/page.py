@@ -18,11 +18,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from pretraining import files
 from pretraining.compare import comparison
 from pretraining.compare.comparison import Difference, Row, Run
 from pretraining.compare.launch import describe_machine
 from pretraining.compare.presets import Preset
-from pretraining.run import report
 
 # An optimizer has one color in every picture.
 COLORS = {
@@ -80,8 +80,8 @@ def write(
         pictures += "\n\n![Losses along the axis](axis.png)"
     unfinished = f"{len(runs)} of {len(runs) + missing} runs so far." if missing else ""
     page = [preset.about, unfinished, text, about, pictures]
-    report.write_text(output / "comparison.md", "\n\n".join(filter(None, page)) + "\n")
-    report.write(
+    files.write_text(output / "comparison.md", "\n\n".join(filter(None, page)) + "\n")
+    files.write_json(
         output / "comparison.json",
         {
             "machine": machine,

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from pretraining.data import token_files
+from pretraining.files import locked
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = {"stdlib": "python-standard-library", "torch-headers": "torch-headers"}  # corpus to data set, in results
@@ -98,7 +99,7 @@ def prepare(parent: Path, vocab_size: int, name: str = "stdlib") -> Path:
     corpus = read_corpus(name)
     identity = hashlib.sha256(f"{corpus.fingerprint} {vocab_size}".encode()).hexdigest()[:12]
     directory = Path(parent) / f"embedded-{identity}"
-    with token_files.lock(directory):  # waits for another process that makes it
+    with locked(directory, "prepares", wait=True):
         if directory.exists():
             try:
                 return token_files.load(directory).directory

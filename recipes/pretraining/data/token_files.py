@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -57,6 +56,8 @@ def load(directory: Path, *, verify: bool = False) -> Data:
         bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r:.200}); {_AGAIN}") from error
+    if not (isinstance(meta["dataset"], str) and meta["dataset"].isprintable()):  # it goes to terminals and cards
+        raise ValueError(f"{path}: dataset {meta['dataset']!r:.200} is no name; give one of printable characters")
     if changed:
         raise ValueError(f"{directory}/tokenizer: {changed!r:.200} is missing or not what was prepared; {_AGAIN}")
     tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer", trust_remote_code=False)
@@ -91,48 +92,37 @@ def _check_tokens(path: Path, entry: dict[str, Any], vocab_size: int, whole: boo
         )
 
 
-def lock(directory: Path) -> FileLock:
-    """Return the lock of the process that writes a folder: the file `.NAME.lock` beside it, reentrant."""
-    directory = Path(directory).resolve()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(directory.with_name(f".{directory.name}.lock"), is_singleton=True)
-
-
 @contextmanager
 def writing(directory: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield a folder to write token files into; it becomes `directory` once the block succeeds.
+    """Yield a folder to write token files into; it becomes `directory`, which is locked, once the block succeeds.
 
     It is `.NAME.partial` beside `directory`. What a killed process left there is removed. With `overwrite`, token files
     are replaced, and stay until the new ones are complete.
 
     Raises:
-        ValueError: another process writes the folder, or it holds token files without `overwrite`, or other files.
+        ValueError: the folder holds token files without `overwrite`, or other files.
     """
     directory = Path(directory).resolve()  # a link stays; its target is written
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        acquired = lock(directory).acquire(blocking=False)
-    except Timeout:
+    partial, old = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "old"))
+    names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    if names and not overwrite:
+        raise ValueError(f"{directory} exists; choose another folder, or replace its token files with --overwrite")
+    if others := sorted(names - _NAMES):
         raise ValueError(
-            f"{directory}: another process writes it; wait for it to end, or choose another folder"
-        ) from None
-    with acquired:
-        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
-        if names and not overwrite:
-            raise ValueError(f"{directory} exists; choose another folder, or replace its token files with --overwrite")
-        if others := sorted(names - _NAMES):
-            raise ValueError(
-                f"{directory} holds other files ({str(others[:3])[1:-1]:.200}), which --overwrite would delete; choose "
-                "another folder"
-            )
+            f"{directory} holds other files ({str(others[:3])[1:-1]:.200}), which --overwrite would delete; choose "
+            "another folder"
+        )
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if names:
+            directory.rename(old)
+        partial.replace(directory)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            yield partial
-            shutil.rmtree(directory, ignore_errors=True)
-            partial.rename(directory)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_meta(directory: Path, meta: dict[str, Any]) -> None:

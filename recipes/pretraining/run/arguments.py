@@ -187,10 +187,27 @@ class RunArguments(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None) -> RunArguments:
-    """Return the settings of `read` as dataclasses, of which TrainingArguments takes hold of the device."""
+    """Return the settings of `read` as dataclasses, of which TrainingArguments takes hold of the device.
+
+    Raises:
+        ValueError: the config is for GPUs, and there is none; the message names all flags that it needs on CPU.
+    """
     values, path = read(argv)
+    is_for_gpus = values.tf32 and not torch.cuda.is_available()
+    if is_for_gpus:
+        values.use_cpu, values.tf32 = True, False
     model, data, optimizer, training = _parser().parse_dict(vars(values), allow_extra_keys=True)
-    return RunArguments(model, data, optimizer, training, path)
+    run = RunArguments(model, data, optimizer, training, path)
+    if not is_for_gpus:
+        return run
+    problems = ["tf32 needs an NVIDIA GPU, and there is none; give --use_cpu true --tf32 false"]
+    if run.data.data_dir and not Path(run.data.data_dir, "meta.json").is_file():
+        problems.append(f"{run.data.data_dir} holds no tokens; give --data_dir and a folder of prepare_data.py")
+    try:
+        run.check_tokens()
+    except ValueError as error:
+        problems.append(str(error))
+    raise ValueError(f"{path.name}: {'. Also, '.join(problems)}")
 
 
 def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
@@ -228,10 +245,13 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     values = parser.parse_args(_words(settings))
     parser.prog = program
     values = parser.parse_args(argv, values)
-    _check_optimizer(values)
+    _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
     _check_schedule(values)
+    for name, value in vars(values).items():
+        if isinstance(value, int) and abs(value) >= 2**53:
+            raise ValueError(f"--{name} {value}: give a number below 2^53")
     return values, path
 
 
@@ -275,10 +295,12 @@ def _words(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-def _check_optimizer(values: argparse.Namespace) -> None:
-    """Raise ValueError for settings that the chosen optimizer does not have, or that none reads."""
+def _check_names(values: argparse.Namespace) -> None:
+    """Raise ValueError for settings that the chosen optimizer does not have, and for names that nothing has."""
     if values.optim != TrainingArguments.optim or values.optim_args:
         raise ValueError("--optim and --optim_args would be ignored; give --optimizer, and settings as --gamma 0.1")
+    if values.metric_for_best_model not in (None, "loss", "eval_loss"):
+        raise ValueError(f"--metric_for_best_model {values.metric_for_best_model}: accepted: loss, the held-out one")
     accepted = OPTIMIZERS[values.optimizer]
     for name in dict.fromkeys(name for names in OPTIMIZERS.values() for name in names):
         if name not in accepted and getattr(values, name) is not None:

@@ -8,30 +8,24 @@ uninterrupted one logs, because the manifest also holds Trainer's sums of losses
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback
+from safetensors import SafetensorError
 
 import mars_hf
-from pretraining.run import report
+from pretraining import files
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
-# Without one of each, Trainer would quietly start something afresh. Optimizers: one process and DDP, FSDP, DeepSpeed.
-_NEEDED = {
-    "the step and the log": ("trainer_state.json",),
-    "the optimizer's state": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
-    "the learning rate schedule's state": ("scheduler.pt",),
-    "the random state": ("rng_state*.pth",),
-}
 
 
 class Manifest(NamedTuple):
@@ -59,12 +53,10 @@ class Manifest(NamedTuple):
 def seal(folder: Path, *, run: str, step: int, settings: dict[str, Any], progress: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint whose other files are all there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    with ThreadPoolExecutor() as pool:
-        entries = pool.map(lambda path: [path.stat().st_size, _sha256(path)], paths)
-        files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
-    manifest = Manifest(run, step, settings, progress, files)
+    entries = {path.relative_to(folder).as_posix(): [path.stat().st_size, _sha256(path)] for path in paths}
+    manifest = Manifest(run, step, settings, progress, entries)
     text = json.dumps({**manifest._asdict(), "sha256": manifest.digest()}, indent=1)
-    report.write_text(folder / MANIFEST, f"{text}\n")
+    files.write_text(folder / MANIFEST, f"{text}\n")
 
 
 def read(folder: Path) -> Manifest:
@@ -79,7 +71,8 @@ def read(folder: Path) -> Manifest:
         manifest = Manifest(**content)
     except FileNotFoundError:
         raise ValueError(
-            f"it has no {MANIFEST}: a run was killed while writing or deleting it, or it is not of this recipe"
+            f"it has no {MANIFEST}: a run was killed while writing or deleting it, or had --save_only_model, or it is "
+            "not of this recipe"
         ) from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its {MANIFEST} is damaged ({error})") from None
@@ -92,23 +85,17 @@ def check(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint after comparing every file with it.
 
     Raises:
-        ValueError: the checkpoint is not whole, or holds no state to resume from; see `read`.
+        ValueError: the checkpoint is not whole; see `read`.
     """
     manifest = read(folder)
-    for name, (size, _) in manifest.files.items():
+    for name, (size, digest) in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{name} is missing")
         if path.stat().st_size != size:
             raise ValueError(f"{name} has {path.stat().st_size:,} bytes, not the {size:,} that were written")
-    with ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda name: _sha256(folder / name), manifest.files)
-        for (name, (_, written)), digest in zip(manifest.files.items(), digests, strict=True):
-            if digest != written:
-                raise ValueError(f"{name} is not what was written: its SHA-256 differs from the one in {MANIFEST}")
-    for what, patterns in _NEEDED.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise ValueError(f"it lacks {what} ({' or '.join(patterns)}); --save_only_model leaves that out")
+        if _sha256(path) != digest:
+            raise ValueError(f"{name} is not what was written: its SHA-256 differs from the one in {MANIFEST}")
     return manifest
 
 
@@ -163,6 +150,18 @@ def _sha256(path: Path) -> str:
     return sha256.hexdigest()
 
 
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turn what a full disk makes libraries raise into one line."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's own is a RuntimeError
+        free = shutil.disk_usage(folder.parent).free
+        raise ValueError(
+            f"{folder} cannot be written, with {free:,} bytes free ({error}); checkpoints before it are kept"
+        ) from error
+
+
 class PretrainingTrainer(mars_hf.MarsTrainer):
     """MarsTrainer whose checkpoints are sealed and whose interrupted runs log what an uninterrupted one logs.
 
@@ -176,43 +175,18 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        run: tuple[str, dict[str, Any]],
-        resumed: Manifest | None = None,
-        **kwargs: Any,
+        self, *args: Any, run: tuple[str, dict[str, Any]], resumed: Manifest | None = None, **kwargs: Any
     ) -> None:
         """Build the Trainer; see the class."""
         super().__init__(*args, **kwargs)
         self.step_batches: list[Any] = []
         self._run = run
         self._progress = resumed.progress if resumed else {}
+        self.earlier_seconds: float = self._progress.get("seconds", 0.0)  # of sessions before
         self._began = time.monotonic()
-        # Trainer would delete old checkpoints before the new one is sealed.
-        self._limit, self.args.save_total_limit = self.args.save_total_limit, None
-        self.add_callback(_Restoring(self))
-
-    def restore_progress(self) -> None:
-        """Take up the sums of losses where the checkpoint left them."""
-        self._began = time.monotonic()
-        if not self._progress:
-            return
-        sums = self._progress["unlogged_losses"]
-        loss = sums[self.args.process_index] if len(sums) == self.args.world_size else sum(sums) / len(sums)
-        self._tr_loss = torch.tensor(loss, device=self.args.device)
-        self._total_loss_scalar = self._progress["logged_losses"]
-        self._globalstep_last_logged = self._progress["last_logged_step"]
-        self._initial_global_step = 0
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log like Trainer; the row at the end counts the seconds of all sessions."""
-        if "train_runtime" in logs:
-            seconds = self._progress.get("seconds", 0.0) + logs["train_runtime"]
-            share = logs["train_runtime"] / seconds if seconds else 1.0
-            logs["train_runtime"] = round(seconds, 4)
-            for name in ("train_samples_per_second", "train_steps_per_second"):  # which count all sessions' steps
-                logs[name] = round(logs.get(name, 0.0) * share, 3)
-        super().log(logs, *args, **kwargs)
+        self._limit = None
+        if not self.args.save_only_model:  # Trainer would delete old checkpoints before the new one is sealed
+            self._limit, self.args.save_total_limit = self.args.save_total_limit, None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for a callback that looks at them."""
@@ -220,11 +194,18 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         return self.step_batches, num_items
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Train an epoch; Trainer would make one step more of a run that has made all of its steps."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
+        """Train an epoch; the first goes on from the checkpoint's sums of losses, which Trainer has set to zero."""
+        if self._progress:
+            sums = self._progress["unlogged_losses"]
+            loss = sums[self.args.process_index] if len(sums) == self.args.world_size else sum(sums) / len(sums)
+            self._tr_loss = torch.tensor(loss, device=self.args.device)
+            self._total_loss_scalar = self._progress["logged_losses"]
+            self._globalstep_last_logged = self._progress["last_logged_step"]
+            self._initial_global_step, self._progress = 0, {}
+        if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
+        else:  # Trainer would make one step more
+            self.control.should_training_stop = True
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint, seal it, and only then delete older ones."""
@@ -233,28 +214,20 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         if self.is_world_process_zero() and folder.exists():  # left by a run that was killed while writing it
             shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with saving(folder):
+            super()._save_checkpoint(model, trial)
         losses = self.accelerator.gather(self._tr_loss.detach().reshape(1).float())
         self.accelerator.wait_for_everyone()  # all ranks' files are there
-        if not self.is_world_process_zero():
+        if not self.is_world_process_zero() or self.args.save_only_model:  # which leaves out what a resume needs
             return
         progress = {
-            "seconds": self._progress.get("seconds", 0.0) + time.monotonic() - self._began,
+            "seconds": self.earlier_seconds + time.monotonic() - self._began,
             "unlogged_losses": losses.tolist(),
             "logged_losses": self._total_loss_scalar,
             "last_logged_step": self._globalstep_last_logged,
         }
         run, settings = self._run
-        seal(folder, run=run, step=step, settings=settings, progress=progress)
+        with saving(folder):
+            seal(folder, run=run, step=step, settings=settings, progress=progress)
         best = self.state.best_model_checkpoint
         rotate(output, self._limit, keep=Path(best) if best else None)
-
-
-class _Restoring(TrainerCallback):
-    """Restore progress after Trainer has set it to zero, and before the first step."""
-
-    def __init__(self, trainer: PretrainingTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.restore_progress()

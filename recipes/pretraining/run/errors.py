@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,16 +13,20 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Decorate a program's `main`: ValueError and OSError end it with one line and exit code 2, Ctrl-C with 130.
+    """Decorate a program's `main`: wrong input ends it with one line and exit code 2, Ctrl-C with 130.
 
-    Of several processes the first of each machine prints. Other exceptions keep their traceback.
+    Wrong input is a ValueError, an OSError or a number too large; other exceptions keep their traceback. Of several
+    processes the first of each machine prints.
 
     Args:
         program: name before the message.
     """
     try:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            if not re.fullmatch(r"-?\d+", value := os.environ.get(name, "0")):
+                raise ValueError(f"{name}={value} in the environment is not a number; unset it, or launch anew")
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OverflowError) as error:
         _print(program, " ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
@@ -50,5 +55,9 @@ def _leave() -> None:
 
 
 def _print(program: str, message: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") in ("", "0", "-1"):
-        print(f"{program}: {message.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)
+    """Print a line; text of others may be long, and may hold what a terminal obeys."""
+    if os.environ.get("LOCAL_RANK", "").lstrip("0").isdecimal():
+        return
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
+    shown = re.sub(r"\S{201,}", lambda word: f"{word[0][:200]}...", shown)
+    print(f"{program}: {shown.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)

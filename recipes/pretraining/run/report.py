@@ -1,11 +1,9 @@
-"""Report a finished run: metrics.json and a sample."""
+"""Sum up a finished run: its numbers, its parameter groups, and a sample."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,27 +65,6 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for group in param_groups
     ]
-
-
-def write(path: Path, metrics: dict[str, Any]) -> None:
-    """Write a JSON file atomically; numbers that are not finite, which JSON does not have, become null."""
-    write_text(path, json.dumps(finite(metrics), indent=2, allow_nan=False) + "\n")
-
-
-def finite(value: Any) -> Any:
-    """Return a value with None in the place of numbers that are not finite, however nested."""
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 @torch.no_grad()

@@ -6,21 +6,16 @@ A run's folder holds run.json, its id and settings. One process at a time writes
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
-from transformers import TrainingArguments
-
-from pretraining.run import checkpoints, report
+from pretraining import files
+from pretraining.run import checkpoints
 from pretraining.run.arguments import DataArguments, ModelArguments, OptimizerArguments, RunArguments
 
 RUN = "run.json"
@@ -38,7 +33,6 @@ _TRAINING = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "bf16", "fp16", "tf32"),
 )
 _FREE_MODEL = ("dropout", "attn_implementation")
-T = TypeVar("T")
 
 
 class Run(NamedTuple):
@@ -96,46 +90,6 @@ def chosen(values: argparse.Namespace) -> dict[str, Any]:
     return plain
 
 
-@contextlib.contextmanager
-def locked(folder: Path, verb: str, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder for a block, by the file .NAME.lock beside it.
-
-    Args:
-        folder: it need not exist, but its parent must.
-        verb: what the holder does there, for the message.
-        wait: True waits for the holder; False refuses.
-
-    Raises:
-        ValueError: another process is there, and `wait` is False.
-        OSError: the lock's path is a symbolic link, which is not followed.
-    """
-    folder = folder.absolute()
-    try:
-        lock = FileLock(folder.with_name(f".{folder.name}.lock")).acquire(blocking=wait)
-    except Timeout:
-        raise ValueError(
-            f"{folder}: another process {verb} there; wait for it to end, or choose another folder"
-        ) from None
-    with lock:
-        yield
-
-
-def on_main(training: TrainingArguments, work: Callable[[], T]) -> T:
-    """Return what `work` returns on the main process; what it refuses ends every process."""
-    result: list[Any] = [None, None]
-    if training.process_index == 0:
-        try:
-            result = [work(), None]
-        except (ValueError, OSError) as error:
-            result = [None, str(error)]
-    if training.world_size > 1:
-        broadcast_object_list(result)
-    if result[1] is not None:
-        raise ValueError(result[1])
-    value: T = result[0]
-    return value
-
-
 def read_run(output: Path) -> Run | None:
     """Return the run of a folder; None if it names none that can be read."""
     try:
@@ -172,14 +126,14 @@ def begin(output: Path, settings: dict[str, Any]) -> Run:
         for path in (path for path in written if path.match("metrics*.json")):
             shutil.move(path, aside / path.name)
         shutil.copy2(output / RUN, aside / RUN)
-    report.write(output / RUN, run._asdict())
+    files.write_json(output / RUN, run._asdict())
     for path in (path for path in written if path.exists()):
         shutil.move(path, aside / path.name)
     return run
 
 
 def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
-    """Return where the run starts; every process gets the main one's choice.
+    """Return where the run starts.
 
     Args:
         training: the recipe's arguments.
@@ -189,27 +143,23 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     Raises:
         ValueError: there is nothing to resume from, the settings are others, or the folder holds a finished run.
     """
-    return on_main(training, lambda: _choose(training, output, settings))
-
-
-def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
-    wanted = str(training.resume_from_checkpoint or "false")
+    wanted, result = str(training.resume_from_checkpoint or "false"), output / "metrics.json"
     if wanted.lower() == "false":
-        if (output / "metrics.json").exists() and not training.overwrite_output_dir:
+        if result.exists() and not training.overwrite_output_dir:
             raise ValueError(
                 f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start "
                 "again"
             )
         return Start(begin(output, settings))
-    if wanted.lower() not in ("true", "auto"):
-        return _from_path(output, Path(wanted), settings)
     run = read_run(output)
+    if wanted.lower() not in ("true", "auto"):
+        return _from_path(output, run, Path(wanted), settings)
     if run is None:
         print(f"--resume_from_checkpoint {wanted}: no run in {output}, so a new one begins")
         return Start(begin(output, settings))
-    _refuse_other(run.settings, settings, output)
-    if (output / "metrics.json").exists():
-        steps = json.loads((output / "metrics.json").read_text(encoding="utf-8"))["steps"]
+    _compare(run.settings, settings, output)
+    if result.exists():
+        steps = json.loads(result.read_text(encoding="utf-8"))["steps"]
         if steps >= training.max_steps:
             print(f"{output} holds this run, finished after step {steps}; nothing is missing")
             return Start(run, is_complete=True)
@@ -222,11 +172,9 @@ def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
             raise ValueError(f"--resume_from_checkpoint true: {message}; give auto, or leave it out, to start again")
         print(f"--resume_from_checkpoint auto: {message}, so a new run begins")
         return Start(begin(output, settings))
+    if result.exists():
+        print(f"{output}: the result of the shorter run is now in {result.replace(output / 'metrics-earlier.json')}")
     manifest = checkpoints.read(folder)
-    _print_changes(manifest.settings, settings)
-    if (output / "metrics.json").exists():
-        (output / "metrics.json").replace(output / "metrics-earlier.json")
-        print(f"{output}: the result of the shorter run is now in {output / 'metrics-earlier.json'}")
     if manifest.step >= training.max_steps:
         step = f"step {manifest.step} of {training.max_steps}"
         print(f"{folder} is the end of this run, {step}: only its result is written")
@@ -234,42 +182,32 @@ def _choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     return Start(run, folder, manifest)
 
 
-def _from_path(output: Path, folder: Path, settings: dict[str, Any]) -> Start:
+def _from_path(output: Path, run: Run | None, folder: Path, settings: dict[str, Any]) -> Start:
     try:
         manifest = checkpoints.check(folder)
     except ValueError as error:
         raise ValueError(f"--resume_from_checkpoint {folder} cannot be used: {error}") from None
-    _refuse_other(manifest.settings, settings, folder)
-    run = read_run(output)
+    _compare(manifest.settings, settings, folder)
     if run is None or manifest.run != run.id:  # another run goes on here
-        if folder.resolve().parent == output.resolve():
-            raise ValueError(f"{folder} belongs to an earlier run of its folder; give another --output_dir")
         run = begin(output, settings)
-    _print_changes(manifest.settings, settings)
     return Start(run, folder, manifest)
 
 
-def _refuse_other(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
-    changes = [
-        f"{key}={_text(old)} (now {_text(new)})"
-        for section in ("model", "data", "optimizer")
-        for key, old, new in _changes(saved, given, section)
-    ]
-    if changes:
+def _compare(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
+    """Print which settings of the training have changed; refuse others."""
+    changes: dict[str, list[str]] = {"training": [], "others": []}
+    for section, values in given.items():
+        kind = "training" if section == "training" else "others"
+        for key, value in values.items():
+            if (old := saved.get(section, {}).get(key, value)) != value:
+                changes[kind].append(f"{key}={_text(old)} (now {_text(value)})")
+    if changes["others"]:
         raise ValueError(
-            f"{where} was trained with {', '.join(changes)}; resume with the same settings, or start a new run in "
-            "another --output_dir"
+            f"{where} was trained with {', '.join(changes['others'])}; resume with the same settings, or start a new "
+            "run in another --output_dir"
         )
-
-
-def _print_changes(saved: dict[str, Any], given: dict[str, Any]) -> None:
-    for key, old, new in _changes(saved, given, "training"):
-        print(f"resuming: {key}={_text(new)} trains, not {_text(old)}")
-
-
-def _changes(saved: dict[str, Any], given: dict[str, Any], section: str) -> list[tuple[str, Any, Any]]:
-    before, now = saved.get(section, {}), given[section]
-    return [(key, before[key], now[key]) for key in now if key in before and before[key] != now[key]]
+    if changes["training"]:
+        print(f"resuming: {where} was trained with {', '.join(changes['training'])}")
 
 
 def _text(value: Any) -> str:
