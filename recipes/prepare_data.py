@@ -17,7 +17,7 @@ of .parquet, .jsonl or .json, or whole .txt files; empty ones count. Of a single
 vocabulary comes from the network or from tiktoken's cache (TIKTOKEN_CACHE_DIR). Disk space: the result, and for local
 files a temporary copy of their text. For OpenWebText (8 million documents) the result is 18 GB, and the Hub's cache
 (HF_HOME) keeps the data set itself, 54 GB by nanoGPT's count. FineWeb-Edu's sample of 10^11 tokens needs several times
-that, see docs/recipes.md; --max_tokens makes its result smaller, not its download.
+that, see docs/data.md; --max_tokens makes its result smaller, not its download.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def test_its_commands_exist(tmp_path):
     _, command = on_a_gpu.parts(tmp_path)["step_cost"]
     sizes = command[command.index("--size") + 1 : command.index("--output")]
     assert set(sizes) <= set(step_cost.SIZES)
-    assert {"gpu", "gpu-small"} <= set(presets.names())
+    assert {"gpu-30m", "gpu-98m"} <= set(presets.names())
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_only_some_arms(tmp_path):
     ("name", "ending", "share"),
     [
         *(("time", "", 1), ("batch", " 2048", 1), ("parts", "", 1), ("lr", "", 1)),
-        *(("gpu", "", 1 / 2), ("gpu-small", "", 1 / 4)),
+        *(("gpu-30m", "", 1 / 2), ("gpu-98m", "", 1 / 4)),
     ],
 )
 def test_other_presets_have_the_rates_of_the_controls(name, ending, share):

@@ -199,7 +199,7 @@ def test_original_muon_decays_by_the_rate_alone():
 
 def test_the_hours_of_the_docs_are_those_of_the_formula(tmp_path):
     """FLOPs of 100,000 steps at 30 % of 8 GPUs' peak: 312 TFLOP/s of an A100, 989 of an H100."""
-    rows = [line.split("|") for line in (ROOT / "docs" / "recipes.md").read_text().splitlines()]
+    rows = [line.split("|") for line in (ROOT / "docs" / "pretraining.md").read_text().splitlines()]
     rows = [[cell.strip() for cell in row] for row in rows if len(row) > 5 and row[1].startswith(" `gpt2-")]
     assert {row[1].strip("`") for row in rows} == set(PAPER)
     for row in rows:
@@ -215,7 +215,7 @@ def test_the_hours_of_the_docs_are_those_of_the_formula(tmp_path):
 
 def test_the_memory_of_the_docs_and_configs_is_that_of_the_formula(tmp_path):
     """26 bytes a parameter, 88 x width for each token and layer, 14 for each logit; exact MARS 4 a parameter more."""
-    rows = [line.split("|") for line in (ROOT / "docs" / "recipes.md").read_text().splitlines() if " × " in line]
+    rows = [line.split("|") for line in (ROOT / "docs" / "pretraining.md").read_text().splitlines() if " × " in line]
     rows = {row[1].strip(" `"): [cell.strip() for cell in row[2:-1]] for row in rows if len(row) == 9}
     for name in PAPER:
         run = parse(tmp_path, name)
