@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from helpers import Blocks, arguments, gpt2
+from tokenizers import Tokenizer, models
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
 
 import mars_hf
 
@@ -81,7 +84,10 @@ print("TRAINED WITH", type(optimizer).__name__, optimizer.param_groups[0]["mars_
 def names(folder: Path) -> dict[str, Any]:
     """Return the initial namespace for a page's examples: a tiny model, data and arguments."""
     dataset = Blocks(16)
+    vocabulary = Tokenizer(models.WordLevel({str(index): index for index in range(64)}))
     return {
+        "rows": Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in [list(range(12))] * 16]),
+        "tokenizer": PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="0", pad_token="1"),
         **{"__name__": "example", "model": gpt2(), "model_init": lambda: gpt2(), "dataset": dataset, "scheduler": None},
         "args": arguments(folder / "out", max_steps=2, per_device_train_batch_size=2),
         "loader": DataLoader(dataset, batch_size=4),

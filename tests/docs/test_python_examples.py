@@ -11,10 +11,8 @@ from typing import Any
 import pages
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from datasets import Dataset
 from pages import PAGES, blocks, entry_points
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import mars_hf
@@ -86,9 +84,6 @@ def test_entry_points_of_readme(place):
     """The table's code builds a Mars where the table says."""
     names = {**pages.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
     names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}
-    names["rows"] = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in [list(range(12))] * 16])
-    vocabulary = Tokenizer(models.WordLevel({str(index): index for index in range(64)}))
-    names["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="0", pad_token="1")
     python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]
     assert len(python) == 8
     kinds = []
