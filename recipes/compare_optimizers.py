@@ -77,20 +77,13 @@ class _Job(NamedTuple):
 
     def run(self) -> Run:
         """Start or resume the run, and return its result."""
-        try:
-            with files.locked(self.folder, "trains"):
-                pass
-        except ValueError:
-            tqdm.write(f"waiting for the run in {self.folder}, which an earlier comparison left training")
-            with files.locked(self.folder, "trains", wait=True):
-                pass
+        with files.locked(self.folder, "trains", wait=True):  # a killed comparison leaves its runs training
+            pass
         if self.is_finished:
             return self.result()
         self.folder.mkdir(exist_ok=True)
         files.write_json(self.folder / "arguments.json", self.settings)
-        run = resuming.read_run(self.folder)
-        can_resume = run is not None and checkpoints.newest_whole(self.folder, run.id)[0] is not None
-        resume = ["--resume_from_checkpoint", "true"] if can_resume else []
+        resume = ["--resume_from_checkpoint", "auto"] if checkpoints.checkpoints(self.folder) else []
         try:
             launch.run_recipe([*self.argv, *resume], self.folder, self.launcher)
         except launch.Diverged as error:

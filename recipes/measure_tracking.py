@@ -108,7 +108,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     run, _ = arguments.read(rest)
     if str(run.resume_from_checkpoint or "false").lower() != "false":
         raise ValueError("resume_from_checkpoint: checkpoints hold no averages of a measurement; start the run anew")
-    if 0 < run.max_steps < settings.every:
+    if run.max_steps < settings.every:
         raise ValueError(f"--every {settings.every}: the run has {run.max_steps} steps; give that or fewer")
     return settings, rest
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from pretraining import files
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run import arguments, checkpoints, errors, model, optimizers, processes, report, resuming
-from pretraining.run.arguments import PretrainingArguments, RunArguments
+from pretraining.run.arguments import RunArguments
 from pretraining.run.checkpoints import PretrainingTrainer
 from pretraining.run.torch_optimizers import GammaSchedule
 from transformers import default_data_collator, set_seed
@@ -64,8 +63,6 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         source = token_files.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     train_set = TokenDataset(directory, "train", run.model.block_size)
     eval_set = TokenDataset(directory, "val", run.model.block_size, run.data.max_eval_blocks)
-    if training.max_steps <= 0:
-        training.max_steps = steps_of_epochs(training, len(train_set))
 
     # A new run, or a checkpoint of this one.
     settings = resuming.settings_of(run, source.identity, training.world_size)
@@ -81,9 +78,8 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
     is_mars = run.optimizer.optimizer.startswith("mars_")
 
     # Trainer.
-    card_facts: dict[str, Any] = {"license": training.license, "dataset": source.name}
-    if "/" in source.name:  # a name on the Hub: files are named without their folder
-        card_facts["dataset_tags"] = source.name
+    is_on_hub = "/" in source.name  # files are named without their folder
+    card_facts: dict[str, Any] = {"dataset": source.name, "dataset_tags": source.name if is_on_hub else None}
     callbacks: list[Any] = [mars_hf.NonFiniteCallback(training.nonfinite_patience)]
     if is_mars:
         callbacks += [GammaSchedule(run.optimizer.gamma_schedule), mars_hf.LastGradientCallback()]
@@ -157,14 +153,6 @@ def embedded_corpus(output: Path, settings: arguments.DataArguments) -> Path:
     """Return the folder of the embedded corpus, beside the run's; it is made unless it is there."""
     folder = output.absolute().parent / "data"
     return embedded.prepare(folder, settings.embedded_vocab_size, settings.embedded_corpus)
-
-
-def steps_of_epochs(training: PretrainingArguments, samples: int) -> int:
-    """Return the optimizer steps of `num_train_epochs` epochs of as many samples, as Trainer counts them."""
-    rounded = math.floor if training.dataloader_drop_last else math.ceil
-    batches = rounded(rounded(samples / training.train_batch_size) / training.world_size)
-    steps = max(1, math.ceil(batches / training.gradient_accumulation_steps))
-    return math.ceil(training.num_train_epochs * steps)
 
 
 def print_settings(run: RunArguments, name: str, train_set: TokenDataset, network: Any, optimizer: Any) -> None:

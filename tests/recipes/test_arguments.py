@@ -29,7 +29,7 @@ def test_exact_runs_go_to_a_folder_of_their_own(tmp_path):
     assert arguments.parse(["--is_approx", "false"]).training.output_dir == "runs/embedded-mars_m-exact"
     assert arguments.parse(["--is_approx", "true"]).training.output_dir == "runs/embedded-mars_m"
     config = tmp_path / "mine.yaml"
-    config.write_text("use_cpu: true\noptimizers: {mars_lion: {is_approx: false}}\n")
+    config.write_text("max_steps: 9\nuse_cpu: true\noptimizers: {mars_lion: {is_approx: false}}\n")
     argv = ["--config", str(config), "--optimizer", "mars_lion"]
     assert arguments.parse(argv).training.output_dir == "runs/mine-mars_lion-exact"
     assert arguments.parse([*argv, "--is_approx", "true"]).training.output_dir == "runs/mine-mars_lion"
@@ -51,7 +51,8 @@ def test_command_line_overrides_config_and_section(tmp_path):
 def test_a_config_of_ones_own(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text(
-        "n_layer: 3\nlearning_rate: 1e-3\noptimizer: adamw\nuse_cpu: true\noptimizers: {adamw: {beta1: 0.8}}\n"
+        "n_layer: 3\nmax_steps: 9\nlearning_rate: 1e-3\noptimizer: adamw\nuse_cpu: true\n"
+        "optimizers: {adamw: {beta1: 0.8}}\n"
     )
     run = parse(tmp_path, "--config", str(config))
     assert (run.model.n_layer, run.optimizer.optimizer, run.optimizer.beta1) == (3, "adamw", 0.8)
@@ -92,7 +93,7 @@ def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
     embeddings = [group for group in groups if group["role"] == "adamw"]
     assert embeddings and embeddings[0]["lr"] == 0.5
     config = tmp_path / "own.yaml"  # without a rate of embeddings
-    config.write_text(f"use_cpu: true\noptimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
+    config.write_text(f"max_steps: 9\nuse_cpu: true\noptimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
     make, _ = optimizers.for_trainer(*_settings(tmp_path, "--config", str(config)))
     groups = make()(gpt2()).param_groups
     assert {group["lr"] for group in groups if group["role"] == "adamw"} == {make.settings["lr_1d"]} == {0.02}
@@ -130,8 +131,9 @@ def test_numbers_of_a_config_in_any_form(tmp_path):
     """YAML 1.1 takes 3e-5 for a word, in a mapping too."""
     config = tmp_path / "mine.yaml"
     config.write_text(
-        "learning_rate: 1e-3\nuse_cpu: true\nmax_eval_blocks: null\nlr_scheduler_type: cosine_with_min_lr\n"
-        "lr_scheduler_kwargs: {min_lr: 3e-5}\nparam_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n"
+        "learning_rate: 1e-3\nuse_cpu: true\nmax_steps: 9\nmax_eval_blocks: null\n"
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 3e-5}\n"
+        "param_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n"
     )
     run = parse(tmp_path, "--config", str(config))
     assert run.training.learning_rate == 1e-3 and run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
@@ -150,7 +152,7 @@ def test_numbers_of_a_config_in_any_form(tmp_path):
         ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
         ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
         ("--optim_args gamma=1", "would be ignored"),
-        ("--license MIT", "--license 'MIT' is not how the Hub writes licences"),
+        ("--max_steps -1", "--max_steps -1: the recipe does not count epochs; give a number of steps"),
         ("--metric_for_best_model accuracy", "--metric_for_best_model accuracy: accepted: loss"),
         (f"--max_steps {10**400}", "give a number below 2"),
         ("--lr_scheduler_kwargs 3", "must be a mapping.*; give --lr_scheduler_kwargs"),
@@ -196,10 +198,10 @@ def test_configs_that_are_none(tmp_path, text):
     ("batch", "accumulation", "devices", "block", "remedy"),
     [
         (15, 2, 16, 1024, None),
-        (3, 5, 7, 1024, "launch a number of devices that divides 480, or"),
+        (3, 5, 7, 1024, "give another --block_size or number of devices, whose product divides 491,520, or"),
         (15, 4, 4, 1024, "give --per_device_train_batch_size 15 --gradient_accumulation_steps 8, or"),
         (15, 4, 3, 1024, "give --per_device_train_batch_size 10 --gradient_accumulation_steps 16, or"),
-        (15, 4, 8, 1000, "give a --block_size that divides 491,520, or"),
+        (15, 4, 8, 1000, "give another --block_size or number of devices, whose product divides 491,520, or"),
     ],
 )
 def test_tokens_per_step(batch, accumulation, devices, block, remedy):

@@ -20,7 +20,6 @@ from pretraining import files
 from pretraining.run import checkpoints, resuming
 from pretraining.run.checkpoints import PretrainingTrainer
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 TINY = [
     *("--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
@@ -352,40 +351,6 @@ def test_a_kill_while_an_earlier_run_is_moved_loses_nothing(whole, tmp_path, mon
     assert (now == earlier) == (found is not None)  # one run or the other, never both
     resuming.begin(output, {})
     assert {path.name for path in output.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
-
-
-@pytest.mark.slow
-def test_a_run_by_epochs_goes_on(tokens, tmp_path):
-    """Trainer counts its steps only once it trains; the folder must know them before."""
-    argv = ("--max_steps", "-1", "--num_train_epochs", "0.05", "--save_steps", "4")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole, tokens, *argv)
-    steps = results(whole)["steps"]
-    assert steps > 5
-    shutil.copytree(whole / "checkpoint-4", killed / "checkpoint-4")
-    shutil.copy(whole / "run.json", killed)
-    run(killed, tokens, *argv, *RESUME)
-    assert_same_run(whole, killed)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("epochs", [1.0, 2.5])
-def test_steps_of_epochs_are_those_that_trainer_takes(tmp_path, drop_last, accumulation, epochs):
-    training = TrainingArguments(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        num_train_epochs=epochs,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=accumulation,
-        dataloader_drop_last=drop_last,
-        report_to=[],
-    )
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
-    samples = [{"input_ids": torch.zeros(4, dtype=torch.long), "labels": torch.zeros(4, dtype=torch.long)}] * 30
-    trainer = Trainer(model, training, train_dataset=samples)
-    trainer.train()
-    assert pretrain_gpt2.steps_of_epochs(training, len(samples)) == trainer.state.global_step
 
 
 def test_metrics_say_what_trained(whole):

@@ -94,17 +94,10 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
 
     Speeds are medians of short runs, arm after arm in turn, so that a machine that slows down slows all of them.
     speeds.json keeps them, so that a resumed comparison agrees.
-
-    Raises:
-        ValueError: the baseline trains by epochs.
     """
     argv = {arm: [*shared, *preset.argv(arm)] for arm in preset.arms}
     settings = {arm: settings_of(words) for arm, words in argv.items()}
     steps = settings[preset.baseline]["max_steps"]
-    if steps < 1:
-        raise ValueError(
-            f"max_steps {steps}: equal seconds are counted in steps of {preset.baseline}; give --max_steps"
-        )
     file, commands = output / "speeds.json", {arm: [*launcher, *words] for arm, words in argv.items()}
     saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if saved.get("commands") != commands:
@@ -119,7 +112,7 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
         arm_steps = max(1, round(steps * speed / saved["speeds"][preset.baseline]))
         budgets[arm] = ["--max_steps", str(arm_steps)]
         warmup, planned = settings[arm]["warmup_steps"], settings[arm]["max_steps"]
-        if warmup >= 1 and planned >= 1:  # else it is a share of the steps
+        if warmup >= 1:  # else it is a share of the steps
             budgets[arm] += ["--warmup_steps", str(round(warmup * arm_steps / planned))]
     return budgets
 

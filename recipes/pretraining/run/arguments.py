@@ -18,7 +18,6 @@ from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from mars_hf.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, PAIR_KEYS, SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 def _option(default: Any, text: str) -> Any:
@@ -128,16 +127,6 @@ class PretrainingArguments(TrainingArguments):
     nonfinite_patience: int = _option(3, "Steps in a row with a non-finite loss or gradient that stop the run.")
     sample_prompt: str = _option("def ", "What the sample at the end continues.")
     sample_tokens: int = _option(96, "Length of the sample; 0 for none.")
-    license: str | None = _option(None, "Licence of the model for its card, as the Hub writes it: apache-2.0, mit.")
-
-    def __post_init__(self) -> None:
-        """Refuse a licence that the Hub would refuse after the run."""
-        if self.license is not None and not _LICENSE.fullmatch(self.license):
-            raise ValueError(
-                f"--license {self.license!r} is not how the Hub writes licences; accepted: lower case without spaces, "
-                "such as apache-2.0, mit, cc-by-4.0, other"
-            )
-        super().__post_init__()
 
 
 class _Loader(yaml.SafeLoader):
@@ -170,19 +159,17 @@ class RunArguments(NamedTuple):
         if not stated or self.count_tokens() == stated:
             return
         devices = training.world_size * max(1, training.n_gpu)
-        sequences, rest = divmod(stated, block)
-        if rest:
-            remedy = f"give a --block_size that divides {stated:,}"
-        elif sequences % devices:
-            remedy = f"launch a number of devices that divides {sequences:,}"
-        else:  # the largest batch that fits where the configured one fits
-            share, largest = sequences // devices, training.per_device_train_batch_size
-            batch = max(size for size in range(1, largest + 1) if share % size == 0)
-            remedy = f"give --per_device_train_batch_size {batch} --gradient_accumulation_steps {share // batch}"
+        sequences = stated // block // devices  # of a device; the largest batch that fits where the configured one fits
+        batches = [size for size in range(1, training.per_device_train_batch_size + 1) if sequences % size == 0]
+        if stated == sequences * block * devices:
+            flags = "--per_device_train_batch_size {} --gradient_accumulation_steps {}"
+            remedy = flags.format(batches[-1], sequences // batches[-1])
+        else:
+            remedy = f"another --block_size or number of devices, whose product divides {stated:,}"
         raise ValueError(
             f"a step has {self.count_tokens():,} tokens ({training.train_batch_size} sequences x "
             f"{training.gradient_accumulation_steps} accumulation steps x {training.world_size} processes x {block:,} "
-            f"tokens), but tokens_per_step is {stated:,}; {remedy}, or --tokens_per_step 0 for any number"
+            f"tokens), but tokens_per_step is {stated:,}; give {remedy}, or --tokens_per_step 0 for any number"
         )
 
 
@@ -299,6 +286,8 @@ def _check_names(values: argparse.Namespace) -> None:
     """Raise ValueError for settings that the chosen optimizer does not have, and for names that nothing has."""
     if values.optim != TrainingArguments.optim or values.optim_args:
         raise ValueError("--optim and --optim_args would be ignored; give --optimizer, and settings as --gamma 0.1")
+    if values.max_steps <= 0:
+        raise ValueError(f"--max_steps {values.max_steps}: the recipe does not count epochs; give a number of steps")
     if values.metric_for_best_model not in (None, "loss", "eval_loss"):
         raise ValueError(f"--metric_for_best_model {values.metric_for_best_model}: accepted: loss, the held-out one")
     accepted = OPTIMIZERS[values.optimizer]

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
 
 from mars_hf.param_groups import rule_of
 
@@ -67,24 +66,18 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-@torch.no_grad()
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
     """Continue `prompt` by sampling at temperature 0.8 from the tokenizer's tokens."""
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    padding = list(range(len(tokenizer), model.config.vocab_size))  # embedding rows without a token
-    torch.manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    room = model.config.max_position_embeddings - ids.shape[1]
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+    set_seed(seed)
+    room = model.config.max_position_embeddings - len(tokenizer(prompt).input_ids)
+    generate: Any = TextGenerationPipeline(model=model, tokenizer=tokenizer)
+    (continued,) = generate(
+        prompt,
         max_new_tokens=max(1, min(tokens, room)),
         do_sample=True,
         temperature=0.8,
         top_k=50,
-        suppress_tokens=padding or None,
+        suppress_tokens=list(range(len(tokenizer), model.config.vocab_size)) or None,  # rows without a token
         pad_token_id=tokenizer.eos_token_id,
     )
-    model.train(was_training)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    return str(continued["generated_text"])
