@@ -1,35 +1,202 @@
-"""Universal checkpoints without DeepSpeed: hand-made files of two ranks (tests/distributed has real ones)."""
+"""Universal checkpoints: converted, loaded, and refused with one line when files lack something or hold code.
+
+The ZeRO checkpoints are made by hand, of two ranks, with stand-ins for the classes of DeepSpeed that real ones hold;
+the last test takes DeepSpeed's own.
+"""
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from zero_checkpoint import SIZES, Net, save_zero, stand_in_for_deepspeed, train, trained
+from torch import Tensor, nn
 
 import mars_hf
 from mars_hf import universal
 from mars_hf.__main__ import main
+from mars_hf._compat import REPLACED_NAMES
 from mars_hf.universal import engines
+
+WORLD = 2
+SIZES = {"weight": (3, 5), "bias": (3,)}
+RANKS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(WORLD)]
+MODEL = "mp_rank_00_model_states.pt"
+READ_BY_LOADING = ("optimizer_state.pt", *(f"weight/{key}.pt" for key in ("fp32", "exp_avg", "last_grad", "step")))
+
+
+@dataclass
+class fragment_address:
+    numel: int
+    start: int
+
+
+class LossScaler:
+    def __init__(self) -> None:
+        self.cur_scale = 1.0
+
+
+class DynamicLossScaler(LossScaler):
+    pass
+
+
+class ZeroStageEnum(int, enum.Enum):
+    disabled, optimizer_states, gradients, weights = range(4)
+
+
+CLASSES = {
+    "deepspeed.runtime.fp16.loss_scaler": (LossScaler, DynamicLossScaler),
+    "deepspeed.runtime.zero.config": (ZeroStageEnum,),
+    "deepspeed.utils.tensor_fragment": (fragment_address,),
+}
 
 
 @pytest.fixture(autouse=True)
 def deepspeed(request, monkeypatch):
-    """Stand in for the classes of DeepSpeed, whose import takes seconds."""
-    stand_in_for_deepspeed(monkeypatch)
+    """Put the classes above where DeepSpeed's are; without the import, which takes seconds."""
+    if "slow" in request.keywords:
+        return
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    for place, kinds in CLASSES.items():
+        module = ModuleType(place)
+        monkeypatch.setitem(sys.modules, place, module)
+        for kind in kinds:
+            monkeypatch.setattr(kind, "__module__", place)
+            setattr(module, kind.__name__, kind)
+    for entry in REPLACED_NAMES:  # making a Mars replaces its loaders
+        place, _, path = entry.partition(":")
+        if place.startswith("deepspeed"):
+            kind_name, name = path.split(".")
+            module = ModuleType(place)
+            monkeypatch.setitem(sys.modules, place, module)
+            setattr(module, kind_name, type(kind_name, (), {name: lambda *args: None}))
+
+
+class Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+
+
+def trained(seed: int = 1, **settings: Any) -> tuple[Net, mars_hf.Mars]:
+    """Return a model and its optimizer after two steps."""
+    torch.manual_seed(seed)
+    model = Net()
+    mars = mars_hf.create(model, **settings)
+    train(model, mars, 2)
+    return model, mars
+
+
+def train(model: nn.Module, mars: mars_hf.Mars, steps: int) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        mars.step()
+
+
+def half(x: Tensor, rank: int) -> Tensor:
+    """Return this rank's share, padded with nines that must never be read."""
+    share = -(-x.numel() // WORLD)
+    piece = x.detach().flatten()[rank * share : (rank + 1) * share]
+    return torch.cat([piece, torch.full((share - piece.numel(),), 9.0)])
+
+
+def save_zero(folder: Path, model: Net, mars: mars_hf.Mars, stage: int = 2) -> Path:
+    """Write ZeRO's checkpoint of a model with one matrix and one vector, each in its own group."""
+    folder.mkdir(parents=True)
+    params = dict(model.named_parameters())
+    groups = [{**group, "params": [index]} for index, group in enumerate(mars.param_groups)]
+    shapes = [OrderedDict({name: params[name].shape}) for name in SIZES]
+    for rank, file in enumerate(RANKS):
+        weights = [half(params[name], rank) for name in SIZES]
+        states = {
+            index: {key: x if key == "step" else half(x, rank) for key, x in mars.state[params[name]].items()}
+            for index, name in enumerate(SIZES)
+        }
+        base = {"state": states, "param_groups": groups}
+        state = {"loss_scaler": LossScaler(), "overflow": False, "zero_stage": ZeroStageEnum(stage)}
+        if stage == 3:
+            state |= {"optimizer_state_dict": base, "fp32_flat_groups": weights}
+        else:
+            numels = [min(len(w), params[name].numel() - rank * len(w)) for w, name in zip(weights, SIZES, strict=True)]
+            offsets = [{name: fragment_address(numel=n, start=0)} for name, n in zip(SIZES, numels, strict=True)]
+            state |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": weights}
+            state |= {"param_slice_mappings": offsets}
+        torch.save({"optimizer_state_dict": state, "ds_version": "0.19.8"}, folder / file)
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    module = {"dp_world_size": WORLD, "ds_config": {"zero_optimization": {"stage": stage}}, "param_shapes": shapes}
+    torch.save({**module, "module": model.state_dict()}, folder / f"{prefix}{MODEL}")
+    return folder
 
 
 @pytest.fixture
 def zero2(tmp_path) -> Path:
     return save_zero(tmp_path / "step2", *trained())
 
+
+@pytest.fixture
+def converted(tmp_path, zero2) -> Path:
+    universal.to_universal(zero2, tmp_path / "universal")
+    return tmp_path / "universal"
+
+
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+def edit_zero(folder: Path, change: Callable[[dict, list[dict]], object]) -> None:
+    """Change the content of a checkpoint: the model's, and the optimizer states of all ranks."""
+    model, *saved = (torch.load(folder / name, weights_only=False) for name in (MODEL, *RANKS))
+    change(model, [each["optimizer_state_dict"] for each in saved])
+    for name, content in zip((MODEL, *RANKS), (model, *saved), strict=True):
+        torch.save(content, folder / name)
+
+
+def in_one_process(folder: Path, **settings: Any) -> tuple[Net, mars_hf.Mars]:
+    """Load into an optimizer with a state of its own; after an error all of it is as before."""
+    model, mars = trained(seed=2, **settings, lr=0.5)
+    before = [{"": param.clone(), **mars.state[param]} for param in model.parameters()]
+    before = [{key: x.clone() for key, x in state.items()} for state in before]
+    try:
+        universal.load(folder, model, mars)
+    except ValueError:
+        assert mars.param_groups[0]["lr"] == 0.5
+        for param, state in zip(model.parameters(), before, strict=True):
+            now = {"": param, **mars.state[param]}
+            assert now.keys() == state.keys() and all(torch.equal(now[key], x) for key, x in state.items())
+        raise
+    return model, mars
+
+
+def by_engine(folder: Path, **settings: Any) -> None:
+    """Load as ZeRO-1/2 does, whose own loader trusts the files."""
+    model = Net()
+    names = {param: name for name, param in model.named_parameters()}
+    engine = SimpleNamespace(optimizer=mars_hf.create(model, **settings), param_names=names)
+    engine.groups = [[getattr(model, name)] for name in SIZES]
+    called = []
+
+    def original(*args: Any) -> None:
+        called.append(args)
+        torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)
+
+    engines.load_zero12(original, engine, "groups", str(folder))
+    assert called == [("groups", str(folder))]
+
+
+# --- whole checkpoints ------------------------------------------------------------------------------------------------
 
 # Covers the states that a checkpoint may hold, and the groups.
 FORMS = {
@@ -46,13 +213,13 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_to_one_process(tmp_path, stage, form):
+    """Both train on alike, files stay as they are, and a last gradient that is missing is missed."""
     model, mars = trained(**FORMS[form])
-    source = save_zero(tmp_path / "step2", model, mars, stage)
-    main(["to_universal", str(source), str(tmp_path / "universal")])
+    source, target = save_zero(tmp_path / "step2", model, mars, stage), tmp_path / "universal"
+    main(["to_universal", str(source), str(target)])
     assert (tmp_path / "latest_universal").read_text() == "universal"
-    fresh = Net()
-    twin = mars_hf.create(fresh, **FORMS[form], lr=1.0)  # the saved rate counts
-    universal.load(tmp_path / "universal", fresh, twin)
+    files = {file: file.read_bytes() for file in target.rglob("*.pt")}
+    fresh, twin = in_one_process(target, **FORMS[form])
     for _ in range(2):
         for (name, param), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
             assert torch.equal(param, other), name
@@ -60,154 +227,53 @@ def test_zero_to_one_process(tmp_path, stage, form):
             assert all(torch.equal(value, twin.state[other][key]) for key, value in mars.state[param].items())
         train(model, mars, 2)
         train(fresh, twin, 2)
-
-
-def test_files_stay_as_they_are(tmp_path, zero2):
-    universal.to_universal(zero2, tmp_path / "universal")
-    files = {file: file.read_bytes() for file in (tmp_path / "universal").rglob("*.pt")}
-    model = Net()
-    mars = mars_hf.create(model)
-    universal.load(tmp_path / "universal", model, mars)
-    train(model, mars, 1)
+    by_engine(target, **FORMS[form])
     assert {file: file.read_bytes() for file in files} == files
-
-
-def edit(file: Path, change) -> None:
-    content = torch.load(file, weights_only=False)
-    change(content)
-    torch.save(content, file)
-
-
-def test_incomplete_zero_checkpoints(tmp_path, zero2):
-    def refused(match: str, source: Path = zero2, target: Path = tmp_path / "universal") -> None:
-        before = sorted(tmp_path.iterdir())
-        with pytest.raises(ValueError, match=match):
-            universal.to_universal(source, target)
-        assert sorted(tmp_path.iterdir()) == before
-
-    refused("step2 exists already", target=zero2)
-    refused("not a DeepSpeed ZeRO checkpoint.*give the folder", source=tmp_path)
-    refused("not a DeepSpeed ZeRO checkpoint", source=tmp_path / "nothing")
-    model_file, optimizer_file = (
-        zero2 / "mp_rank_00_model_states.pt",
-        zero2 / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    )
-    whole = model_file.read_bytes()
-    edit(model_file, lambda model: model["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
-    refused("round_robin_gradients")
-    edit(model_file, lambda model: model.update(ds_config={}, dp_world_size=10**13))  # and no list of as many
-    refused(r"ranks \[0, 1\] out of 10000000000000")
-    model_file.unlink()
-    refused("neither zero_pp_rank_0_mp_rank_00_model_states.pt nor mp_rank_00_model_states.pt")
-    model_file.write_bytes(whole)
-    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][1].update(x=3))
-    edit(
-        zero2 / "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        lambda saved: saved["optimizer_state_dict"]["base_optimizer_state"]["state"][1].update(x=3),
-    )
-    refused("the state 'x' of bias is not laid out like its weights")
-    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"]["param_slice_mappings"][0].clear())
-    refused("fp32 of weight has 8 elements on all ranks")  # after the temporary folder was created
-    edit(optimizer_file, lambda saved: saved["optimizer_state_dict"].update(base_optimizer_state=[]))
-    refused("not laid out as expected")
-    for other in ("zero_pp_rank_0_mp_rank_01", "expp_rank_0_mp_rank_00"):
-        optimizer_file = optimizer_file.rename(zero2 / f"{other}_optim_states.pt")
-        refused("expert or tensor parallelism")
-
-
-def reshape(file: Path, shape: tuple[int, ...]) -> None:
-    edit(file, lambda saved: saved.update(param=torch.zeros(shape)))
-
-
-@pytest.mark.parametrize("shape", [(5, 3), (15,), (4, 5)])
-@pytest.mark.parametrize("key", ["exp_avg", "last_grad", "fp32"])
-def test_states_of_another_shape(tmp_path, zero2, key, shape):
-    target = tmp_path / "universal"
-    universal.to_universal(zero2, target)
-    reshape(target / "zero" / "weight" / f"{key}.pt", shape)
-    model, mars = trained(lr=0.5)
-    weights = [param.clone() for param in model.parameters()]
-    states = [{name: x.clone() for name, x in mars.state[param].items()} for param in model.parameters()]
-    of = "" if key == "fp32" else f"the state '{key}' of "
-    message = re.escape(f"{of}weight has shape {shape} in {target} and (3, 5) here")
-    with pytest.raises(ValueError, match=message):
-        universal.load(target, model, mars)
-    assert mars.param_groups[0]["lr"] == 0.5
-    for param, weight, state in zip(model.parameters(), weights, states, strict=True):
-        assert torch.equal(param, weight)
-        assert all(torch.equal(mars.state[param][name], x) for name, x in state.items())
-    engine = SimpleNamespace(
-        optimizer=mars,
-        param_names={param: name for name, param in model.named_parameters()},
-        groups=[[getattr(model, name)] for name in SIZES],
-    )
-    with pytest.raises(ValueError, match=message):
-        engines.load_zero12(pytest.fail, engine, "groups", str(target))
-
-
-@pytest.mark.parametrize("lacking", ["last_grad", "fp32"])
-def test_incomplete_universal_checkpoint(tmp_path, zero2, lacking):
-    target = tmp_path / "universal"
-    universal.to_universal(zero2, target)
-    (target / "zero" / "weight" / f"{lacking}.pt").unlink()
-    model = Net()
-    mars = mars_hf.create(model)
-    with pytest.raises(ValueError, match="no last gradient" if lacking == "last_grad" else r"no weights \(fp32\.pt\)"):
-        universal.load(target, model, mars)
-    assert not mars.state
+    last = target / "zero" / "weight" / "last_grad.pt"
+    assert last.is_file() == ("last_grad" in mars.state[model.weight])
+    if last.is_file():
+        last.unlink()
+        for read in (in_one_process, by_engine):
+            with pytest.raises(ValueError, match=r"weight holds no last gradient.*python -m mars_hf to_universal"):
+                read(target, **FORMS[form])
 
 
 @pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=repr)
 @pytest.mark.parametrize("where", ["zero", "universal"])
-def test_step_counts(tmp_path, number, where):
-    model, mars = trained()
-    source, target = save_zero(tmp_path / "step2", model, mars), tmp_path / "universal"
+def test_step_counts(tmp_path, zero2, number, where):
     if where == "zero":
-        for file in source.glob("*_optim_states.pt"):
-            edit(file, lambda saved: count(saved["optimizer_state_dict"]["base_optimizer_state"]["state"], number))
-    universal.to_universal(source, target)
-    if where == "universal":
-        for name in SIZES:
-            torch.save(number, target / "zero" / name / "step.pt")
-    fresh = Net()
-    twin = mars_hf.create(fresh)
-    universal.load(target, fresh, twin)
+        states = [("base_optimizer_state", "state", index, "step") for index in range(len(SIZES))]
+        edit_zero(zero2, lambda _, ranks: [put(rank, path, number) for rank in ranks for path in states])
+    universal.to_universal(zero2, target := tmp_path / "universal")
+    for name in SIZES if where == "universal" else ():
+        torch.save(number, target / "zero" / name / "step.pt")
+    model, mars = in_one_process(target)
+    for param in model.parameters():
+        assert mars.state[param]["step"].shape == () and mars.state[param]["step"].item() == 2
     train(model, mars, 1)
-    train(fresh, twin, 1)
-    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert twin.state[other]["step"].shape == () and twin.state[other]["step"].item() == 3
 
 
-def count(states: dict, number: object) -> None:
-    for state in states.values():
-        state["step"] = number
+def put(content: Any, path: tuple, value: object) -> None:
+    """Replace what is at a path of keys and indices."""
+    for key in path[:-1]:
+        content = content[key]
+    content[path[-1]] = value
 
 
-def test_partition_sizes(tmp_path, zero2):
-    """Longer ones are padded: DeepSpeed pads states but not the weights that it saves."""
-    model, _ = trained()
-    files = list(zero2.glob("*_optim_states.pt"))
-    for file in files:
-        edit(file, lengthen)
+def test_padded_states(tmp_path, zero2):
+    """DeepSpeed pads states but not the weights that it saves."""
+
+    def lengthen(model: dict, ranks: list[dict]) -> None:
+        for rank in ranks:
+            state = rank["base_optimizer_state"]["state"][0]
+            state["exp_avg"] = torch.cat([state["exp_avg"], torch.zeros(2)])
+
+    edit_zero(zero2, lengthen)
     universal.to_universal(zero2, tmp_path / "universal")
-    universal.load(tmp_path / "universal", fresh := Net(), mars_hf.create(fresh))
+    model, mars = trained()
+    fresh, twin = in_one_process(tmp_path / "universal")
     assert torch.equal(fresh.weight, model.weight)
-    for file in files:
-        edit(file, shorten)
-    with pytest.raises(ValueError, match=r"exp_avg of weight has 14 elements on all ranks and should have \(3, 5\)"):
-        universal.to_universal(zero2, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-def lengthen(saved: dict) -> None:
-    state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-    state["exp_avg"] = torch.cat([state["exp_avg"], torch.zeros(2)])
-
-
-def shorten(saved: dict) -> None:
-    state = saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-    state["exp_avg"] = state["exp_avg"][:7]
+    assert torch.equal(twin.state[fresh.weight]["exp_avg"], mars.state[model.weight]["exp_avg"])
 
 
 def test_latest_universal(tmp_path, zero2, monkeypatch):
@@ -225,64 +291,312 @@ def test_latest_universal(tmp_path, zero2, monkeypatch):
     assert (tmp_path / "latest_universal").read_text() == "newer"
 
 
-def test_other_models_and_optimizers(tmp_path, zero2):
-    target = tmp_path / "universal"
-    universal.to_universal(zero2, target)
+# --- incomplete ones, and those of something else ---------------------------------------------------------------------
 
-    def refused(match: str, model: nn.Module, folder: Path = target, **settings) -> None:
-        mars = mars_hf.create(model, **settings)
-        before = [param.clone() for param in model.parameters()]
+
+def renamed(name: object) -> Callable[[dict, list[dict]], None]:
+    def change(model: dict, ranks: list[dict]) -> None:
+        model["param_shapes"][0] = {name: torch.Size((3, 5))}
+        for rank in ranks:
+            rank["param_slice_mappings"][0] = {name: rank["param_slice_mappings"][0]["weight"]}
+
+    return change
+
+
+def expanded(model: dict, ranks: list[dict]) -> None:
+    """40 terabytes: one stored element, expanded, and the offsets and shape of its parameter say the same."""
+    model["param_shapes"][0]["weight"] = torch.Size((2, 10**13))
+    for rank in ranks:
+        rank["single_partition_of_fp32_groups"][0] = torch.zeros(1).expand(10**13)
+        rank["param_slice_mappings"][0]["weight"].numel = 10**13
+
+
+def of_weight(key: str, value: Any) -> Callable[[dict, list[dict]], None]:
+    """Give a state of the weight another value on all ranks; a function changes the value that is there."""
+
+    def change(model: dict, ranks: list[dict]) -> None:
+        for state in (rank["base_optimizer_state"]["state"][0] for rank in ranks):
+            state[key] = value(state) if callable(value) else value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda model, _: put(model, ("ds_config", "zero_optimization", "round_robin_gradients"), 1), "round_robin"),
+        (lambda model, _: model.update(dp_world_size=10**13), r"ranks \[0, 1\] out of 10000000000000"),
+        (of_weight("x", 3), "the state 'x' of weight is not laid out like its weights"),
+        (of_weight("exp_avg", lambda state: state["exp_avg"][:7]), r"weight has 14 elements .* should have \(3, 5\)"),
+        (lambda _, ranks: ranks[1]["param_slice_mappings"][0].clear(), "fp32 of weight has 8 elements on all ranks"),
+        (lambda _, ranks: ranks[1].update(base_optimizer_state=[]), "not laid out as expected"),
+        (expanded, "'fp32' of weight is not laid out"),
+        (of_weight("step", torch.zeros(1).expand(10**13)), "a step counter is"),
+        (
+            of_weight("../../../escaped", lambda state: state["exp_avg"]),
+            r"escaped', which cannot be the name of a file",
+        ),
+        *(
+            (renamed(name), "cannot be the name of a file")
+            for name in ("../../escaped", "/escaped", "a/../../../escaped", "..", "", "a\0b", 7)
+        ),
+    ],
+)
+def test_zero_checkpoints_that_cannot_be_converted(tmp_path, zero2, change, match):
+    edit_zero(zero2, change)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=match):
+        universal.to_universal(zero2, tmp_path / "universal")
+    assert sorted(tmp_path.rglob("*")) == before and not Path("/escaped").exists()
+
+
+def test_files_of_zero_checkpoints(tmp_path, zero2):
+    def refused(match: str, source: Path = zero2, target: Path = tmp_path / "universal") -> None:
         with pytest.raises(ValueError, match=match):
-            universal.load(folder, model, mars)
-        assert not mars.state
-        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+            universal.to_universal(source, target)
 
-    refused("step2 is not a universal checkpoint.*python -m mars_hf to_universal", Net(), zero2)
-    refused(r"weight has shape \(3, 5\) in .* and \(3, 4\) here", nn.Linear(4, 3))
-    refused("has no parameter '0.weight'", nn.Sequential(Net()))
-    refused(r"groups of roles \['matrix', 'vector'\], this optimizer of \['matrix'\]", nn.Linear(5, 3, bias=False))
-    model, other = Net(), Net()
+    refused("step2 exists already", target=zero2)
+    refused("not a DeepSpeed ZeRO checkpoint.*give the folder", source=tmp_path)
+    refused("not a DeepSpeed ZeRO checkpoint", source=tmp_path / "nothing")
+    (zero2 / MODEL).rename(tmp_path / MODEL)
+    refused("neither zero_pp_rank_0_mp_rank_00_model_states.pt nor mp_rank_00_model_states.pt")
+    (tmp_path / MODEL).rename(zero2 / MODEL)
+    file = zero2 / RANKS[1]
+    for other in ("zero_pp_rank_0_mp_rank_01", "expp_rank_0_mp_rank_00"):
+        file = file.rename(zero2 / f"{other}_optim_states.pt")
+        refused("expert or tensor parallelism")
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (15,), (4, 5)])
+@pytest.mark.parametrize("key", ["exp_avg", "last_grad", "fp32"])
+def test_states_of_another_shape(converted, key, shape):
+    edit(converted / "zero" / "weight" / f"{key}.pt", lambda saved: saved.update(param=torch.zeros(shape)))
+    of = "" if key == "fp32" else f"the state '{key}' of "
+    for read in (in_one_process, by_engine):
+        with pytest.raises(ValueError, match=re.escape(f"{of}weight has shape {shape} in {converted} and (3, 5) here")):
+            read(converted)
+
+
+def test_missing_weights(converted):
+    (converted / "zero" / "weight" / "fp32.pt").unlink()
+    with pytest.raises(ValueError, match=r"no weights \(fp32\.pt\)"):
+        in_one_process(converted)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (nn.Linear(4, 3), r"weight has shape \(3, 5\) in .* and \(3, 4\) here"),
+        (nn.Sequential(Net()), "has no parameter '0.weight'"),
+        (nn.Linear(5, 3, bias=False), r"groups of roles \['matrix', 'vector'\], this optimizer of \['matrix'\]"),
+    ],
+)
+def test_other_models(converted, model, match):
+    mars = mars_hf.create(model)
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=match):
+        universal.load(converted, model, mars)
+    assert not mars.state and all(map(torch.equal, model.parameters(), before))
+
+
+def test_other_folders_and_optimizers(zero2, converted):
+    with pytest.raises(ValueError, match=r"step2 is not a universal checkpoint.*python -m mars_hf to_universal"):
+        in_one_process(zero2)
     with pytest.raises(ValueError, match="not a plain parameter of this model"):
-        universal.load(target, model, mars_hf.create(other))
-
-
-@pytest.mark.slow
-def test_deepspeed_is_extended():
-    code = """
-import deepspeed, mars_hf, torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))])
-assert hasattr(ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir, "__wrapped__")
-assert hasattr(DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3, "__wrapped__")
-"""
-    finished = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_engine_without_last_gradient(tmp_path, form):
-    model, mars = trained(**FORMS[form])
-    target = tmp_path / "universal"
-    universal.to_universal(save_zero(tmp_path / "step2", model, mars), target)
-    groups = [[getattr(model, name)] for name in SIZES]
-    names = {param: name for name, param in model.named_parameters()}
-    engine = SimpleNamespace(optimizer=mars, param_names=names, groups=groups)
-    loaded = []
-    engines.load_zero12(lambda *args: loaded.append(args), engine, "groups", str(target))
-    assert loaded == [("groups", str(target))]
-    last = target / "zero" / "weight" / "last_grad.pt"
-    assert last.is_file() == ("last_grad" in mars.state[model.weight])
-    if last.is_file():
-        last.unlink()
-        with pytest.raises(ValueError, match=r"weight holds no last gradient.*python -m mars_hf to_universal"):
-            engines.load_zero12(pytest.fail, engine, "groups", str(target))
-
-
-def test_engines_that_cannot_load():
+        universal.load(converted, Net(), mars_hf.create(Net()))
     with pytest.raises(ValueError, match="round_robin_gradients"):
         engines.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
     with pytest.raises(ValueError, match="NVMe"):
         engines.load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "fast"), ("betas", 5), ("eps", None), ("gamma", float("nan")), ("weight_decay", [1]), ("ns_steps", -1)],
+)
+def test_settings_that_mars_cannot_use(converted, name, value):
+    file = converted / "zero" / "optimizer_state.pt"
+    edit(file, lambda content: content["param_groups"][1].update({name: value}))
+    with pytest.raises(ValueError, match=re.escape(f"optimizer_state.pt, param group 1: {name}={value!r}")):
+        in_one_process(converted)
+
+
+# --- files that others wrote ------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def refusal(tmp_path) -> Callable[..., str]:
+    """Return a function that checks that reading is one line about a file, that nothing ran, and returns the line."""
+
+    def refused(read: Callable[..., object], file: Path, *args: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            read(*args)
+        assert not (tmp_path / "executed").exists()
+        line = str(error.value)
+        assert "\n" not in line and str(file) in line and len(line) < 600
+        return line
+
+    return refused
+
+
+def arm(file: Path, marker: Path) -> None:
+    """Put a payload into a file beside what it holds, and prove that the file executes it."""
+    content = torch.load(file, weights_only=False)
+    content = content if isinstance(content, dict) else {"param": content}
+    torch.save({**content, "payload": Payload(marker)}, file)
+    torch.load(file, weights_only=False)
+    marker.rmdir()
+
+
+@pytest.mark.parametrize("name", [*RANKS, MODEL])
+def test_code_in_a_zero_checkpoint(tmp_path, zero2, refusal, name, capsys):
+    arm(zero2 / name, tmp_path / "executed")
+    target = tmp_path / "universal"
+    line = refusal(universal.to_universal, zero2 / name, zero2, target)
+    assert "posix.mkdir" in line and "torch.serialization.add_safe_globals" in line and not target.exists()
+    with pytest.raises(SystemExit) as stopped:
+        main(["to_universal", str(zero2), str(target)])
+    assert stopped.value.code == 2 and not (tmp_path / "executed").exists()
+    assert "posix.mkdir" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", READ_BY_LOADING)
+def test_code_in_a_universal_checkpoint(tmp_path, converted, refusal, name):
+    arm(converted / "zero" / name, tmp_path / "executed")
+    for read in (in_one_process, by_engine):
+        assert "posix.mkdir" in refusal(read, converted / "zero" / name, converted)
+
+
+def test_a_class_that_the_user_trusts(tmp_path, zero2, refusal):
+    edit(zero2 / MODEL, lambda content: content.update(payload=SimpleNamespace(anything=1)))
+    target = tmp_path / "universal"
+    assert "types.SimpleNamespace" in refusal(universal.to_universal, zero2 / MODEL, zero2, target)
+    with torch.serialization.safe_globals([SimpleNamespace]):
+        universal.to_universal(zero2, target)
+    assert torch.equal(in_one_process(target)[0].weight, trained()[0].weight)
+
+
+def test_without_deepspeed(zero2, monkeypatch, tmp_path):
+    for name in ("deepspeed", *[name for name in sys.modules if name.startswith("deepspeed.")]):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"holds classes of DeepSpeed.*pip install 'mars_hf\[deepspeed\]'"):
+        universal.to_universal(zero2, tmp_path / "universal")
+
+
+def each(folder: Path, names: Any, damage: Callable[[Path], object]) -> Iterator[Path]:
+    """Yield each file after `damage` was done to it, and restore it."""
+    for name in names:
+        file = folder / name
+        whole = file.read_bytes()
+        damage(file)
+        yield file
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"no checkpoint", b"PK\5\6" + bytes(18), None], ids=repr)
+def test_damaged_files(tmp_path, zero2, converted, refusal, content):
+    """The last one is half of the file."""
+
+    def damage(file: Path) -> None:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2] if content is None else content)
+
+    for file in each(zero2, [*RANKS, MODEL], damage):
+        line = refusal(universal.to_universal, file, zero2, tmp_path / "other")
+        assert "take another checkpoint" in line and "weights_only" not in line
+    for file in each(converted / "zero", READ_BY_LOADING, damage):
+        assert "take another checkpoint" in refusal(in_one_process, file, converted)
+
+
+@pytest.mark.parametrize("content", [[1], 5, {"a": 1}, torch.zeros(2), None], ids=str)
+def test_files_of_another_kind(tmp_path, zero2, converted, refusal, content):
+    for _ in each(zero2, [*RANKS, MODEL], lambda file: torch.save(content, file)):
+        refusal(universal.to_universal, zero2, zero2, tmp_path / "other")
+    for file in each(converted / "zero", READ_BY_LOADING, lambda file: torch.save({"param": content}, file)):
+        if not (file.name == "step.pt" and type(content) is int):
+            refusal(in_one_process, converted, converted)
+
+
+REAL = """
+import os, sys, torch, mars_hf
+from pathlib import Path
+from mars_hf import _compat, universal
+from mars_hf.universal import checkpoint
+folder = Path(sys.argv[1])
+found = _compat.checkpoint_classes(_compat.CHECKPOINT_CLASSES)
+assert [f"{kind.__module__}.{kind.__qualname__}" for kind in found] == list(_compat.CHECKPOINT_CLASSES)
+constant, dynamic, stage, address = found
+content = [constant(2.0), dynamic(2.0, 2.0, 1, 1.0, 1, False, False), stage(2), address(numel=3, start=1)]
+torch.save(content, folder / "classes.pt")
+read = checkpoint.read(folder / "classes.pt")
+assert [type(one) for one in read] == found and read[2:] == content[2:]
+assert [vars(one) for one in read[:2]] == [vars(one) for one in content[:2]]
+
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+sys.path.append(sys.argv[2])
+import launching
+deepspeed = launching.import_deepspeed()
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, (str(folder / "executed"),)
+
+def engine(stage, load_universal):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": load_universal},
+    }
+    return deepspeed.initialize(model=model, optimizer=mars_hf.create(model), config=config)[0]
+
+for stage in (2, 3):
+    saved = folder / f"zero{stage}"
+    trained = engine(stage, False)
+    for _ in range(2):
+        trained.backward(trained(torch.ones(1, 4)).square().sum())
+        trained.step()
+    trained.save_checkpoint(saved, tag="saved")
+    universal.to_universal(saved / "saved", saved / "universal")
+    engine(stage, True).load_checkpoint(saved)
+    for name in ("optimizer_state.pt", "weight/last_grad.pt"):
+        file = saved / "universal" / "zero" / name
+        whole = file.read_bytes()
+        with torch.serialization.safe_globals(found):
+            content = torch.load(file, weights_only=True)
+        torch.save({**content, "more": Payload()}, file)
+        try:
+            engine(stage, True).load_checkpoint(saved)
+        except ValueError as error:
+            assert str(file) in str(error) and "mkdir" in str(error), error
+        else:
+            raise SystemExit(f"{file} was loaded")
+        assert not (folder / "executed").exists()
+        file.write_bytes(whole)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_itself(tmp_path):
+    pytest.importorskip("deepspeed")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
+    distributed = Path(__file__).parent / "distributed"
+    finished = subprocess.run(
+        [sys.executable, "-c", REAL, str(tmp_path), str(distributed)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.stdout.rstrip().endswith("done"), finished.stderr[-3000:]
