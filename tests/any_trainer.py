@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from reference import Reference
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 import mars_hf
 
@@ -127,3 +129,16 @@ def hold_to_straight_lines(make: Callable[..., Any], kind: type, *, exact: bool,
 
 def optimizer_of(params: Any, exact: bool) -> mars_hf.Mars:
     return mars_hf.Mars(params, **SETTINGS, lr_1d=LR_1D, clip_threshold=1.0, is_approx=not exact)
+
+
+WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
+TEXTS = [" ".join(WORDS[(i * k) % 8] for i in range(1, 5 + k % 4)) for k in range(1, 25)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<eos>", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
+    )

@@ -54,7 +54,11 @@ class HubServer:
 def mistakes_in(card: str) -> list[dict[str, str]]:
     """Return what the Hub would refuse in a card's metadata: some of its rules."""
     data = yaml.safe_load(card.split("---")[1])
-    found = _not_names("base_model", data.get("base_model")) + _not_names("datasets", data.get("datasets"))
+    found = []
+    for key in ("base_model", "datasets"):
+        names = data.get(key) or []
+        names = [names] if isinstance(names, str) else names
+        found += [f'"{key}" with value "{name}" is not valid' for name in names if not _NAME.fullmatch(name)]
     if not re.fullmatch(r"[a-z0-9.+-]+", data.get("license", "mit")):
         found.append(f'"license" must be one of apache-2.0, mit, ...: {data["license"]}')
     for model in data.get("model-index", []):
@@ -63,11 +67,6 @@ def mistakes_in(card: str) -> list[dict[str, str]]:
                 found.append('"model-index" is not valid')
             found += ['"model-index" is not valid' for metric in result["metrics"] if not metric["type"]]
     return [{"message": message} for message in found]
-
-
-def _not_names(key: str, given: str | list[str] | None) -> list[str]:
-    values = [given] if isinstance(given, str) else given or []
-    return [f'"{key}" with value "{value}" is not valid' for value in values if not _NAME.fullmatch(value)]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -101,29 +100,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(f"POST {path}")
         if path == "/api/repos/create":
             asked = json.loads(body)
-            name = "/".join(filter(None, [asked.get("organization") or "me", asked["name"]]))
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             self.hub.repos.add(name)
             self._answer({"url": f"{self.hub.url}/{name}", "name": name, "id": "1"})
         elif "/preupload/" in path:
-            files = json.loads(body)["files"]
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith((".safetensors", ".bin", ".png")) else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in files
-            ]
-            self._answer({"files": modes})
+            names = [file["path"] for file in json.loads(body)["files"]]
+            mode = {name: "lfs" if name.endswith((".safetensors", ".bin", ".png")) else "regular" for name in names}
+            self._answer({"files": [{"path": name, "uploadMode": mode[name], "shouldIgnore": False} for name in names]})
         elif path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
-            wanted = [
-                {**item, "actions": {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}} for item in objects
-            ]
-            self._answer({"transfer": "basic", "objects": wanted})
+            for item in objects:
+                item["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}
+            self._answer({"transfer": "basic", "objects": objects})
         elif "/commit/" in path:
-            for line in body.splitlines():
-                entry = json.loads(line)
+            for entry in map(json.loads, body.splitlines()):
                 value = entry["value"]
                 if entry["key"] == "file":
                     self.hub.files[value["path"]] = base64.b64decode(value["content"])
@@ -147,10 +137,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        listing = [
-            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in self.hub.files.items()
-        ]
         repo = "/".join(path.removeprefix("/api/models/").removeprefix("/").split("/")[:2])
         if repo not in self.hub.repos | self.hub.empty:
             return self._answer({}, status=404, headers={"X-Error-Code": "RepoNotFound"})
@@ -161,11 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             data = self.hub.files[name]
             headers = {"ETag": hashlib.sha256(data).hexdigest(), "X-Repo-Commit": "0" * 40}
             return self._answer(data, headers=headers)
-        if "/tree/" in path:
-            return self._answer(listing)
-        if path.startswith("/api/models/"):
-            siblings = [{"rfilename": name} for name in self.hub.files]
-            return self._answer({"id": "me/x", "sha": "0" * 40, "siblings": siblings})
         return self._answer({}, status=404)
 
     do_HEAD = do_GET

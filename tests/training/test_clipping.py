@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import arguments, gpt2, mars_of, mars_trainer, trainer
+from test_stale_pass import use_fp16_on_cpu
 from torch import nn
 from transformers import TrainerCallback
 
@@ -22,10 +23,11 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((16, 12), (5,), (3, 2, 4))]
 
 
-def set_gradients(params: list[nn.Parameter], step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for param in params:  # below the global norm, near it, far above
-        param.grad = (0.01, 1.0, 30.0)[step % 3] * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+def set_gradients(step: int, *twins: list[nn.Parameter]) -> None:
+    for params in twins:
+        generator = torch.Generator().manual_seed(step)
+        for param in params:  # below the global norm, near it, far above
+            param.grad = (0.01, 1.0, 30.0)[step % 3] * torch.randn(param.shape, generator=generator, dtype=param.dtype)
 
 
 def test_state_dict_with_scaled_last_gradients(tmp_path):
@@ -34,7 +36,7 @@ def test_state_dict_with_scaled_last_gradients(tmp_path):
     params = parameters()
     optimizer = mars_of(params, **settings)
     for step in range(3):
-        set_gradients(params, step)
+        set_gradients(step, params)
         optimizer.step()
     set_gradients(params, 2)
     norm = nn.utils.get_total_norm([param.grad for param in params])
@@ -44,23 +46,19 @@ def test_state_dict_with_scaled_last_gradients(tmp_path):
     other = mars_of(resumed, **settings)
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
     for step in range(3, 6):
-        for own, steps in ((params, optimizer), (resumed, other)):
-            set_gradients(own, step)
-            steps.step()
+        set_gradients(step, params, resumed)
+        optimizer.step(), other.step()
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
 
 def test_metrics_of_clipped_gradients():
     folded, plain = parameters(), parameters()
     one, two = Mars(folded, max_grad_norm=1.0), Mars(plain)
-    for optimizer in (one, two):
-        optimizer.collect_metrics(True)
+    one.collect_metrics(True), two.collect_metrics(True)
     for step in range(4):
-        set_gradients(folded, step)
-        set_gradients(plain, step)
+        set_gradients(step, folded, plain)
         nn.utils.clip_grad_norm_(plain, 1.0)
-        one.step()
-        two.step()
+        one.step(), two.step()
         assert one.pop_metrics() == pytest.approx(two.pop_metrics(), rel=1e-5, abs=1e-9)
 
 
@@ -95,11 +93,10 @@ class Unfreeze(TrainerCallback):
 
 
 class UnfreezeUnknown(TrainerCallback):
-    """Unfreeze parameters without telling the optimizer."""
+    """Train the embedding from the third step on without telling the optimizer."""
 
     def on_step_begin(self, args, state, control, model=None, **_):
-        if state.global_step == 2:
-            model.transformer.wte.requires_grad_()
+        model.transformer.wte.requires_grad_(state.global_step >= 2)
 
 
 def compare_with_trainer(folder: Path, callback: Any = None, checkpoint: Path | None = None, **settings: Any) -> Watch:
@@ -194,9 +191,7 @@ def test_norm_of_the_optimizer_where_the_step_cannot_clip(tmp_path, form, own, m
         args = arguments(tmp_path, **({"max_grad_norm": own} if by == "arguments" else {}))
         run = mars_trainer(args, model, optimizers=(mars, None))
         if form == "scaler":
-            monkeypatch.setattr(run.accelerator.state, "_mixed_precision", "fp16")
-            run.accelerator.native_amp = True
-            run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            use_fp16_on_cpu(run, 8.0, monkeypatch)
         run.train()
         assert max(row["grad_norm"] for row in run.state.log_history if "grad_norm" in row) > 1.5
         assert run.args.max_grad_norm == (1.0 if by == "optimizer" else own)
@@ -218,10 +213,7 @@ def test_state_dict_has_no_settings_of_the_loop(tmp_path, saved_by):
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=0.3 if saved_by == "user" else None)
     mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
-    plain = mars_hf.create(gpt2())
-    plain.load_state_dict(mars.state_dict())
-    assert plain.max_grad_norm is None
-    assert not plain.take_grad
-    own = mars_hf.create(gpt2(), max_grad_norm=0.5)
-    own.load_state_dict(mars.state_dict())
-    assert own.max_grad_norm == 0.5
+    for norm in (None, 0.5):
+        other = mars_hf.create(gpt2(), max_grad_norm=norm)
+        other.load_state_dict(mars.state_dict())
+        assert other.max_grad_norm == norm and not other.take_grad

@@ -16,9 +16,8 @@ import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
-from safetensors.torch import load
 from torch import nn
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator, modelcard
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, modelcard
 
 import mars_hf
 from mars_hf.training import hub
@@ -77,30 +76,24 @@ def test_mars_json(tmp_path):
     assert again.param_groups[0]["gamma"] == 0.05 and again.param_groups[1]["lr"] == 5e-4
 
 
-def test_other_optimizers(tmp_path):
-    run = evaluated(arguments(tmp_path, optim="adamw_torch", **EVALUATED))
+def test_other_optimizers_and_processes(tmp_path, monkeypatch):
+    run = evaluated(arguments(tmp_path / "adamw", optim="adamw_torch", **EVALUATED))
     run.train()
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "adamw").iterdir())
     run.create_model_card()
     assert "with betas=(0.9,0.999)" in card_of(run) and "MARS" not in card_of(run) and run.model.model_tags is None
-
-
-def test_other_processes(tmp_path, monkeypatch):
-    run = trainer(arguments(tmp_path, **BY_NAME))
+    run = trainer(arguments(tmp_path / "mars", **BY_NAME))
     monkeypatch.setattr(type(run.args), "process_index", 1)
     monkeypatch.setattr(type(run.args), "should_save", False)
     run.train()
     run.create_model_card()
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "mars").exists() or not list((tmp_path / "mars").iterdir())
 
 
-@pytest.mark.parametrize("made", ["by hand", "like"])
-def test_mars_json_of_a_given_optimizer(tmp_path, made):
+def test_mars_json_of_an_optimizer_made_by_hand(tmp_path):
     model = gpt2()
-    optimizer = mars_hf.Mars(model.parameters()) if made == "by hand" else mars_hf.create(model, gamma=0.1)
-    trainer(arguments(tmp_path, max_steps=1), model, optimizers=(optimizer, None)).train()
-    found = saved(tmp_path)["create"]
-    assert found is None if made == "by hand" else found["gamma"] == 0.1
+    trainer(arguments(tmp_path, max_steps=1), model, optimizers=(mars_hf.Mars(model.parameters()), None)).train()
+    assert saved(tmp_path)["create"] is None
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
@@ -150,6 +143,7 @@ def test_usage(tmp_path, monkeypatch):
     run.create_model_card()
     code = card_of(run).partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mars_hf", None)  # who loads the model needs no MARS
     names: dict = {}
     exec(code, names)
     assert all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), run.model.parameters(), strict=True))
@@ -157,68 +151,67 @@ def test_usage(tmp_path, monkeypatch):
 
 
 def test_facts_of_the_user(tmp_path):
-    run = evaluated(arguments(tmp_path, **BY_NAME, **EVALUATED))
+    run = evaluated(
+        arguments(tmp_path, **BY_NAME, **EVALUATED), compute_metrics=lambda _: {"accuracy": 0.5, "nan": math.nan}
+    )
     run.train()
-    run.create_model_card(license="apache-2.0", dataset="blocks", dataset_tags="me/blocks", tags="tiny")
+    facts = {"license": "apache-2.0", "dataset": "blocks", "dataset_tags": "me/blocks", "dataset_args": "sample"}
+    run.create_model_card(**facts, tags="tiny")
     run.save_model()
     run.train()  # leaves the user's card
     card, data = card_of(run), metadata_of(run)
     assert "This model was trained from scratch on the blocks dataset." in card
     assert (data.license, data.datasets) == ("apache-2.0", ["me/blocks"])
     assert {"tiny", "generated_from_trainer", "mars"} <= set(data.tags)
-    (result,) = data.eval_results
-    assert (result.dataset_type, result.dataset_name, result.metric_type) == ("me/blocks", "blocks", "loss")
+    accuracy, loss = sorted(data.eval_results, key=lambda result: result.metric_type)
+    assert (accuracy.metric_type, accuracy.metric_value, accuracy.dataset_args) == ("accuracy", 0.5, "sample")
+    assert (loss.metric_type, loss.dataset_type, loss.dataset_name) == ("loss", "me/blocks", "blocks")
 
 
-@pytest.mark.parametrize("edit", ["none", "text", "metadata"])
+EDITS = {
+    "none": lambda card: card,
+    "text": lambda card: card.replace(b"\n# ", b"\nMine.\n\n# "),
+    "metadata": lambda card: card.replace(b"library_name", b"license: mit\nlibrary_name"),
+    "another": lambda card: b"# My project\n",
+    "empty": lambda card: b"",
+    "binary": lambda card: b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
 def test_edited_card_stays(tmp_path, edit):
     run = trainer(arguments(tmp_path, **BY_NAME))
     run.train()
     path = tmp_path / "README.md"
-    edits = {
-        "none": ("", ""),
-        "text": ("\n# ", "\nMine.\n\n# "),
-        "metadata": ("library_name", "license: mit\nlibrary_name"),
-    }
-    path.write_text(path.read_text().replace(*edits[edit]))
-    before = path.read_text()
-    wrapped = run.create_model_card, run.save_model
+    path.write_bytes(EDITS[edit](path.read_bytes()))
+    before, wrapped = path.read_bytes(), (run.create_model_card, run.save_model)
     run.args.max_steps = 3
     run.train()
     run.save_model()
-    assert (run.create_model_card, run.save_model) == wrapped
-    assert ("- training_steps: 3\n" in card_of(run)) == (edit == "none") and (card_of(run) == before) == (
-        edit != "none"
-    )
-
-
-@pytest.mark.parametrize("content", [b"# My project\n", b"", b"\xff\xfe"])
-def test_card_of_the_user_stays(tmp_path, content):
-    (tmp_path / "README.md").write_bytes(content)
-    run = trainer(arguments(tmp_path, **BY_NAME))
-    run.train()
-    run.save_model()
-    assert (tmp_path / "README.md").read_bytes() == content and saved(tmp_path)["create"]["lr"] == 1e-3
+    assert (run.create_model_card, run.save_model) == wrapped and saved(tmp_path)["create"]["lr"] == 1e-3
+    if edit == "none":
+        assert "- training_steps: 3\n" in card_of(run)
+    else:
+        assert path.read_bytes() == before
 
 
 def test_card_during_a_push(tmp_path):
-    """A push in the background would upload half of it; only the end of training waits."""
-    run = trainer(arguments(tmp_path, **BY_NAME))
+    """Each push takes a card along; a push in the background would upload half of one, so only the end waits for it."""
+    run, seen = trainer(arguments(tmp_path, **BY_NAME)), []
+
+    class PushEachStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            run.callback_handler.on_push_begin(args, state, control)
+            seen.append(card_of(run))
+
+    run.add_callback(PushEachStep())
     run.train()
+    assert len(seen) == 4 and all("- training_steps: 4\n" in card for card in seen)
     before, run.args.max_steps = card_of(run), 3
-    seen = []
-    run.push_in_progress = SimpleNamespace(is_done=lambda: False, wait_until_done=lambda: seen.append(card_of(run)))
-    run.add_callback(PushEachStep(run))
+    waits = SimpleNamespace(is_done=lambda: False, wait_until_done=lambda: seen.append(card_of(run)))
+    run.push_in_progress = waits
     run.train()
-    assert seen[0] == before and "- training_steps: 3\n" in card_of(run)
-
-
-class PushEachStep(TrainerCallback):
-    def __init__(self, run) -> None:
-        self.run = run
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.run.callback_handler.on_push_begin(args, state, control)
+    assert seen[4:8] == [before] * 4 and "- training_steps: 3\n" in card_of(run)
 
 
 class Regression(nn.Module):
@@ -236,36 +229,24 @@ def test_module_without_config(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mars.json"]
 
 
-class Failing(Trainer):
-    def create_model_card(self, *args, **kwargs):
+def test_failing_card(tmp_path, failures, caplog, monkeypatch):
+    def fail(*args, **kwargs):
         raise OSError("no space\nleft")
 
-
-def test_failing_card(tmp_path, failures, caplog, monkeypatch):
-    given = {"train_dataset": Blocks(), "data_collator": default_data_collator}
-    Failing(gpt2(), arguments(tmp_path / "a", **BY_NAME), **given).train()
-    assert failures() == [f"mars_hf could not describe the run in {tmp_path / 'a'}: no space left"]
-    caplog.clear()
-    monkeypatch.setattr(hub, "_optimizer", lambda groups: 1 / 0)
-    run = trainer(arguments(tmp_path / "b", **BY_NAME))
+    run = trainer(arguments(tmp_path, **BY_NAME))
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "create_model_card", fail)
+        run.train()
+    assert failures() == [f"mars_hf could not describe the run in {tmp_path}: no space left"]
+    monkeypatch.setattr(hub, "_optimizer", fail)
+    run = trainer(arguments(tmp_path, **BY_NAME))
     run.train()
     run.create_model_card(license="mit")  # as before a push
-    assert len(failures()) == 2 and metadata_of(run).license == "mit"
+    assert len(failures()) == 3 and metadata_of(run).license == "mit"
     caplog.clear()
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-
-
-def test_results_of_trainer(tmp_path):
-    run = evaluated(
-        arguments(tmp_path, **BY_NAME, **EVALUATED), compute_metrics=lambda _: {"accuracy": 0.5, "nan": math.nan}
-    )
-    run.train()
-    run.create_model_card(dataset="blocks", dataset_tags="me/blocks", dataset_args="sample")
-    accuracy, loss = sorted(metadata_of(run).eval_results, key=lambda result: result.metric_type)
-    assert (accuracy.metric_type, accuracy.metric_value, accuracy.dataset_args) == ("accuracy", 0.5, "sample")
-    assert (loss.metric_type, loss.dataset_type) == ("loss", "me/blocks")
 
 
 def test_nameless_data_set(tmp_path):
@@ -284,7 +265,7 @@ def test_nameless_data_set(tmp_path):
 
 def test_results_of_the_best_weights(tmp_path):
     """With load_best_model_at_end the weights that stay are not those of the last evaluation."""
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
+    settings = {**SAVES, "max_steps": 4, "load_best_model_at_end": True}
     run = evaluated(arguments(tmp_path, **BY_NAME, **{**EVALUATED, **settings}, greater_is_better=True))
     run.train()
     losses = {row["step"]: row["eval_loss"] for row in run.state.log_history if "eval_loss" in row}
@@ -343,8 +324,9 @@ def test_adapter_of_peft(tmp_path, base):
 
 def test_card_of_trl(tmp_path):
     trl = pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[test]'")
+    from any_trainer import TEXTS, tokenizer
     from datasets import Dataset
-    from test_trl_trainers import TEXTS, language_model, settings, tokenizer
+    from test_trl_trainers import language_model, settings
 
     args = trl.SFTConfig(**settings(tmp_path, max_length=16, **EVALUATED, **BY_NAME))
     data = Dataset.from_dict({"text": TEXTS})
@@ -412,56 +394,7 @@ def test_mars_json_after_resuming(tmp_path, before, now, kept):
     assert [group["lr"] for group in like.param_groups] == [group["lr"] for group in found["groups"]]
 
 
-# --- pushed to a server that speaks the Hub's protocol, and loaded back by transformers alone ------------------------
-
-TESTS = Path(__file__).resolve().parents[1]
-
-TRAIN = """
-import sys
-sys.path.insert(0, {tests!r})
-from helpers import Blocks, arguments, gpt2
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, default_data_collator
-import mars_hf
-
-mars_hf.register()
-ids = {{"<pad>": 0, "The": 1, "cat": 2, **{{f"w{{i}}": i for i in range(3, 64)}}}}
-words = Tokenizer(models.WordLevel(ids, "<pad>"))
-words.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
-settings = {{"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}}
-settings |= {{"push_to_hub": True, "hub_model_id": "me/x", "hub_strategy": "every_save", "hub_always_push": True}}
-settings |= {{"optim": "mars_adamw", "optim_args": "gamma=0.05", "learning_rate": 1e-3}}
-run = Trainer(
-    gpt2(), arguments(sys.argv[1], **settings), train_dataset=Blocks(), eval_dataset=Blocks(8),
-    data_collator=default_data_collator, processing_class=tokenizer,
-)
-run.train()
-run.push_to_hub(license="mit", dataset="blocks")
-"""
-
-# Nothing here knows mars_hf: importing it fails.
-LOAD = """
-import json, sys
-sys.modules["mars_hf"] = None
-from huggingface_hub import ModelCard, hf_hub_download
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, tokenizer = (kind.from_pretrained("me/x") for kind in (AutoModelForCausalLM, AutoTokenizer))
-card = ModelCard.load("me/x")
-(code,) = [part.partition("```")[0] for part in card.text.split("```python\\n")[1:]]
-names = {}
-exec(code, names)
-assert not any(name.startswith("mars_hf") for name, module in sys.modules.items() if module is not None)
-print(json.dumps({
-    "results": [vars(own) for own in card.data.eval_results],
-    "card": {"license": card.data.license, "pipeline": card.data.pipeline_tag, "tags": card.data.tags},
-    "sum": sum(float(param.double().sum()) for param in model.parameters()),
-    "code": code,
-    "loaded": bool(all((a == b).all() for a, b in zip(model.parameters(), names["model"].parameters()))),
-    "ids": tokenizer("The cat").input_ids,
-}))
-"""
+# --- from a server with the protocol of the Hub -----------------------------------------------------------------------
 
 LIKE = """
 import sys
@@ -477,35 +410,11 @@ for name in sys.argv[1:]:
 """
 
 
-def python(code: str, *argv: str, **environment: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-c", code, *argv], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout.strip()
-
-
-@pytest.mark.slow
-def test_pushed_run_without_mars_hf(tmp_path):
-    with HubServer() as hub:
-        environment = hub.environment(str(tmp_path / "home"))
-        python(TRAIN.format(tests=str(TESTS)), str(tmp_path / "x"), **environment)
-        assert {"README.md", "mars.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
-        assert not [name for name in hub.files if "partial" in name or name.startswith("checkpoint")]
-        assert mistakes_in(hub.files["README.md"].decode()) == []
-        assert len([line for line in hub.requests if "/commit/" in line]) == 3  # two checkpoints, the end
-        settings = json.loads(hub.files["mars.json"])
-        assert settings["create"]["gamma"] == 0.05 and settings["create"]["lr"] == 1e-3
-
-        found = json.loads(python(LOAD, **hub.environment(str(tmp_path / "other home"))).splitlines()[-1])
-        weights = load(hub.files["model.safetensors"])
-        total = sum(float(value.double().sum()) for value in weights.values() if isinstance(value, torch.Tensor))
-        assert found["sum"] == pytest.approx(total, abs=1e-9) and found["ids"] == [1, 2]
-        assert found["loaded"] and 'from_pretrained("me/x")' in found["code"]
-        (result,) = found["results"]
-        assert (result["metric_type"], result["dataset_name"]) == ("loss", "blocks")
-        assert found["card"]["license"] == "mit" and found["card"]["pipeline"] == "text-generation"
-        assert "mars" in found["card"]["tags"]
+def like(*names: str, **environment: str) -> list[str]:
+    command = [sys.executable, "-c", LIKE, *names]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    ).stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -516,7 +425,7 @@ def test_like_of_a_repository(tmp_path):
         hub.empty.add("me/empty")
         hub.files["mars.json"] = json.dumps({"format": 1, "mars_hf": "0.1.0", "create": {"gamma": 0.05}}).encode()
         environment = hub.environment(str(tmp_path / "home"))
-        gamma, nothing, empty = python(LIKE, "me/x", "me/nothing", "me/empty", **environment).splitlines()
+        gamma, nothing, empty = like("me/x", "me/nothing", "me/empty", **environment)
         assert gamma == "0.05"
         assert {line for line in hub.requests if "me/x" in line} == {
             *("HEAD /me/x/resolve/main/mars.json", "GET /me/x/resolve/main/mars.json")  # one file, no listing
@@ -524,7 +433,7 @@ def test_like_of_a_repository(tmp_path):
         reason = "no such folder, and the Hub does not give its mars.json"
         assert nothing.startswith(f"like='me/nothing': {reason} (RepositoryNotFoundError")
         assert "EntryNotFoundError" in empty and empty.startswith(f"like='me/empty': {reason}")
-    gamma, gone = python(LIKE, "me/x", "me/never", **environment).splitlines()  # the server is gone
+    gamma, gone = like("me/x", "me/never", **{**environment, "HF_HUB_OFFLINE": "1"})
     assert gamma == "0.05"
     assert gone.startswith(f"like='me/never': {reason} (LocalEntryNotFoundError")
 

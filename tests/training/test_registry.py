@@ -16,7 +16,6 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import mars_hf
-from mars_hf.training import registry
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,22 +29,44 @@ def made_by(run) -> mars_hf.Mars:
     return run.optimizer
 
 
-def rates(optimizer) -> list[float]:
-    return [group["lr"] for group in optimizer.param_groups]
+def shown(optimizer, *names: str) -> list[tuple]:
+    """Return settings of each group."""
+    return [tuple(group[name] for name in names) for group in optimizer.param_groups]
 
 
 # --- TrainingArguments -> hyperparameters ----------------------------------------------------------------------------
 
 
+def through(door, folder, rule="mars-adamw", text="", given=None, **settings) -> mars_hf.Mars:
+    """Make the optimizer of a Trainer by `factory` or by name."""
+    if door == "factory":
+        args = arguments(folder, **settings)
+        return made_by(trainer(args, optimizer_cls_and_kwargs=mars_hf.factory(args, mars_type=rule, **(given or {}))))
+    return made_by(trainer(arguments(folder, optim=rule.replace("-", "_"), optim_args=text, **settings)))
+
+
+SHOWN = ("mars_type", "lr", "betas", "eps", "weight_decay", "gamma")
+
+
 @pytest.mark.parametrize("door", ["factory", "optim"])
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion"])
 @pytest.mark.parametrize("rate", [{}, {"learning_rate": 5e-5}], ids=["untouched", "explicit"])
-def test_default_arguments(tmp_path, door, rate):
+def test_default_arguments(tmp_path, door, rule, rate):
     """An explicit 5e-5 looks like the default, and fine-tuning must not use 3e-3."""
-    args = arguments(tmp_path, **({"optim": "mars_adamw"} if door == "optim" else {}), **rate)
-    made = {"optimizer_cls_and_kwargs": mars_hf.factory(args)} if door == "factory" else {}
-    matrix, vector = made_by(trainer(args, **made)).param_groups
-    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (5e-5, (0.95, 0.99), 1e-8, 0.0)
-    assert (vector["lr"], vector["betas"], vector["weight_decay"]) == (2.5e-5, (0.9, 0.95), 0.0)
+    assert shown(through(door, tmp_path, rule, **rate), *SHOWN) == [
+        (rule, 5e-5, (0.95, 0.99), 1e-8, 0.0, 0.025),
+        (rule, 2.5e-5, (0.9, 0.95), 1e-8, 0.0, 0.025),
+    ]
+
+
+@pytest.mark.parametrize("door", ["factory", "optim"])
+def test_set_arguments(tmp_path, door):
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
+    mars = through(door, tmp_path, text="gamma=0.1,lr_1d=2e-4", given={"gamma": 0.1, "lr_1d": 2e-4}, **settings)
+    assert shown(mars, *SHOWN) == [
+        ("mars-adamw", 1e-3, (0.8, 0.99), 1e-6, 0.1, 0.1),
+        ("mars-adamw", 2e-4, (0.9, 0.95), 1e-6, 0.0, 0.1),
+    ]
 
 
 @dataclass
@@ -59,24 +80,10 @@ class OtherDefaults(TrainingArguments):
 
 def test_default_arguments_of_a_subclass(tmp_path):
     shared = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "optim": "mars_adamw"}
-    matrix, _ = made_by(trainer(OtherDefaults(**shared))).param_groups
-    assert (matrix["lr"], matrix["betas"], matrix["eps"]) == (1e-6, (0.95, 0.99), 1e-8)
-    matrix, _ = made_by(trainer(OtherDefaults(**shared, adam_beta1=0.9, adam_epsilon=1e-8))).param_groups
-    assert matrix["betas"] == (0.9, 0.99)  # TrainingArguments' default is a choice in this class
-
-
-@pytest.mark.parametrize("door", ["factory", "optim"])
-def test_set_arguments(tmp_path, door):
-    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
-    if door == "factory":
-        args = arguments(tmp_path, **settings)
-        run = trainer(args, optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1, lr_1d=2e-4))
-    else:
-        run = trainer(arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.1,lr_1d=2e-4", **settings))
-    matrix, vector = made_by(run).param_groups
-    assert (matrix["lr"], matrix["betas"], matrix["eps"], matrix["weight_decay"]) == (1e-3, (0.8, 0.99), 1e-6, 0.1)
-    assert matrix["gamma"] == vector["gamma"] == 0.1
-    assert (vector["lr"], vector["weight_decay"]) == (2e-4, 0.0)
+    mars = made_by(trainer(OtherDefaults(**shared)))
+    assert shown(mars, "lr", "betas", "eps")[0] == (1e-6, (0.95, 0.99), 1e-8)
+    mars = made_by(trainer(OtherDefaults(**shared, adam_beta1=0.9, adam_epsilon=1e-8)))
+    assert shown(mars, "betas")[0] == ((0.9, 0.99),)  # TrainingArguments' default is a choice in this class
 
 
 def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
@@ -84,7 +91,7 @@ def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
     make, settings = mars_hf.factory(args, gamma=0.1)
     args.learning_rate = 1e-4
     mars = make()(gpt2(), **settings)
-    assert rates(mars) == [1e-4, 5e-5] and mars.param_groups[0]["betas"] == (0.95, 0.9)
+    assert shown(mars, "lr", "betas") == [(1e-4, (0.95, 0.9)), (5e-5, (0.9, 0.95))]
 
 
 def test_contradictions(tmp_path):
@@ -95,11 +102,11 @@ def test_contradictions(tmp_path):
     with pytest.raises(ValueError, match=r"adam_beta1=0\.8 .* beta1=0\.95"):
         mars_hf.factory(arguments(tmp_path, adam_beta1=0.8), betas=(0.95, 0.99))
     args = arguments(tmp_path, learning_rate=1e-3)
-    same = trainer(args, optimizer_cls_and_kwargs=mars_hf.factory(args, lr=1e-3))
-    assert rates(made_by(same)) == [1e-3, 5e-4]
+    same = mars_hf.factory(args, lr=1e-3)
+    made_by(trainer(args, optimizer_cls_and_kwargs=same))
     args.learning_rate = 1e-4  # as a search would
     with pytest.raises(ValueError, match="contradict"):
-        trainer(args, optimizer_cls_and_kwargs=same.optimizer_cls_and_kwargs).create_optimizer()
+        trainer(args, optimizer_cls_and_kwargs=same).create_optimizer()
 
 
 def test_wrong_settings(tmp_path):
@@ -130,14 +137,6 @@ def test_parity_with_an_instance(tmp_path, door):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
 
 
-def test_lion_by_name(tmp_path):
-    matrix, vector = made_by(trainer(arguments(tmp_path, optim="mars_lion"))).param_groups
-    assert matrix["mars_type"] == vector["mars_type"] == "mars-lion"
-    assert (matrix["lr"], matrix["betas"], vector["lr"], vector["betas"]) == (5e-5, (0.95, 0.99), 2.5e-5, (0.9, 0.95))
-    with pytest.raises(ValueError, match="contradict"):
-        arguments(tmp_path, optim="mars_lion", optim_args="mars_type=mars-adamw")
-
-
 @pytest.mark.parametrize("name", ["mars_shampoo", "mars_m"])
 def test_rules_that_orthogonalize_by_name(tmp_path, name):
     rules = tmp_path / "rules.json"
@@ -154,45 +153,25 @@ def test_rules_that_orthogonalize_by_name(tmp_path, name):
 
 @pytest.mark.slow
 def test_hyperparameter_search(tmp_path):
-    seen = []
-
-    class Recorded(registry.MarsFactory):
-        def __call__(self, *model):
-            optimizer = super().__call__(*model)
-            if model:
-                seen.append(optimizer.param_groups[0]["lr"])
-            return optimizer
-
-    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
-    made_by = Recorded(args, {"gamma": 0.1})
-    run = trainer(args, model_init=lambda trial: gpt2(), optimizer_cls_and_kwargs=(made_by, {}))
-    run.eval_dataset = run.train_dataset
-    proposals = []
+    rates, proposals = [], []
 
     def space(trial):
         proposals.append(trial.suggest_categorical("learning_rate", [1e-3, 5e-5]))
         return {"learning_rate": proposals[-1]}
 
-    best = run.hyperparameter_search(
-        hp_space=space,
-        backend="optuna",
-        n_trials=2,
-        direction="minimize",
-        compute_objective=lambda m: m["eval_loss"],
-        sampler=optuna.samplers.GridSampler({"learning_rate": [1e-3, 5e-5]}, seed=0),
-    )
-    assert seen == proposals and set(seen) == {1e-3, 5e-5}
-    assert best.hyperparameters["learning_rate"] in proposals
+    def objective(metrics):
+        rates.append(run.optimizer.optimizer.param_groups[0]["lr"])
+        return metrics["eval_loss"]
+
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    run = trainer(args, model_init=lambda trial: gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1))
+    run.eval_dataset = run.train_dataset
+    sampler = optuna.samplers.GridSampler({"learning_rate": [1e-3, 5e-5]}, seed=0)
+    run.hyperparameter_search(space, objective, n_trials=2, direction="minimize", backend="optuna", sampler=sampler)
+    assert rates == proposals and set(rates) == {1e-3, 5e-5}
 
 
 # --- as other trainers call what Trainer makes its optimizer with ----------------------------------------------------
-
-
-def described(optimizer) -> list[tuple]:
-    return [
-        (group["role"], group["lr"], group["weight_decay"], group["gamma"], [id(param) for param in group["params"]])
-        for group in optimizer.param_groups
-    ]
 
 
 def decay_groups(run, **settings) -> list[dict]:
@@ -211,7 +190,7 @@ SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "optim_args": "gamma=0.1
 @pytest.mark.parametrize("way", ["class", "named", "args", "args again", "optimizer_dict", "params"])
 def test_ways_of_calling(tmp_path, way):
     run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
-    expected = described(made_by(run))
+    expected = made_by(run)
     cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args)
     assert kwargs["lr"] == 1e-3  # as those of other optimizers
     groups = decay_groups(run)
@@ -224,9 +203,11 @@ def test_ways_of_calling(tmp_path, way):
         "params": lambda: cls()(run.model, params=groups, **kwargs),
     }[way]()
     assert type(optimizer) is mars_hf.Mars
-    found = described(optimizer)
-    assert [group[:4] for group in found] == [group[:4] for group in expected]
-    assert [set(group[4]) for group in found] == [set(group[4]) for group in expected]
+    names = ("role", "lr", "weight_decay", "gamma")
+    assert shown(optimizer, *names) == shown(expected, *names)
+    assert [set(group["params"]) for group in optimizer.param_groups] == [
+        set(group["params"]) for group in expected.param_groups
+    ]
 
 
 def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
@@ -244,25 +225,23 @@ def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     ]
 
 
-class CreatesFromGroups(Trainer):
-    """A Trainer that builds its optimizer from groups, as some subclasses do."""
-
-    def create_optimizer(self, model=None):
-        cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = cls(decay_groups(self), **kwargs)
-        return self.optimizer
-
-
 @pytest.mark.parametrize("name", ["mars_adamw", "mars_m"])
 def test_roles_of_groups(tmp_path, name):
-    """Grouping the parameters must not make mars-m orthogonalize embeddings."""
+    """Trainers that group the parameters must not make mars-m orthogonalize embeddings."""
+
+    class CreatesFromGroups(Trainer):
+        def create_optimizer(self, model=None):
+            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = cls(decay_groups(self), **kwargs)
+            return self.optimizer
+
     run = trainer(arguments(tmp_path, optim=name, **SETTINGS))
-    expected = {(g["role"], repr(g["layout"])): {id(p) for p in g["params"]} for g in made_by(run).param_groups}
-    other = CreatesFromGroups(run.model, arguments(tmp_path, optim=name, **SETTINGS))
-    found = {}
-    for group in made_by(other).param_groups:
-        found.setdefault((group["role"], repr(group["layout"])), set()).update(id(p) for p in group["params"])
-    assert found == expected
+    expected, found = made_by(run), made_by(CreatesFromGroups(run.model, run.args))
+    sets = [
+        {(group["role"], repr(group["layout"]), param) for group in mars.param_groups for param in group["params"]}
+        for mars in (expected, found)
+    ]
+    assert sets[0] == sets[1]
 
 
 def test_groups_without_a_model(tmp_path, caplog):
@@ -318,9 +297,10 @@ def test_training_args_load_without_mars_hf(tmp_path):
 
 def test_optim_args(tmp_path):
     text = "gamma=5e-2,clip_threshold=none,amsgrad=True,beta1=0.8,beta2_1d=0.8,state_dtype=bfloat16,fused=false"
-    group, vectors = made_by(trainer(arguments(tmp_path, optim="mars_adamw", optim_args=text))).param_groups
-    assert (group["gamma"], group["clip_threshold"], group["amsgrad"], group["fused"]) == (0.05, None, True, False)
-    assert (group["betas"], vectors["betas"], group["state_dtype"]) == ((0.8, 0.99), (0.9, 0.8), "bfloat16")
+    mars = through("optim", tmp_path, text=text)
+    assert shown(mars, "betas", "gamma", "clip_threshold", "amsgrad", "fused", "state_dtype") == [
+        (betas, 0.05, None, True, False, "bfloat16") for betas in ((0.8, 0.99), (0.9, 0.8))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,18 @@ class Rows(Dataset):
 
 
 class Recording(mars_hf.MarsTrainer):
-    """Record random state and parameters of every forward pass, and optionally make one overflow."""
+    """Record the random state of every forward pass and the parameters after every step; some losses may overflow."""
 
     def __init__(self, *args: Any, overflow: tuple[tuple[int, bool], ...] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.notes = SimpleNamespace(passes=[])  # the stale pass changes copies of lists among the attributes
+        # The stale pass changes copies of lists among the attributes.
+        self.notes = SimpleNamespace(passes=[], params=Trajectory())
         self.overflow = overflow
+        self.add_callback(self.notes.params)
+
+    @property
+    def trajectory(self) -> list[dict[str, torch.Tensor]]:
+        return self.notes.params.steps
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         now = (self.state.global_step, self.in_stale_pass)
@@ -57,42 +63,29 @@ class Recording(mars_hf.MarsTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss * float("inf") if now in self.overflow else loss
 
-    def random_states(self) -> list[list[torch.Tensor]]:
-        """Return the states before the ordinary micro-batches of each step."""
-        steps: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for step, in_stale_pass, state in self.notes.passes:
-            if not in_stale_pass:
-                steps[step].append(state)
-        return list(steps.values())
-
 
 def exact_run(folder: Path, model: nn.Module, *, kind: type = Recording, settings: dict | None = None, **args: Any):
-    trajectory = Trajectory()
-    own = {key: args.pop(key) for key in ("overflow",) if key in args}
-    callbacks = [trajectory, *args.pop("callbacks", [])]
+    own = {key: args.pop(key) for key in ("overflow", "callbacks") if key in args}
     mars = mars_hf.create(model, **{**SETTINGS, "is_approx": False, **(settings or {})}, lr_1d=LR_1D)
     defaults = {"max_steps": 20, "per_device_train_batch_size": BATCH, "train_sampling_strategy": "sequential"}
-    run = kind(
+    return kind(
         model,
         arguments(folder, **{**defaults, **args}),
         train_dataset=Rows(),
         data_collator=default_data_collator,
         optimizers=(mars, None),
-        callbacks=callbacks,
         **own,
     )
-    run.trajectory = trajectory.params
-    return run
 
 
 class Trajectory(TrainerCallback):
-    """Return the parameters after every step."""
+    """Keep the parameters after every step."""
 
     def __init__(self) -> None:
-        self.params: list[dict[str, torch.Tensor]] = []
+        self.steps: list[dict[str, torch.Tensor]] = []
 
     def on_optimizer_step(self, args, state, control, model=None, **_):
-        self.params.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        self.steps.append({name: param.detach().clone() for name, param in model.named_parameters()})
 
 
 def apart(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> float:
@@ -112,41 +105,24 @@ def dropout(p: float) -> dict[str, float]:
 @pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_straight_line_parity(tmp_path, accumulation, mars_type):
     """The run crosses epoch boundaries and incomplete accumulations, with dropout."""
-    model = gpt2(**dropout(0.1))
-    settings = {"mars_type": mars_type} | ({"lr": 2e-4} if mars_type == "mars-lion" else {})
-    run = exact_run(tmp_path, model, gradient_accumulation_steps=accumulation, settings=settings)
+    settings = {**SETTINGS, "lr": 2e-4} if mars_type == "mars-lion" else SETTINGS
+    given = {"settings": {**settings, "mars_type": mars_type}, "gradient_accumulation_steps": accumulation}
+    run = exact_run(tmp_path, gpt2(**dropout(0.1)), **given)
     run.train()
     steps = straight_line.batches(Rows(), BATCH, accumulation, 7)[:20]
     assert {len(micro) for micro in steps} == ({1} if accumulation == 1 else {3, 4})
+    states = defaultdict(list)  # before the ordinary micro-batches of each step
+    for step, in_stale_pass, state in run.notes.passes:
+        if not in_stale_pass:
+            states[step].append(state)
     expected = straight_line.train(
         gpt2(**dropout(0.1)).train(),
         steps,
-        settings=SETTINGS | ({"lr": 2e-4} if mars_type == "mars-lion" else {}),
+        settings=settings,
         mars_type=mars_type,
         lr_1d=LR_1D,
-        random_states=run.random_states(),
+        random_states=list(states.values()),
     )
-    assert apart(run.trajectory, expected) <= 1e-5
-
-
-def test_approximation_differs(tmp_path):
-    """Otherwise the comparison above would prove nothing."""
-    model = gpt2()
-    run = exact_run(tmp_path, model, settings={"is_approx": True})
-    run.train()
-    steps = straight_line.batches(Rows(), BATCH, 1, 2)[:20]
-    expected = straight_line.train(gpt2().train(), steps, settings=SETTINGS, lr_1d=LR_1D)
-    assert apart(run.trajectory, expected) > 1e-3
-
-
-@pytest.mark.slow
-def test_bf16_autocast_parity(tmp_path):
-    model = gpt2()
-    run = exact_run(tmp_path, model, gradient_accumulation_steps=2, bf16=True)
-    run.train()
-    steps = straight_line.batches(Rows(), BATCH, 2, 4)[:20]
-    settings = {"settings": SETTINGS, "lr_1d": LR_1D, "found": run.trajectory}
-    expected = straight_line.train(gpt2().train(), steps, **settings, autocast=torch.bfloat16)
     assert apart(run.trajectory, expected) <= 1e-5
 
 
@@ -207,24 +183,24 @@ def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_fp16_parity(tmp_path, monkeypatch):
-    """A step whose stale or ordinary gradient overflows leaves no trace of its batch."""
-    overflow = ((0, False), (4, True), (9, False))
-    model = gpt2()
-    run = exact_run(tmp_path, model, overflow=overflow, gradient_accumulation_steps=2)
-    use_fp16_on_cpu(run, 1024.0, monkeypatch)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parity(tmp_path, dtype, monkeypatch):
+    """In fp16 a step whose stale or ordinary gradient overflows leaves no trace of its batch."""
+    is_fp16 = dtype == torch.float16
+    overflow = ((0, False), (4, True), (9, False)) if is_fp16 else ()
+    run = exact_run(tmp_path, gpt2(), overflow=overflow, gradient_accumulation_steps=2, bf16=not is_fp16)
+    if is_fp16:
+        use_fp16_on_cpu(run, 1024.0, monkeypatch)
     run.train()
-    assert run.accelerator.scaler.get_scale() == 1024.0 / 2 ** len(overflow)
     skipped = [step for step, _ in overflow]
-    scales = [1024.0 / 2 ** sum(other < step for other in skipped) for step in range(20)]
-    steps = straight_line.batches(Rows(), BATCH, 2, 4)[:20]
+    assert not is_fp16 or run.accelerator.scaler.get_scale() == 1024.0 / 2 ** len(overflow)
     expected = straight_line.train(
         gpt2().train(),
-        steps,
+        straight_line.batches(Rows(), BATCH, 2, 4)[:20],
         settings=SETTINGS,
         lr_1d=LR_1D,
-        autocast=torch.float16,
-        scales=scales,
+        autocast=dtype,
+        scales=[1024.0 / 2 ** sum(other < step for other in skipped) for step in range(20)] if is_fp16 else None,
         skipped=skipped.__contains__,
         found=run.trajectory,
     )
@@ -390,21 +366,21 @@ def test_different_inputs_are_refused(tmp_path, kind, message):
 
 
 Pair = namedtuple("Pair", "left right")
-CHANGES = {
-    "inputs['ids']": (
-        lambda b: b["ids"].add_(1),
-        lambda b: b.update(ids=b["ids"].float()),
-        lambda b: b.update(ids=None),
-    ),
-    "inputs['nan']": (lambda b: b.pop("nan"), lambda b: b["nan"].fill_(0), lambda b: b.update(nan=b["nan"][:0])),
-    "inputs['nested'][2]": (lambda b: b["nested"].append(torch.ones(1)),),
-    "inputs['nested'][0]['x']": (lambda b: b["nested"][0]["x"].add_(1),),
-    "inputs['pair'][0]": (lambda b: b["pair"].left.add_(1),),
-    "inputs['encoding']['y']": (lambda b: b["encoding"]["y"].add_(1),),
-}
+CHANGES = [
+    ("inputs['ids']", lambda batch: batch["ids"].add_(1)),
+    ("inputs['ids']", lambda batch: batch.update(ids=batch["ids"].float())),
+    ("inputs['ids']", lambda batch: batch.update(ids=None)),
+    ("inputs['nan']", lambda batch: batch.pop("nan")),
+    ("inputs['nan']", lambda batch: batch["nan"].fill_(0)),
+    ("inputs['nan']", lambda batch: batch.update(nan=batch["nan"][:0])),
+    ("inputs['nested'][2]", lambda batch: batch["nested"].append(torch.ones(1))),
+    ("inputs['nested'][0]['x']", lambda batch: batch["nested"][0]["x"].add_(1)),
+    ("inputs['pair'][0]", lambda batch: batch["pair"].left.add_(1)),
+    ("inputs['encoding']['y']", lambda batch: batch["encoding"]["y"].add_(1)),
+]
 
 
-@pytest.mark.parametrize(("place", "change"), [(place, change) for place, of in CHANGES.items() for change in of])
+@pytest.mark.parametrize(("place", "change"), CHANGES)
 def test_copied_batch_and_difference(place, change):
     batch = {
         "ids": torch.arange(4),
@@ -466,28 +442,28 @@ def partly_parallel() -> Dense:
 
 
 class Norms(TrainerCallback):
-    """Record the norm of every stale gradient."""
+    """Keep the norm of every stale gradient."""
 
-    def __init__(self) -> None:
-        self.found: list[float] = []
-        self.trainer: Any = None
+    def __init__(self, run: Trainer) -> None:
+        self.run, self.norms = run, []
 
     def on_optimizer_step(self, args, state, control, **_):
-        norm = self.trainer._stale_pass.norm
-        self.found.append(-1.0 if norm is None else norm.item())
+        self.norms.append(self.run._stale_pass.norm)
 
 
 def test_norm_of_gradients_on_several_meshes(alone, tmp_path):
     """The stale ones too, and as those of a model without DTensors; torch's own functions take one mesh only."""
-    models, norms = (Dense(), partly_parallel()), (Norms(), Norms())
-    for model, own in zip(models, norms, strict=True):
-        run = exact_run(tmp_path, model, kind=mars_hf.MarsTrainer, max_steps=4, max_grad_norm=0.3, callbacks=[own])
-        own.trainer = run
+    models, norms = (Dense(), partly_parallel()), []
+    for model in models:
+        run = exact_run(tmp_path, model, kind=mars_hf.MarsTrainer, max_steps=4, max_grad_norm=0.3)
+        run.add_callback(Norms(run))
         run.train()
+        norms.append(run.pop_callback(Norms).norms)
     meshes = {getattr(param, "device_mesh", None) for param in models[1].parameters()}
     assert len(meshes) == 3
-    assert norms[1].found == pytest.approx(norms[0].found, rel=1e-5)
-    assert norms[0].found[0] == -1.0 and min(norms[0].found[1:]) > 0.3  # so that all were clipped
+    assert len(norms[0]) == 4 and norms[0].pop(0) is norms[1].pop(0) is None  # the first step has none
+    assert list(map(float, norms[1])) == pytest.approx(list(map(float, norms[0])), rel=1e-5)
+    assert min(norms[0]) > 0.3  # so that all were clipped
     for (name, plain), divided in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         found = divided.full_tensor() if isinstance(divided, DTensor) else divided
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-5 * plain.abs().max().item(), msg=name)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from any_trainer import STEPS, hold_to_straight_lines, optimizer_of
+import yaml
+from any_trainer import STEPS, TEXTS, hold_to_straight_lines, optimizer_of, tokenizer
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from torch import Tensor, nn
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -23,6 +30,10 @@ from transformers import (
 )
 
 import mars_hf
+from mars_hf.training.registry import OPTIM_NAMES
+from mars_hf.training.trainer import TrainerWithMars
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def weights(run) -> list[Tensor]:
@@ -45,17 +56,6 @@ def test_parity_with_trainer(tmp_path):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
         results.append(weights(run))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.slow
-def test_scheduler_of_trainer(tmp_path):
-    model = gpt2()
-    optimizer = mars_hf.create(model, lr=1e-2)
-    run = mars_trainer(arguments(tmp_path, lr_scheduler_type="linear"), model, optimizers=(optimizer, None))
-    run.train()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
-    run.train()  # a second call starts a new schedule with the same optimizer
-    assert run.optimizer.optimizer is optimizer
 
 
 def test_another_optimizer_that_is_given(tmp_path):
@@ -94,13 +94,12 @@ class PassingOn(Trainer):
 
 
 @pytest.mark.parametrize("other", [Configured, PassingOn])
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", [1, -1])
 def test_inheritance_with_other_trainers(tmp_path, other, order):
-    bases = (mars_hf.MarsTrainer, other) if order == "first" else (other, mars_hf.MarsTrainer)
     model = gpt2()
     optimizer = mars_hf.create(model, is_approx=False)
-    args = arguments(tmp_path)
-    run = type("Both", bases, {})(model, args, own=1, train_dataset=Blocks(), optimizers=(optimizer, None))
+    both = type("Both", (mars_hf.MarsTrainer, other)[::order], {})
+    run = both(model, arguments(tmp_path), own=1, train_dataset=Blocks(), optimizers=(optimizer, None))
     assert run.optimizer is None and run._kept_optimizer is optimizer and run.own == 1
     run.train()
     assert run.optimizer.optimizer is optimizer
@@ -180,15 +179,12 @@ def test_wrong_mars_kwargs(tmp_path, named, given, message):
         mars_trainer(arguments(tmp_path, **named), gpt2(), mars_kwargs=given)
 
 
-class AtOnce(Trainer):
-    """Make the optimizer while the trainer is made."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.create_optimizer()
-
-
 def test_class_that_makes_its_optimizer_at_once(tmp_path):
+    class AtOnce(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.create_optimizer()
+
     make = mars_hf.with_mars(AtOnce)
     run = make(gpt2(), arguments(tmp_path), train_dataset=Blocks(), mars_kwargs={"gamma": 0.1})
     run.train()
@@ -244,7 +240,6 @@ class Stepping(Own):
     """A training step without Trainer's."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        model.train()
         self.calls.append("training_step")
         loss = self.compute_loss(model, self._prepare_inputs(inputs))
         self.accelerator.backward(loss)
@@ -269,8 +264,7 @@ class Making(Own):
 
     def create_optimizer(self, model: Any = None) -> Any:
         self.calls.append("create_optimizer")
-        if self.optimizer is None:
-            self.optimizer = optimizer_of(list(self.model.parameters()), self.exact)
+        self.optimizer = self.optimizer or optimizer_of(list(self.model.parameters()), self.exact)
         return self.optimizer
 
 
@@ -358,12 +352,11 @@ def test_folding_only_where_clipping_is_not_overridden(make, kind, folds):
     assert norms == [1.0 if folds else None] * STEPS
 
 
-class Generates(Own):
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        return inputs
-
-
 def test_trainer_that_generates_cannot_be_exact(make):
+    class Generates(Own):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return inputs
+
     run = make(mars_hf.with_mars(Generates), lambda params: optimizer_of(params, True))
     with pytest.raises(
         NotImplementedError, match=r"_generate_and_score_completions makes new completions.*is_approx=True"
@@ -371,3 +364,128 @@ def test_trainer_that_generates_cannot_be_exact(make):
         run.train()
     assert run.state.global_step == 0
     make(mars_hf.with_mars(Generates), lambda params: optimizer_of(params, False)).train()
+
+
+# --- Axolotl: stand-ins for what the plugin uses, and the package itself ----------------------------------------------
+
+
+class AxolotlRewardTrainer(Trainer):
+    """Known by identity in Axolotl, and without `dataset_tags`."""
+
+
+class ChosenTrainer(Trainer):
+    """A class that Axolotl chooses."""
+
+    def __init__(self, *args: Any, dataset_tags: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+class Config(dict):
+    """Keys as attributes, None where there is none, as in Axolotl's."""
+
+    __getattr__ = dict.get
+
+
+@pytest.fixture
+def axolotl(monkeypatch, tmp_path) -> Any:
+    """Return the plugin, with stand-ins for what it uses of Axolotl, and a function that builds a trainer."""
+
+    class BasePlugin:
+        def register(self, cfg: Any) -> None: ...
+
+        def pre_model_load(self, cfg: Any) -> None: ...
+
+    class TrainerBuilderBase:
+        def __init__(self, cfg: Any) -> None:
+            self.cfg = cfg
+
+        def hook_pre_create_trainer(self, trainer_kwargs: Any, trainer_cls: Any) -> tuple[Any, Any]:
+            return trainer_kwargs, trainer_cls
+
+    for name in ("", ".integrations", ".integrations.base", ".core", ".core.builders", ".core.builders.base"):
+        module = ModuleType(f"axolotl{name}")
+        vars(module).update(BasePlugin=BasePlugin, TrainerBuilderBase=TrainerBuilderBase)
+        monkeypatch.setitem(sys.modules, f"axolotl{name}", module)
+    monkeypatch.delitem(sys.modules, "mars_hf.training.axolotl", raising=False)
+    plugin = mars_hf.AxolotlPlugin()
+
+    def build(cfg: Config, kind: type = ChosenTrainer, **settings: Any) -> Any:
+        """Go through a run of Axolotl, up to the trainer."""
+        plugin.register(cfg)
+        plugin.pre_model_load(cfg)
+        plugin.pre_model_load(cfg)
+        args = arguments(tmp_path, optim=cfg.optimizer, max_steps=2, **settings)
+        kwargs = {"model": gpt2(), "args": args, "train_dataset": Blocks()}
+        kwargs, kind = TrainerBuilderBase(cfg).hook_pre_create_trainer(kwargs, kind)
+        return kind(**kwargs, **({} if kind is AxolotlRewardTrainer else {"dataset_tags": ["rows"]}))
+
+    yield SimpleNamespace(plugin=plugin, build=build)
+    sys.modules.pop("mars_hf.training.axolotl", None)  # its base class is the stand-in
+
+
+def test_axolotl_plugin(axolotl):
+    """Exact MARS is what a trainer without it refuses."""
+    cfg = Config(optimizer="mars_adamw", optim_args={"gamma": 0.05, "is_approx": False, "clip_threshold": None})
+    trainer = axolotl.build(cfg, optim_args=",".join(f"{key}={value}" for key, value in cfg.optim_args.items()))
+    assert isinstance(trainer, TrainerWithMars) and isinstance(trainer, ChosenTrainer)
+    trainer.train()
+    mars = trainer.optimizer.optimizer
+    assert mars.is_exact and {"gamma": 0.05, "clip_threshold": None}.items() <= mars.param_groups[0].items()
+
+
+def test_axolotl_reward_trainer_and_another_optimizer(axolotl):
+    trainer = axolotl.build(Config(optimizer="mars_adamw"), AxolotlRewardTrainer)
+    assert type(trainer) is AxolotlRewardTrainer
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
+    assert type(axolotl.build(Config(optimizer="adamw_torch"))) is ChosenTrainer  # others keep theirs
+
+
+def test_axolotl_config_of_the_docs(axolotl):
+    page = (ROOT / "docs" / "elsewhere.md").read_text()
+    cfg = Config(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert cfg.plugins == ["mars_hf.AxolotlPlugin"] and cfg.optimizer in OPTIM_NAMES
+
+
+CONFIG = """\
+base_model: tiny
+datasets: [{path: rows.jsonl, type: completion}]
+sequence_len: 32
+plugins: [mars_hf.AxolotlPlugin]
+optimizer: mars_adamw
+optim_args: {is_approx: false}
+learning_rate: 6e-3
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+max_steps: 2
+num_epochs: 1
+logging_steps: 1
+val_set_size: 0
+bf16: false
+dataset_num_proc: 1
+dataset_prepared_path: prepared
+output_dir: out
+"""
+
+
+@pytest.mark.slow
+def test_axolotl_trains(tmp_path):
+    pytest.importorskip("axolotl", reason="axolotl is not installed; it pins other versions than the test extra has")
+    tokenizer().save_pretrained(tmp_path / "tiny")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "tiny")
+    Path(tmp_path, "rows.jsonl").write_text("\n".join([json.dumps({"text": TEXTS[0]})] * 32))
+    Path(tmp_path, "config.yaml").write_text(CONFIG)
+    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(
+        [sys.executable, "-m", "axolotl.cli.train", "config.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output[-3000:]
+    assert "mars-adamw (exact, gamma" in output and "mars/grad_cosine" in output

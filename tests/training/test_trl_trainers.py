@@ -7,29 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from any_trainer import STEPS, hold_to_straight_lines, optimizer_of, place, trained
+from any_trainer import STEPS, TEXTS, WORDS, hold_to_straight_lines, optimizer_of, place, tokenizer, trained
 from datasets import Dataset
 from helpers import gpt2
 from peft import LoraConfig
 from reference import Reference
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast, TrainerCallback
+from transformers import GPT2Config, GPT2ForSequenceClassification, TrainerCallback
 
 import mars_hf
 
 trl = pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[test]'")
-
-WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
-TEXTS = [" ".join(WORDS[(i * k) % 8] for i in range(1, 5 + k % 4)) for k in range(1, 25)]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", "<eos>", *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", padding_side="left"
-    )
 
 
 def settings(folder: Any, **more: Any) -> dict[str, Any]:
