@@ -38,7 +38,7 @@ def test_state_dict_with_scaled_last_gradients(tmp_path):
     for step in range(3):
         set_gradients(step, params)
         optimizer.step()
-    set_gradients(params, 2)
+    set_gradients(2, params)
     norm = nn.utils.get_total_norm([param.grad for param in params])
     assert optimizer.state[params[0]]["last_grad_scale"].item() == pytest.approx(1 / (norm.item() + 1e-6), rel=1e-14)
     resumed = copy.deepcopy(params)
