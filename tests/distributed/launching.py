@@ -1,11 +1,10 @@
-"""Start the scripts of this folder with torchrun, as users start theirs: many runs in one launch, each with a limit.
+"""Make runs on several ranks: many runs in one launch, each with a limit.
 
-`launch` and `Launches` are for the tests, `main` for the scripts.
+Ranks are forks of one server, which has imported what takes seconds and has no threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import gc
@@ -14,28 +13,28 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, multiprocessing
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WAIT = 60  # seconds for which a rank waits for the others
 LIMIT = 100  # seconds that one run may take
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None  # importing it takes seconds; the launches do
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None  # importing it takes seconds; the server does
+Function = Callable[[str, Path], None]  # does `run(spec, OUTPUT/<spec>)`, on every rank
 
 
 # --- for tests --------------------------------------------------------------------------------------------------------
@@ -47,40 +46,40 @@ def needs_deepspeed() -> None:
         pytest.skip("DeepSpeed is not installed: pip install -e '.[test]'")
 
 
-def launch(script: str, output: Path, runs: Sequence[str], world: int, *options: str) -> None:
-    """Launch all runs; after a failure, which writes a file with its error, launch the remaining ones again."""
+def launch(function: Function, output: Path, runs: Sequence[str], world: int, **limits: int) -> None:
+    """Do all runs; after a failure, which writes a file with its error, launch the remaining ones again."""
+    start_server()
     remaining = list(runs)
     while remaining:
-        stderr = _torchrun([str(HERE / script), str(output), *remaining, *options], world)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        ranks = multiprocessing.start_processes(
+            serve, (world, store.port, function, output, remaining, limits), world, False, True, "forkserver"
+        )
+        reason: Any = None
+        try:
+            while not ranks.join():
+                pass
+        except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
+            reason = error
         before = remaining
         remaining = [run for run in remaining if not list(output.glob(f"{run.replace('/', '-')}.[je]*"))]
         if remaining == before:
-            pytest.fail(f"no run was made or failed:\n{stderr[-3000:]}")
+            pytest.fail(f"no run was made or failed: {reason}\n{(output / 'log').read_text()[-3000:]}")
+
+
+def start_server() -> None:
+    """Start the server of forks, whose imports are those of this folder."""
+    paths = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    multiprocessing.set_forkserver_preload(["deepspeed", *(path.stem for path in HERE.glob("test_*.py"))])
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
 
 
 def error_of(output: Path, run: str) -> str | None:
     """Return a run's error, from the rank with the longest one."""
     texts = [file.read_text() for file in output.glob(f"{run.replace('/', '-')}.error*")]
     return max(texts, key=len, default=None)
-
-
-def _torchrun(arguments: list[str], world: int) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with subprocess.Popen(
-        [*command, *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.communicate(timeout=1800)[1]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too
-            raise
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,11 @@ def uses_deepspeed(run: str) -> bool:
 
 
 class Launches:
-    """The launches of a script; the first request for a run of a launch makes all of its runs."""
+    """The launches of a function; the first request for a run of a launch makes all of its runs."""
 
-    def __init__(self, script: str, factory: pytest.TempPathFactory) -> None:
-        self.script = script
-        self.root = factory.mktemp(script.removesuffix(".py"))
+    def __init__(self, function: Function, factory: pytest.TempPathFactory) -> None:
+        self.function = function
+        self.root = factory.mktemp(function.__module__)
 
     def get(self, name: str, runs: Sequence[str], world: int, run: str) -> Run:
         """Return the results of one of the runs of a launch."""
@@ -113,7 +112,7 @@ class Launches:
         folder = self.root / name
         if not folder.exists():
             folder.mkdir()
-            launch(self.script, folder, [run for run in runs if HAS_DEEPSPEED or not uses_deepspeed(run)], world)
+            launch(self.function, folder, [run for run in runs if HAS_DEEPSPEED or not uses_deepspeed(run)], world)
         error = error_of(folder, run)
         assert error is None, error
         file = folder / f"{run.replace('/', '-')}.json"
@@ -121,35 +120,30 @@ class Launches:
         return Run(load_file(tensors) if tensors.exists() else {}, json.loads(file.read_text()))
 
 
-# --- for scripts ------------------------------------------------------------------------------------------------------
+# --- for ranks --------------------------------------------------------------------------------------------------------
 
 
-def main(run: Callable[[str, Path], None]) -> None:
-    """Serve `SCRIPT OUTPUT SPEC ...`: call `run(spec, OUTPUT/<spec>)` for each spec.
-
-    The first failure writes OUTPUT/<spec>.error<rank> and ends the launch.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("runs", nargs="+")
-    parser.add_argument("--wait", type=int, default=WAIT)
-    parser.add_argument("--limit", type=int, default=LIMIT)
-    args = parser.parse_args()
+def serve(
+    rank: int, world: int, port: int, function: Function, output: Path, runs: list[str], limits: dict[str, int]
+) -> None:
+    """Do the runs; the first failure writes OUTPUT/<spec>.error<rank> and ends the launch."""
+    log = os.open(output / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "DEEPSPEED_TIMEOUT": "1"}
     torch.set_num_threads(1)
-    os.environ["DEEPSPEED_TIMEOUT"] = "1"  # minutes
-    dist.init_process_group("gloo", timeout=timedelta(seconds=args.wait))
-    freeze_imports()
-    for spec in args.runs:
-        file = args.output / spec.replace("/", "-")
-        error = Path(f"{file}.error{dist.get_rank()}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limits.get("wait", WAIT)))
+    gc.freeze()  # a collection would take a third of a second
+    for spec in runs:
+        file = output / spec.replace("/", "-")
+        error = Path(f"{file}.error{rank}")
         try:
-            with at_most(args.limit, error):
-                run(spec, file)
+            with at_most(limits.get("limit", LIMIT), error):
+                function(spec, file)
         except Exception:
             error.write_text(traceback.format_exc())
-            os._exit(1)  # other ranks may hang, at exit as well: torchrun ends them, and launch() starts the rest again
-        if spec == args.runs[0]:
-            freeze_imports()  # those of the engine
+            os._exit(1)  # other ranks may hang, at exit as well: the first one's end ends them
         gc.collect()
     dist.destroy_process_group()
 
@@ -166,12 +160,6 @@ def from_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def freeze_imports() -> None:
-    """Take what imports made out of the garbage collector's sight: a third of a second for each collection."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager

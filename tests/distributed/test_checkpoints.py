@@ -1,17 +1,215 @@
-"""A resumed run equals an uninterrupted one, under every engine and with more or fewer processes."""
+"""A resumed run equals an uninterrupted one, under every engine and with more or fewer processes.
+
+Runs are ENGINE/CASE[/FLAG]. Without a flag, a run trains to its end, then once more with a stop in the middle; its
+checkpoint stays in checkpoints/ENGINE-CASE, beside the launch's folder. Flags:
+
+    from:ENGINE  resume the checkpoint of ENGINE, with any number of processes
+    forgetful    lose the last gradients at the stop: wrong on purpose, to prove that the comparison notices
+    stock        load the output of DeepSpeed's own converter
+    unextended   load with DeepSpeed's own loader for ZeRO-3, and train
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from launching import Launches, Run
+import torch.distributed as dist
+import train
+from launching import Launches, Run, import_deepspeed, leave
 from test_parity import BAR, apart, bar_of, share_that_agrees, worst
-from torch import Tensor
-from workload import STEPS
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import default_data_collator
+from transformers.trainer_utils import SaveStrategy
+from workload import CASES, STEPS, Case, Tokens, build_model
+
+import mars_hf
+from mars_hf import __main__ as command_line
+from mars_hf import universal
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+HALF = STEPS // 2
+Results = dict[str, Tensor]
+
+
+class TorchRun(train.TorchRun):
+    """One process, DDP or FSDP2."""
+
+    def results(self) -> Results:
+        """Return whole weights and states."""
+        results = {}
+        for name, param in trainable(self.model):
+            results[f"weight.{name}"] = param
+            results |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
+        return {name: x.detach().clone() for name, x in whole.items()}
+
+
+class DeepSpeedRun(train.DeepSpeedRun):
+    """ZeRO of any stage."""
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(folder, tag="saved")
+        if dist.get_rank() == 0:
+            command_line.main(["to_universal", str(folder / "saved"), str(folder / "universal")])
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.engine.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
+        assert path is not None
+
+    def results(self) -> Results:
+        """Return whole fp32 weights and states, with this rank's step counters."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        train.link_states(self.engine)
+        results = {}
+        for name, param in trainable(self.model):
+            results[f"weight.{name}"] = safe_get_full_fp32_param(param)
+            for key in states_of(name, getattr(param, "ds_shape", param.shape), self.case):
+                results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
+        for index, state in enumerate(self.mars.state.values()):
+            results[f"step.{index}"] = state["step"]
+        return {name: value.detach().clone() for name, value in results.items()}
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def states_of(name: str, shape: torch.Size, case: Case) -> list[str]:
+    orthogonalized = case.mars_type in ("mars-shampoo", "mars-m")
+    embedding = orthogonalized and name.startswith(("transformer.wte", "transformer.wpe"))
+    mars = (len(shape) > 1 or case.optimize_1d) and not embedding
+    squares = not mars or case.mars_type == "mars-adamw" or (orthogonalized and len(shape) == 1)
+    last = mars and not (orthogonalized and case.clip_threshold is None)
+    return ["exp_avg", *(["exp_avg_sq"] if squares else []), *(["last_grad"] if last else [])]
+
+
+def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
+    if engine in train.DEEPSPEED:
+        return DeepSpeedRun(engine, case, **settings)
+    return TorchRun(engine, case)
+
+
+# --- Trainer -----------------------------------------------------------------------------------------------------
+
+
+def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = None, **zero: Any) -> Results:
+    """Run MarsTrainer under ZeRO-2 or DDP, from the start or from a checkpoint."""
+    config = None
+    if engine.endswith("zero2"):
+        import_deepspeed()
+        config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
+    model = build_model(case)
+    with train.fresh_accelerate():
+        arguments = train.training_arguments(str(folder), case, config)
+        arguments.save_strategy, arguments.save_steps = SaveStrategy.STEPS, HALF
+        trainer = mars_hf.MarsTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Tokens(),
+            data_collator=default_data_collator,
+            optimizers=(case.create(model), None),
+        )
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
+
+
+def cycle_trainer(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    checkpoint = origin / f"checkpoint-{HALF}"
+    if flag:
+        resumed = train_trainer(engine, case, folder, checkpoint, checkpoint={"load_universal": True})
+        return {f"resumed.{name}": value for name, value in resumed.items()}
+    whole = train_trainer(engine, case, folder)
+    if engine.endswith("zero2") and dist.get_rank() == 0:
+        saved = checkpoint / f"global_step{HALF}"
+        universal.to_universal(saved, saved.with_name(f"{saved.name}_universal"))
+    dist.barrier()
+    resumed = train_trainer(engine, case, folder / "resumed", checkpoint)
+    return labelled(whole=whole, resumed=resumed)
+
+
+# --- the runs ----------------------------------------------------------------------------------------------------
+
+
+def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """Train, stop and resume, or resume another run's checkpoint."""
+    if flag.startswith("from:"):
+        run = build(engine, case, **({"load_universal": True} if engine in train.DEEPSPEED else {}))
+        run.load(origin)
+        parts = {"loaded": run.results()}
+    else:
+        whole = build(engine, case)
+        whole.train(0, STEPS)
+        parts = {"whole": whole.results()}
+        whole.close()
+        run = build(engine, case)
+        run.train(0, HALF)
+        run.save(folder)
+        parts["saved"] = run.results()
+        notes["saved_groups"] = train.settings_of(run.mars)
+        run.close()
+        run = build(engine, case)
+        run.load(folder)
+        parts["loaded"] = run.results()
+    notes["loaded_groups"] = train.settings_of(run.mars)
+    if flag == "forgetful":
+        for state in run.mars.state.values():
+            if "last_grad" in state:
+                state["last_grad"].zero_()
+    run.train(HALF, STEPS)
+    parts["resumed"] = run.results()
+    run.close()
+    return labelled(**parts)
+
+
+def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+    """Return the error for a universal checkpoint without all of MARS's state."""
+    deepspeed_run = DeepSpeedRun(engine, case, load_universal=True)
+    try:
+        if flag == "stock":
+            from deepspeed.checkpoint import ds_to_universal
+
+            names = ["--input_folder", "saved", "--output_folder", "stock"]
+            paths = [str(origin / name) if name[0] != "-" else name for name in names]
+            workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+            with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
+                ds_to_universal.main(ds_to_universal.parse_arguments())
+            deepspeed_run.engine.load_checkpoint(origin, tag="stock")
+        else:
+            kind = type(deepspeed_run.engine.optimizer)
+            name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+            with mock.patch.object(kind, name, getattr(kind, name).__wrapped__):
+                deepspeed_run.load(origin)
+            deepspeed_run.train(HALF, STEPS)
+    except (ValueError, RuntimeError) as error:
+        notes["error"] = f"{type(error).__name__}: {error}"
+    return {"nothing": torch.zeros(1)}
+
+
+def labelled(**parts: Results) -> Results:
+    return {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
+
+
+def run(spec: str, file: Path) -> None:
+    """Do one run."""
+    engine, case, flag = (*spec.split("/"), "")[:3]
+    folder = file.parent.parent / "checkpoints" / (file.name if flag else f"{engine}-{case}")
+    origin = folder.with_name(f"{flag[5:] if flag.startswith('from:') else engine}-{case}")
+    notes: dict[str, Any] = {}
+    do = cycle_trainer if engine.startswith("trainer") else refused if flag in ("stock", "unextended") else cycle
+    results = do(engine, CASES[case], folder, origin, notes, flag)
+    leave(file, notes, results)
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
 
 SAME_BAR = 1e-6  # relative to the largest element of the tensor; 0 was measured
 BF16 = ("zero2_bf16/adamw_1d", "zero1_bf16_fp32accum/adamw", "zero2_bf16/m")
@@ -54,7 +252,7 @@ CHANGES = [pytest.param(world, run, id=f"{world}-{run}") for world, runs in TAKE
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
     """Return the results of a run; the first request trains all runs with as many processes."""
-    launches = Launches("resume.py", tmp_path_factory)
+    launches = Launches(run, tmp_path_factory)
 
     def get(world: int, run: str) -> Run:
         if world != 2:

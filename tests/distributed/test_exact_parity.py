@@ -1,17 +1,168 @@
-"""Exact MARS on two processes matches the straight-line algorithm on one."""
+"""Exact MARS on two processes matches the straight-line algorithm on one.
+
+Runs are ENGINE-ACCUMULATION[-resumed][-m|-shampoo]. The engine `tp` trains a Llama that transformers' own plan divides;
+parameters outside the plan are plain tensors.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import exact
 import pytest
 import straight_line
 import torch
-from launching import Launches, error_of, launch, needs_deepspeed
+import torch.distributed as dist
+from accelerate import DistributedDataParallelKwargs, ParallelismConfig
+from launching import Launches, Run, import_deepspeed, leave
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from train import Fsdp2Trainer, check_wrapper, fresh_accelerate
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+    default_data_collator,
+)
+
+import mars_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+STEPS = 8
+ROWS = 48
+MICRO_BATCH = 4  # rows of a micro-batch, over all ranks
+SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
+LR_1D = 1e-3
+# Flags of runs with another rule.
+RULES = {
+    "m": {"mars_type": "mars-m", "ns_dtype": "float32"},
+    "shampoo": {"mars_type": "mars-shampoo", "ns_dtype": "float32"},
+}
+
+
+class Rows(Dataset):
+    """Rows with different numbers of labels, so that the mean over ranks is not the mean over labels."""
+
+    def __init__(self) -> None:
+        self.ids = torch.randint(0, 61, (ROWS, 12), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.ids[index].clone()
+        labels[: 1 + index % 7] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def build_model() -> GPT2LMHeadModel:
+    """Return a model with odd sizes, so that shards are uneven."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": 61}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
+
+
+def build_llama() -> LlamaForCausalLM:
+    """Return a Llama with heads for two ranks."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def divided(folder: Path) -> LlamaForCausalLM:
+    """Return the Llama over all ranks; transformers divides while it loads."""
+    if dist.get_rank() == 0:
+        build_llama().save_pretrained(folder / "llama")
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32, tp_plan="auto")
+
+
+class DividedTrainer(mars_hf.MarsTrainer):
+    """Let accelerate take tensor parallelism, which it refuses on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+            super().create_accelerator_and_postprocess()
+
+
+def make_trainer(
+    engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, **settings: Any
+) -> mars_hf.MarsTrainer:
+    model = divided(folder) if engine == "tp" else build_model()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=MICRO_BATCH // (1 if engine == "tp" else dist.get_world_size()),
+        gradient_accumulation_steps=accumulation,
+        train_sampling_strategy="sequential",
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **settings},
+    )
+    mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
+    kind = {"fsdp2": Fsdp2Trainer, "tp": DividedTrainer}.get(engine, mars_hf.MarsTrainer)
+    return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
+
+
+def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
+    name, accumulation, *flags = spec.split("-")
+    engine, _, option = name.partition("_")
+    settings = {"ddp_static_graph": True} if option == "static" else {}
+    if "resumed" in flags:
+        make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=5).train()
+        dist.barrier()
+        trainer = make_trainer(engine, int(accumulation), folder)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    else:
+        rule = next((RULES[flag] for flag in flags if flag in RULES), None)
+        trainer = make_trainer(engine, int(accumulation), folder, rule, **settings)
+        if option == "view":
+            trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        trainer.train()
+    if dist.get_world_size() > 1 and engine != "tp":
+        check_wrapper(engine, trainer.model_wrapped)
+    found = dict(trainer.model.named_parameters())
+    return {key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in found.items()}
+
+
+def refused(folder: Path) -> str:
+    """Return the error of MarsTrainer under DeepSpeed."""
+    import_deepspeed()
+    zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    trainer = make_trainer("ddp", 1, folder, deepspeed={**zero, **sizes})
+    try:
+        trainer.train()
+    except NotImplementedError as error:
+        return str(error)
+    raise RuntimeError("nothing was refused")
+
+
+def run(spec: str, file: Path) -> None:
+    """Do one run."""
+    folder = Path(f"{file}-checkpoints")
+    with fresh_accelerate():
+        if spec == "zero2-refused":
+            leave(file, refused(folder))
+        else:
+            leave(file, None, train(spec, folder))
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
 
 BAR = 5e-5
 ORTHOGONALIZED = ("ddp-2-m", "ddp-2-shampoo", "fsdp2-2-m", "fsdp2-2-shampoo")
@@ -22,10 +173,10 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Any]:
-    launches = Launches("exact.py", tmp_path_factory)
-    runs = {1: ("ddp-2-m", "ddp-2-shampoo"), 2: (*RUNS, *ORTHOGONALIZED)}
-    return lambda world, run: launches.get(str(world), runs[world], world, run).tensors
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Run]:
+    launches = Launches(run, tmp_path_factory)
+    runs = {1: ("ddp-2-m", "ddp-2-shampoo"), 2: (*RUNS, *ORTHOGONALIZED, "zero2-refused")}
+    return lambda world, run: launches.get(str(world), runs[world], world, run)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +185,9 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     results = {}
     for of in ("gpt2-1", "gpt2-2", "gpt2-4", "llama-2"):
         kind, accumulation = of.split("-")
-        steps = straight_line.batches(exact.Rows(), exact.MICRO_BATCH, int(accumulation), 7)[: exact.STEPS]
-        model = (exact.build_llama() if kind == "llama" else exact.build_model()).train()
-        trajectory = straight_line.train(model, steps, settings=exact.SETTINGS, lr_1d=exact.LR_1D)
+        steps = straight_line.batches(Rows(), MICRO_BATCH, int(accumulation), 7)[:STEPS]
+        model = (build_llama() if kind == "llama" else build_model()).train()
+        trajectory = straight_line.train(model, steps, settings=SETTINGS, lr_1d=LR_1D)
         results[of] = trajectory[-1]
     return results
 
@@ -49,20 +200,17 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_two_processes_against_straight_lines(trained, expected, run):
     engine, accumulation, *_ = run.split("-")
     weights = expected[f"{'llama' if engine == 'tp' else 'gpt2'}-{accumulation}"]
-    assert worst(trained(2, run), weights) <= BAR
+    assert worst(trained(2, run).tensors, weights) <= BAR
 
 
 @pytest.mark.parametrize("run", ORTHOGONALIZED)
 def test_orthogonalized_as_by_one_process(trained, expected, run):
     """The weights equal those of one process, and differ from MARS-AdamW's."""
-    found = trained(2, run)
-    assert worst(found, trained(1, run.replace("fsdp2", "ddp"))) <= BAR
+    found = trained(2, run).tensors
+    assert worst(found, trained(1, run.replace("fsdp2", "ddp")).tensors) <= BAR
     matrix = "transformer.h.0.mlp.c_fc.weight"
     assert (found[matrix] - expected["gpt2-2"][matrix]).abs().max() > 0.01 * found[matrix].abs().max()
 
 
-def test_deepspeed_is_refused_at_the_start(tmp_path):
-    needs_deepspeed()
-    launch("exact.py", tmp_path, ["refused"], 2)
-    assert not error_of(tmp_path, "refused"), error_of(tmp_path, "refused")
-    assert "is_approx=False under DeepSpeed" in (tmp_path / "refused.json").read_text()
+def test_deepspeed_is_refused_at_the_start(trained):
+    assert "is_approx=False under DeepSpeed" in trained(2, "zero2-refused").notes

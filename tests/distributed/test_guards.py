@@ -3,15 +3,182 @@
 from __future__ import annotations
 
 import re
+import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from launching import Launches, error_of, launch, needs_deepspeed
+import torch
+import torch.distributed as dist
+from launching import Launches, error_of, from_all_ranks, import_deepspeed, launch, leave, needs_deepspeed
 from packaging.version import parse
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from train import deepspeed_config, fresh_accelerate, training_arguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
+from workload import CASES, Tokens, build_model
+
+import mars_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+CASE = CASES["adamw"]
+FORCED = {"zero_force_ds_cpu_optimizer": True}  # DeepSpeed's default
+# torch_adam, because DeepSpeed would compile its own Adam.
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, and further keys of its JSON
+    "zero2": ("zero2", {}),
+    "zero3": ("zero3", {}),
+    "zero2_offload": ("zero2_offload", {}),
+    "zero2_offload_forced": ("zero2_offload", FORCED),
+    "zero3_offload_forced": ("zero3_offload", FORCED),
+    "fp16": ("zero2", {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}),
+    "bf16": ("zero2", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}),
+    "zero2_json_optimizer": ("zero2", {"optimizer": ADAMW}),
+}
+
+
+def no_compilation(builder: Any) -> Any:
+    """Stand in for DeepSpeed's CPU Adam, which takes over a minute to compile; it can be built but not step."""
+    return SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
+
+
+def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Trainer:
+    """Return a Trainer that gets MARS in one of the ways; all but `optim` and `own` with a LastGradientCallback."""
+    engine, more = DEEPSPEED[config]
+    zero = {**deepspeed_config(engine, dist.get_world_size()), **more}
+    zero["gradient_clipping"] = "auto"
+    settings = CASE.hyperparameters()
+    shared: dict[str, Any] = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator}
+    if way == "optim":
+        mars_hf.register()
+        return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
+    if way == "own":
+        return mars_hf.MarsTrainer(args=training_arguments(folder, CASE, zero), **shared)
+    half = {config: True} if config in ("fp16", "bf16") else {}
+    args = training_arguments(folder, CASE, zero, **half)
+    if way == "factory":
+        callbacks = [mars_hf.LastGradientCallback()]
+        return Trainer(
+            args=args, optimizer_cls_and_kwargs=mars_hf.factory(args, **settings), callbacks=callbacks, **shared
+        )
+    mars = mars_hf.create(model, **settings)
+    if way == "mars_trainer":
+        return mars_hf.MarsTrainer(args=args, optimizers=(mars, None), **shared)
+    callbacks = [mars_hf.LastGradientCallback(mars)]
+    return Trainer(args=args, optimizers=(mars, None), callbacks=callbacks, **shared)
+
+
+def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
+    import_deepspeed(fp16=True)
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    with (
+        fresh_accelerate(),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(CPUAdamBuilder, "load", no_compilation),
+    ):
+        make_trainer(way, model, folder, config).train()
+
+
+def train_with_autotp(stage: int, *, bf16: bool) -> None:
+    """Take a step of a Llama (GPT-2 is not supported there) whose matrices DeepSpeed has divided."""
+    deepspeed = import_deepspeed()
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"autotp_size": dist.get_world_size()},
+        "bf16": {"enabled": bf16},
+    }
+    mars = CASE.create(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=mars, config=config)
+    ids = torch.arange(8)[None]
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+def fsdp1_after_create(model: nn.Module) -> None:
+    mars = CASE.create(model)
+    step(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), mars)
+
+
+def fsdp1_before_create(model: nn.Module) -> None:
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    step(wrapped, CASE.create(wrapped))
+
+
+def fully_shard_after_create(model: nn.Module) -> None:
+    mars = CASE.create(model)
+    step(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), mars)
+
+
+def zero_redundancy_optimizer(model: nn.Module) -> None:
+    ZeroRedundancyOptimizer(model.parameters(), optimizer_class=mars_hf.Mars, **CASE.hyperparameters())
+
+
+def flat_buffer(model: nn.Module) -> None:
+    """Act like an unknown engine: replace the parameters by a flat copy."""
+    mars = CASE.create(model)
+    flat = nn.Parameter(torch.cat([param.detach().flatten() for param in mars.param_groups[0]["params"]]))
+    flat.grad = torch.ones_like(flat)
+    mars.param_groups[0]["params"] = [flat]
+    mars.step()
+
+
+def partial_sums(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Partial()]))
+    mars = mars_hf.Mars([param])
+    param.grad = DTensor.from_local(torch.ones(4, 3), mesh, [Partial()])
+    mars.step()
+
+
+def step(wrapped: nn.Module, mars: mars_hf.Mars) -> None:
+    ids = Tokens().micro_batch(0, 0, dist.get_rank(), dist.get_world_size())
+    wrapped(ids, ids)["loss"].backward()
+    mars.step()
+
+
+def run(spec: str, file: Path) -> None:
+    """Run one launch that should stop."""
+    way, config = spec.split("/")
+    model = build_model(CASE)
+    error, steps = None, []
+    counting = register_optimizer_step_post_hook(lambda *_: steps.append(None))
+    try:
+        if way == "layout":
+            LAYOUTS[spec][0](model)
+        elif way == "autotp":
+            train_with_autotp(int(config[4]), bf16=config.endswith("bf16"))
+        else:
+            train_with_deepspeed(way, config, model)
+    except RuntimeError as raised:
+        error = str(raised)
+    finally:
+        counting.remove()
+    leave(file, from_all_ranks({"error": error, "steps": len(steps)}))
+
+
+def hang(spec: str, file: Path) -> None:
+    """Wait in vain."""
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    dist.barrier()
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
 
 DROPPED = r"would step is AdamW, not Mars.*use mars_hf\.MarsTrainer.*a JSON without 'optimizer' section"
 REPLACED = r'would step is DeepSpeedCPUAdam, not Mars.*set "zero_force_ds_cpu_optimizer": false'
@@ -31,19 +198,23 @@ DIVIDED = dict.fromkeys(
 KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "mars_trainer/zero2_offload")
 BF16_WITHOUT_ZERO = "mars_trainer/bf16"
 LAYOUTS = {
-    "layout/fsdp1_after_create": "FSDP1 has flattened.*use FSDP2",
-    "layout/fsdp1_before_create": "FSDP1 has flattened.*use FSDP2",
-    "layout/fully_shard_after_create": "has replaced .* parameters of the model after create.*would not train",
-    "layout/zero_redundancy_optimizer": "ZeroRedundancyOptimizer.*fully_shard",
-    "layout/partial_sums": r"Partial\(sum\).*a placement other than Shard and Replicate is not supported",
-    "layout/flat_buffer": "a flat tensor of shape .* none of the parameters Mars was built with",
+    f"layout/{layout.__name__}": (layout, message)
+    for layout, message in (
+        (fsdp1_after_create, "FSDP1 has flattened.*use FSDP2"),
+        (fsdp1_before_create, "FSDP1 has flattened.*use FSDP2"),
+        (fully_shard_after_create, "has replaced .* parameters of the model after create.*would not train"),
+        (zero_redundancy_optimizer, "ZeroRedundancyOptimizer.*fully_shard"),
+        (partial_sums, r"Partial\(sum\).*a placement other than Shard and Replicate is not supported"),
+        (flat_buffer, "a flat tensor of shape .* none of the parameters Mars was built with"),
+    )
 }
+STOPPED = {**SWAPS, **DIVIDED, **{run: message for run, (_, message) in LAYOUTS.items()}}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """Return each rank's outcome of a run; the first request starts all runs of its kind."""
-    launches = Launches("guards.py", tmp_path_factory)
+    launches = Launches(run, tmp_path_factory)
 
     def get(run: str) -> list[dict[str, Any]]:
         if run in LAYOUTS:
@@ -54,7 +225,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
     return get
 
 
-@pytest.mark.parametrize(("run", "message"), [*SWAPS.items(), *DIVIDED.items(), *LAYOUTS.items()])
+@pytest.mark.parametrize(("run", "message"), STOPPED.items(), ids=STOPPED)
 def test_stops_before_the_first_step(outcomes, run, message):
     for outcome in outcomes(run):
         assert re.search(message, outcome["error"])
@@ -78,14 +249,12 @@ def test_bf16_without_zero_stops_where_deepspeed_divides_it_too(outcomes):
 
 def test_a_launch_that_hangs_fails_soon(tmp_path):
     """All launches here have this limit, at 60 s."""
-    run = "ddp/adamw/hang"
-    launch("train.py", tmp_path, [run], 2, "--wait", "8")
-    assert "imed out" in error_of(tmp_path, run)
+    launch(hang, tmp_path, ["hang"], 2, wait=3)
+    assert "imed out" in error_of(tmp_path, "hang")
 
 
 def test_a_launch_that_hangs_where_no_wait_is_limited_fails_soon(tmp_path):
     """And this one, at 100 s."""
-    run = "ddp/adamw/hang"
-    launch("train.py", tmp_path, [run], 2, "--limit", "5")
+    launch(hang, tmp_path, ["hang"], 2, limit=3)
     errors = [file.read_text() for file in tmp_path.glob("*.error*")]  # one rank's end may be the other's error
-    assert any("not done after 5 seconds" in error and "train.py" in error for error in errors)  # where it hung
+    assert any("not done after 3 seconds" in error and "test_guards.py" in error for error in errors)  # where it hung

@@ -2,14 +2,255 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Launches
-from overflow import ATTEMPTS, BAD, POISONED
+import torch
+import torch.distributed as dist
+from launching import Launches, from_all_ranks, import_deepspeed, leave
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import Dataset
+from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, shard, training_arguments
+from transformers import default_data_collator
+from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
+
+import mars_hf
+from mars_hf.distributed.shards import local
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+ATTEMPTS = 9
+POISONED = 6  # this attempt, on the last rank
+SCALE_POWER = 20  # a few powers too high
+Snapshot = dict[str, Tensor]
+
+
+class OneInfinity(torch.autograd.Function):
+    """Return the input unchanged, and put one infinity into its gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = torch.inf
+        return grad
+
+
+@contextlib.contextmanager
+def poison(model: TinyGPT2, wanted: bool) -> Iterator[None]:
+    """Put one infinity into the gradient of one matrix, on one rank."""
+    layer = model.wide
+    if wanted:
+        layer.forward = lambda x: nn.functional.linear(x, OneInfinity.apply(layer.weight), layer.bias)
+    yield
+    if wanted:
+        del layer.forward
+
+
+class Torch:
+    """DDP or FSDP2 with torch's GradScaler."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        self.model = build_model(case)
+        if engine == "ddp":
+            self._wrapped: Any = nn.parallel.DistributedDataParallel(self.model)
+        else:
+            policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+            shard(self.model, (dist.get_world_size(),), mp_policy=policy)
+            self._wrapped = self.model
+        self._autocast = engine == "ddp"
+        self.mars = case.create(self.model)
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
+
+    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+        """Attempt a step at a given loss scale, or at the current one; return the scale."""
+        if scale is not None:
+            self._scaler.scale(torch.zeros(()))  # creates its scale, which update() replaces
+            self._scaler.update(scale)
+        for ids in micro_batches:
+            with torch.autocast("cpu", torch.float16, enabled=self._autocast):
+                loss = self._wrapped(ids, ids)["loss"] / ACCUMULATION
+            self._scaler.scale(loss).backward()
+        used = self._scaler.get_scale()
+        self._scaler.unscale_(self.mars)
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self._scaler.step(self.mars)
+        self._scaler.update()
+        self.mars.zero_grad()
+        return used
+
+    def snapshot(self) -> Snapshot:
+        tensors = {f"param.{name}": param for name, param in self.model.named_parameters()}
+        for name, param in self.model.named_parameters():
+            tensors |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
+        return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
+
+
+class DeepSpeed:
+    """ZeRO with DeepSpeed's own scaler."""
+
+    def __init__(self, engine: str, case: Case) -> None:
+        deepspeed = import_deepspeed(fp16=True)
+        self.model = build_model(case)
+        self.mars = case.create(self.model)
+        fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "loss_scale_window": 2, "hysteresis": 1}
+        config = {**deepspeed_config(engine, dist.get_world_size()), "fp16": fp16}
+        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+
+    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+        # DeepSpeed 0.19 divides gradients by the next step's scale, so the time of its growth is part of the scale.
+        parts = ("cur_scale", "cur_iter", "last_overflow_iter")
+        scaler = self._engine.optimizer.loss_scaler
+        if scale is not None:
+            vars(scaler).update(scale)
+        used = {part: getattr(scaler, part) for part in parts}
+        for ids in micro_batches:
+            self._engine.backward(self._engine(ids, ids)["loss"])
+            self._engine.step()
+        return used
+
+    def snapshot(self) -> Snapshot:
+        tensors = {f"param.{name}": getattr(p, "ds_tensor", p) for name, p in self.model.named_parameters()}
+        zero = self._engine.optimizer
+        stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+        for i, flat in enumerate(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups):
+            tensors[f"master.{i}"] = flat
+            tensors |= {f"{key}.{i}": value for key, value in self.mars.state.get(flat, {}).items()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def differing(before: Snapshot, after: Snapshot) -> list[str]:
+    """Return what differs in any bit on any rank."""
+    here = [
+        name
+        for name in sorted(before.keys() | after.keys())
+        if name not in before or name not in after or not torch.equal(before[name], after[name])
+    ]
+    return sorted({name for names in from_all_ranks(here) for name in names})
+
+
+def run(spec: str, file: Path) -> None:
+    """Do one run: a training that overflows, and one that does not."""
+    engine, case = spec.split("/")
+    if engine.startswith("trainer_"):
+        return leave(file, from_all_ranks(train_on_poisoned_data(engine.removeprefix("trainer_"), case)))
+    make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens(LONGEST)
+
+    def batch(attempt: int) -> list[Tensor]:
+        return [tokens.micro_batch(attempt, micro, rank, world) for micro in range(ACCUMULATION)]
+
+    overflowing, attempts, taken = make(engine, CASES[case]), [], []
+    for attempt in range(ATTEMPTS):
+        before = overflowing.snapshot()
+        with poison(overflowing.model, attempt == POISONED and rank == world - 1), steps(overflowing.mars) as count:
+            scale = overflowing.train(batch(attempt), None)
+        after = overflowing.snapshot()
+        attempts.append({"skipped": not count, "scale": scale, "changed": differing(before, after)})
+        if count:
+            taken.append((attempt, scale, after))
+    clean, differences = make(engine, CASES[case]), []
+    for attempt, scale, after in taken:
+        clean.train(batch(attempt), scale)
+        differences.append(differing(after, clean.snapshot()))
+    return leave(file, {"attempts": attempts, "differences": differences})
+
+
+@contextlib.contextmanager
+def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
+    """Return a list that gets one entry per call of `step()`."""
+    calls: list[None] = []
+    handle = mars.register_step_pre_hook(lambda *_: calls.append(None))
+    yield calls
+    handle.remove()
+
+
+# --- MarsTrainer on poisoned data ---------------------------------------------------------------------------------
+
+STEPS = 7
+BAD = (3, 4, 5)  # steps with poison, counted from 1
+
+
+class Poisoned(Dataset):
+    """The rows of the run; those of bad steps are poisoned in a micro-batch of the last rank."""
+
+    def __init__(self, kind: str) -> None:
+        size = ACCUMULATION * MICRO_BATCH
+        poisoned = {step * size - MICRO_BATCH // dist.get_world_size() for step in BAD}
+        self._ids = Tokens().ids[: STEPS * size]
+        self._kinds = [{"loss": 1, "gradient": 2}[kind] if row in poisoned else 0 for row in range(STEPS * size)]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._ids[index]
+        return {"input_ids": ids, "labels": ids, "kind": torch.tensor(self._kinds[index])}
+
+
+class Model(TinyGPT2):
+    """A model that a batch can poison: its loss, or one of its gradients."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        loss = super().forward(input_ids, labels)["loss"]
+        if 2 in kind:
+            loss = loss + 0 * OneInfinity.apply(self.wide.weight).sum()
+        return {"loss": loss + torch.full_like(loss, torch.inf) if 1 in kind else loss}
+
+
+class Reports(logging.Handler):
+    """Collect what the callback logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
+    zero = None
+    if engine.startswith("zero"):
+        import_deepspeed()
+        zero = {**deepspeed_config(engine, dist.get_world_size()), "gradient_clipping": "auto"}
+    torch.manual_seed(0)
+    model = Model(build_model(CASES["adamw"]).config)
+    reports, logger = Reports(), logging.getLogger("mars_hf.training.nonfinite")
+    logger.addHandler(reports)
+    outcome: dict[str, Any] = {"reports": reports.lines, "error": None}
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+        args = training_arguments(
+            folder, CASES["adamw"], zero, remove_unused_columns=False, bf16=engine.endswith("bf16")
+        )
+        args.max_steps = STEPS
+        trainer = (Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer)(
+            model,
+            args,
+            train_dataset=Poisoned(kind),
+            data_collator=default_data_collator,
+            optimizers=(CASES["adamw"].create(model), None),
+        )
+        try:
+            trainer.train()
+        except mars_hf.NonFiniteError as error:
+            outcome["error"] = str(error).replace(folder, "FOLDER")
+        check_wrapper(engine, trainer.model_wrapped)
+        outcome["step"] = trainer.state.global_step
+    logger.removeHandler(reports)
+    return outcome
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
 
 RUNS = {
     "torch": ("ddp/adamw", "ddp/lion_1d", "ddp/m", "fsdp2/adamw_1d", "fsdp2/lion", "fsdp2/m"),
@@ -31,7 +272,7 @@ POISONED_RUNS = {
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     """Return a run's records; the first request starts all runs of its kind."""
-    launches = Launches("overflow.py", tmp_path_factory)
+    launches = Launches(run, tmp_path_factory)
     return lambda kind, run: launches.get(kind, [*RUNS[kind], *POISONED_RUNS[kind]], 2, run).notes
 
 

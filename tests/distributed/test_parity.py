@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+import train
 from launching import Launches, Run
 from packaging.version import parse
 from torch import Tensor
@@ -162,7 +163,7 @@ def specs(kind: str, world: int, soak: bool) -> list[str]:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, str], Run]:
     """Return the results of a run; the first request trains its whole group."""
-    launches = Launches("train.py", tmp_path_factory)
+    launches = Launches(train.run, tmp_path_factory)
 
     def get(kind: str, world: int, run: str) -> Run:
         engine, case, *flags = run.split("/")

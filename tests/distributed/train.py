@@ -1,13 +1,11 @@
-"""Train the workload under the engines named on the command line and write each one's final weights.
+"""Train the workload under an engine.
 
-    torchrun --nproc_per_node 2 train.py OUTPUT ENGINE/CASE[/local_norms|/metrics|/groups|/resumed|/hang] ...
-
-One launch does many runs, since starting processes takes longer than training. Each writes OUTPUT/<run>.safetensors
-(full fp32 weights, first moments and last gradients) and OUTPUT/<run>.json (the collectives of every `Mars.step`).
+Runs are ENGINE/CASE[/local_norms|/metrics|/groups|/resumed]. Each leaves full fp32 weights, first moments and last
+gradients, and notes: the collectives of every `Mars.step`.
 
 `local_norms` turns off the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices.
 `metrics` also notes the metrics of every step. `groups` are parameter groups of the user's own. `resumed` stops a loop
-with accelerate in the middle. `hang` leaves one rank asleep.
+with accelerate in the middle.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import contextlib
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +22,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from launching import from_all_ranks, import_deepspeed, leave, main
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from launching import from_all_ranks, import_deepspeed, leave
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from workload import (
     ACCUMULATION,
     CASES,
@@ -271,9 +275,6 @@ class TorchRun:
 
 def shard(model: TinyGPT2, mesh_shape: tuple[int, ...], **settings: Any) -> None:
     """Set up FSDP2 on CPUs; with two dimensions, the first holds replicas."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     for block in model.transformer.h:
@@ -418,8 +419,6 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
 
 
 def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **settings: Any) -> Any:
-    from transformers import TrainingArguments
-
     return TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
@@ -455,8 +454,6 @@ def train_way_in(engine: str, case: Case) -> Results:
 
 
 def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict[str, Any] | None) -> Any:
-    from transformers import Trainer, default_data_collator
-
     settings = case.hyperparameters()
     shared = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator}
     if way == "optim":
@@ -477,8 +474,6 @@ class AccelerateRun:
     """The loop of a user of accelerate: `fsdp2` is sharded by accelerate, `fullyshard` before."""
 
     def __init__(self, backend: str, case: Case) -> None:
-        from accelerate import Accelerator, DeepSpeedPlugin
-
         self.backend = backend
         if backend == "zero2":
             import_deepspeed()
@@ -577,9 +572,6 @@ class Fsdp2Trainer(mars_hf.MarsTrainer):
 
 def use_fsdp2_on_cpu(accelerator: Any) -> None:
     """Do what accelerate does with an FSDP config on accelerators; on CPUs it would fall back to DDP."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils import DistributedType
-
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
@@ -591,9 +583,6 @@ def use_fsdp2_on_cpu(accelerator: Any) -> None:
 @contextlib.contextmanager
 def fresh_accelerate() -> Iterator[None]:
     """Reset accelerate's and transformers' process-wide state, and restore it afterwards."""
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
     before = dict(os.environ)
     try:
         yield
@@ -611,8 +600,6 @@ def fresh_accelerate() -> Iterator[None]:
 def run(spec: str, file: Path) -> None:
     """Do one run."""
     engine, case, *flags = spec.split("/")
-    if "hang" in flags and dist.get_rank() == 1:
-        time.sleep(3600)
     way, _, backend = engine.partition("_")
     if way == "accelerate":
         folder = file.with_name(f"{file.name}-state") if "resumed" in flags else None
@@ -625,7 +612,3 @@ def run(spec: str, file: Path) -> None:
         loop.train(0, STEPS)
         leave(file, loop.notes(), loop.results())
         loop.close()
-
-
-if __name__ == "__main__":
-    main(run)
