@@ -1,7 +1,7 @@
 """MARS in straight-line code, for tests: one parameter, float64, every formula written out, in one place.
 
-Shares nothing with mars_hf; slow and plain on purpose. `straight_step.py` adds bounds of rounding errors to the same
-formulas; `kernels/contract.py` has what is below a step.
+Shares nothing with mars_hf; slow and plain on purpose. `fuzz/judges.py` bounds rounding errors with it;
+`kernels/contract.py` has what is below a step.
 """
 
 from __future__ import annotations
@@ -92,6 +92,11 @@ class Reference:
         self.last = torch.zeros_like(self.x)
         self.t = 0
 
+    def corrected(self, g: torch.Tensor) -> torch.Tensor:
+        """Return the corrected gradient before clipping."""
+        beta1 = self.betas[0]
+        return g + self.gamma * beta1 / (1 - beta1) * (g - self.last)
+
     def step(self, gradient: torch.Tensor, stale: torch.Tensor | None = None) -> torch.Tensor:
         """Take one step, in the exact form if a stale gradient is given."""
         g = gradient.double()
@@ -101,7 +106,7 @@ class Reference:
         self.t += 1
         c = g
         if self.rule != "adamw":
-            c = g + self.gamma * beta1 / (1 - beta1) * (g - self.last)
+            c = self.corrected(g)
             if self.clip_threshold is not None:
                 norm = math.sqrt((c**2).sum().item())
                 if norm > self.clip_threshold:

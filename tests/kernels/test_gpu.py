@@ -208,7 +208,8 @@ def test_a_step_on_another_stream(device):
 @pytest.mark.skipif(INTERPRETED, reason="runs this file in the interpreter")
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
-    files = [HERE / "test_contract.py", HERE / "test_gpu.py"]
+    fuzz = HERE.parent / "fuzz" / "test_edits.py::test_edits_and_layouts"
+    files = [HERE / "test_contract.py", HERE / "test_gpu.py", fuzz]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Parameter groups: keys that are not settings, groups added, changed and refused, and rates that are said."""
+"""Parameter groups: foreign keys, groups added, removed and refused, and rates that are warned of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments
+from helpers import arguments, equal
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR
@@ -40,6 +40,7 @@ def test_foreign_keys_are_carried():
     """Every part of a group split by role keeps them, through a saved state too; they change no bit."""
     params, plain = make(), make()
     optimizer = Mars([{"params": params, **FOREIGN}], lr=0.1)
+    optimizer.state[params[0]]["theirs"] = {"rank": 3, "factors": [torch.ones(2)]}  # any shape and type
     train(params, optimizer, 3)
     train(plain, Mars(plain, lr=0.1), 3)
     assert all(map(torch.equal, params, plain))
@@ -47,48 +48,9 @@ def test_foreign_keys_are_carried():
     assert optimizer.param_groups[-1]["lr_scale"] == 0.25
     other = Mars([*({"params": [param]} for param in make()), {"params": [nn.Parameter(torch.ones(2, 2))]}])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert equal(*(each.state_dict()["state"][0]["theirs"] for each in (optimizer, other)))
     for one in (optimizer, other):
         assert all({key: group[key] for key in FOREIGN} == FOREIGN for group in one.param_groups[:2])
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization as a wrapper that shares groups with its base, as public implementations do."""
-
-    def __init__(self, params: Any, base: Callable[..., torch.optim.Optimizer], rho: float = 0.05, **settings: Any):
-        super().__init__(params, {"rho": rho, "adaptive": False, **settings})
-        self.base_optimizer = base(self.param_groups, **settings)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
-        with torch.enable_grad():
-            closure()
-        params = [param for group in self.param_groups for param in group["params"]]
-        norm = torch.stack([param.grad.norm() for param in params]).norm()
-        moves = [param.grad * (self.param_groups[0]["rho"] / norm) for param in params]
-        torch._foreach_add_(params, moves)
-        with torch.enable_grad():
-            closure()
-        torch._foreach_sub_(params, moves)
-        self.base_optimizer.step()
-
-
-def test_wrapper_that_shares_groups():
-    torch.manual_seed(0)
-    model, given = nn.Linear(4, 3), torch.randn(8, 4)
-    optimizer = SAM(model.parameters(), Mars, lr=0.05)
-
-    def closure() -> torch.Tensor:
-        model.zero_grad()
-        loss = model(given).pow(2).sum()
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    for _ in range(10):
-        optimizer.step(closure)
-    assert closure().item() < before
-    assert all(group["rho"] == 0.05 for group in optimizer.param_groups)
 
 
 def test_zero_redundancy_optimizer_is_refused(alone):

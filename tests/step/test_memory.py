@@ -1,8 +1,9 @@
-"""All live tensor bytes between steps are weights, states and gradients, nothing else."""
+"""Memory: all live bytes between steps are weights, states and gradients; within a step, a few copies."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,10 +48,14 @@ FORMS: list[tuple[dict[str, Any], int, int]] = [
     ({}, 16, 12),
     ({"take_grad": True, "max_grad_norm": 0.1, "fused": True}, 16, 12),
     ({"amsgrad": True, "maximize": True}, 20, 16),
+    ({"second_moment": "gradient"}, 16, 12),  # the norm that is clipped needs the last gradient
+    ({"clip_threshold": None}, 16, 12),
     ({"optimize_1d": True, "fused": False}, 16, 16),
-    ({"second_moment": "gradient", "clip_threshold": None}, 12, 12),
+    ({"second_moment": "gradient", "clip_threshold": None}, 12, 12),  # AdamW's
     ({"mars_type": "mars-lion", "take_grad": True}, 12, 12),
-    ({"mars_type": "mars-lion", "clip_threshold": None, "fused": True}, 8, 12),
+    ({"mars_type": "mars-lion", "clip_threshold": None, "fused": True}, 8, 12),  # Lion's
+    ({"mars_type": "mars-shampoo"}, 12, 12),
+    ({"mars_type": "mars-m", "clip_threshold": None, "amsgrad": True}, 8, 16),  # Muon's
     ({"mars_type": "mars-m", "take_grad": True, "max_grad_norm": 0.1}, 12, 12),
     ({"is_approx": False}, 16, 16),
     ({"state_dtype": "bfloat16"}, 10, 8),
@@ -102,3 +107,36 @@ def test_parameters_taken_from_groups_are_freed():
     weights = sum(param.nbytes for param in model.parameters())
     del model, param
     assert live_bytes() <= before - weights + 512
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Return the peak bytes of PyTorch's allocator during a call, compiled code included."""
+    gc.collect()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        function()
+    held = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_grad_norm": 1.0}, *({"mars_type": "mars-m", "ns_dtype": dtype} for dtype in ("bfloat16", "float32"))],
+    ids=str,
+)
+def test_peak_memory(settings, fused):
+    """A step holds a few copies of one parameter; kernels none; Newton-Schulz what the class documents."""
+    params = [nn.Parameter(torch.randn(320, 320)) for _ in range(10)]  # too many elements for whole lists
+    optimizer = mars_hf.Mars(params, **settings, fused=fused)
+    for _ in range(3):  # the last one is measured
+        for param in params:
+            param.grad = torch.ones_like(param)
+        peak = peak_of(optimizer.step)
+    one = params[0].numel() * 4
+    of_matrices = {"bfloat16": 13 * 10 * params[0].numel(), "float32": 17 * 10 * params[0].numel()}
+    assert 0 < peak <= of_matrices.get(settings.get("ns_dtype"), one // 2 if fused else 8 * one)
