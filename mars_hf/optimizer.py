@@ -57,7 +57,7 @@ EXTENSIONS: dict[str, Callable[[], Any]] = {}
 class Mars(torch.optim.Optimizer):
     """Run AdamW, Lion or orthogonalized momentum on a corrected gradient.
 
-    For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1)::
+    For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1):
 
         c_t = g_t + k (g_t - last_t)                      corrected gradient; last_1 = 0
         c_t = c_t / max(1, ||c_t|| / clip_threshold)      norm over the whole parameter

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pages
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
 from pages import PAGES, blocks, entry_points
 from transformers import Trainer, TrainingArguments
@@ -78,6 +80,20 @@ def run(page: str, names: dict[str, Any], logged: list[str]) -> int:
 def test_examples_run(page, place, logged):
     prepare(page)
     assert run(page, pages.names(place), logged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", sorted((pages.ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
+def test_notebook(path, place, logged):
+    torch.set_num_threads(1)
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    names = {"__name__": "notebook"}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    assert names["mars_loss"] < 4 and any(message.startswith("mars-m ") for message in logged)
 
 
 def test_entry_points_of_readme(place):
