@@ -24,7 +24,7 @@ def gpt2():
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("plain.yaml").write_text("use_cpu: true\n")  # a config without tuned settings
+    Path("plain.yaml").write_text("use_cpu: true\nmax_steps: 9\n")  # a config without tuned settings
 
 
 def make(model, *argv):
@@ -221,6 +221,7 @@ def test_settings_that_an_optimizer_lacks_are_refused(argv, words):
 
 RULES = """
 use_cpu: true
+max_steps: 9
 param_rules:
   - {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}
   - {pattern: "*.wpe.weight", role: vector}
@@ -232,7 +233,7 @@ IN_LINE = '[["*.mlp.*", {"lr": 1e-3, "gamma": 0.1}], ["*.wpe.weight", {"role": "
 def test_rules_by_name_come_from_the_config_the_command_line_or_a_file(tmp_path, place):
     config, rules = tmp_path / "mine.yaml", tmp_path / "rules.yaml"
     rules.write_text(RULES[RULES.index("  -") :])
-    config.write_text(RULES if place == "config" else "use_cpu: true\n")
+    config.write_text(RULES if place == "config" else "use_cpu: true\nmax_steps: 9\n")
     argv = {"config": [], "command line": ["--param_rules", IN_LINE], "file": ["--param_rules", str(rules)]}[place]
     run = arguments.parse(["--config", str(config), "--output_dir", str(tmp_path / "out"), *argv])
     make, settings = optimizers.for_trainer(run.optimizer, run.training)
