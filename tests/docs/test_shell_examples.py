@@ -26,7 +26,6 @@ from helpers import gpt2
 from pages import PAGES, ROOT, blocks, commands, entry_points
 from pretraining.data import embedded, token_files
 from pretraining.run import arguments
-from tiny_nanogpt import TinyGPT, save
 from transformers import TrainingArguments
 
 import mars_hf
@@ -115,15 +114,12 @@ def pretrains(run: Any, argv: list[str], tokens: Path) -> None:
 
 
 def converts_nanogpt(run: Any, argv: list[str], tokens: Path) -> None:
-    Path("out").mkdir()
-    path = save(Path("out", "ckpt.pt"), TinyGPT("mars"))
-    made = Path("converted", "config.json")
-    if "--to_nanogpt" in argv:
-        run([str(path), argv[0]])
-        path.unlink()
-        made = path
+    back = "--to_nanogpt" in argv
+    gpt2().save_pretrained(argv[0] if back else "model")
+    if not back:
+        run(["model", "out", "--to_nanogpt"])
     run(argv)
-    assert made.is_file()
+    assert Path("out/ckpt.pt" if back else "converted/config.json").is_file()
 
 
 def save_model(folder: str, tokens: Path) -> None:
