@@ -1,10 +1,15 @@
-"""prepare_data.py against a straight-line reference, with GPT-2's real vocabulary and without a network."""
+"""prepare_data.py against a straight-line reference, without a network; its folders, whole or refused; the corpora."""
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import importlib.util
 import json
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +19,11 @@ import numpy as np
 import prepare_data
 import pytest
 import tiktoken
-from pretraining.data import sources, token_files
+import torch
+from pretraining.data import embedded, sources, token_files
+from pretraining.files import locked
 from transformers import AutoTokenizer
 
-SCRIPT = Path(prepare_data.__file__)
 END = 50256
 TEXTS = [
     "hello world",
@@ -44,14 +50,16 @@ def vocabulary_cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch, vocabulary_cache):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary_cache))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+@pytest.fixture(autouse=True, scope="module")
+def offline(vocabulary_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary_cache))
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield
 
 
-def write_jsonl(path, texts, key="text"):
+def write_jsonl(path, texts=tuple(TEXTS), key="text"):
     path.write_text("".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts)), "utf-8")
     return path
 
@@ -61,7 +69,7 @@ def write_corpus(folder, form):
     path, rows = folder / f"corpus.{form}", datasets.Dataset.from_dict({"text": TEXTS})
     folder.mkdir()
     if form == "jsonl":
-        write_jsonl(path, TEXTS)
+        write_jsonl(path)
     elif form == "json":
         path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     elif form == "parquet":
@@ -107,7 +115,7 @@ def reference_ids(texts):
 def assert_prepared(folder, parts):
     """Check that the folder holds exactly the reference's tokens of the parts, and describes them."""
     assert sorted(path.name for path in folder.iterdir()) == ["meta.json", "tokenizer", "train.bin", "val.bin"]
-    assert [path.name for path in folder.parent.glob(f".{folder.name}.*")] == [f".{folder.name}.lock"]
+    assert {path.name for path in folder.parent.glob(f".{folder.name}.*")} <= {f".{folder.name}.lock"}
     meta = json.loads((folder / "meta.json").read_text())
     for name, documents in parts.items():
         content = (folder / f"{name}.bin").read_bytes()
@@ -122,24 +130,30 @@ def assert_prepared(folder, parts):
     return meta
 
 
+# --- the script ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "folder", "saved", "splits"])
 def test_sources_equal_reference(tmp_path, form, capsys):
-    path = write_corpus(tmp_path / "corpus", form)
-    texts = TEXTS
+    path, texts = write_corpus(tmp_path / "corpus", form), TEXTS
     if form == "folder":  # sorted by path
-        order = sorted(range(len(TEXTS)), key=lambda n: f"{'below/' if n % 2 else ''}{n:04d}")
-        texts = [TEXTS[n] for n in order]
-    flag = "--dataset" if form in ("saved", "splits") else "--files"
-    run(flag, path, "--output_dir", tmp_path / "out")
+        texts = [TEXTS[n] for n in sorted(range(len(TEXTS)), key=lambda n: f"{'below/' if n % 2 else ''}{n:04d}")]
+    run("--dataset" if form in ("saved", "splits") else "--files", path, "--output_dir", tmp_path / "out")
     meta = assert_prepared(tmp_path / "out", reference_split(texts))
-    assert meta["dataset"] == path.name
-    assert (meta["tokenizer"], meta["vocab_size"], meta["end_of_text"]) == ("gpt2", 50257, END)
+    assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"], meta["end_of_text"]) == (
+        path.name,
+        "gpt2",
+        50257,
+        END,
+    )
     assert meta["settings"]["test_size"] == 0.0005 and meta["settings"]["seed"] == 2357
     output = capsys.readouterr().out
     assert f"{meta['train']['tokens']:,} tokens, 66 documents" in output
     assert "less than one block of 1024" in output and f"--data_dir {tmp_path / 'out'}" in output
-    tokenizer = token_files.load(tmp_path / "out", verify=True).tokenizer
-    assert tokenizer.decode(np.fromfile(tmp_path / "out" / "val.bin", "<u2")[:-1]) == reference_split(texts)["val"][0]
+    loaded = token_files.load(tmp_path / "out", verify=True)
+    tokens = {f"{split} tokens": meta[split]["sha256"] for split in ("train", "val")}
+    assert loaded.identity == {"dataset": loaded.name, "vocabulary": 50257, **tokens}
+    assert loaded.bytes_per_token == meta["val"]["bytes"] / meta["val"]["tokens"]
 
 
 def test_options(tmp_path):
@@ -147,33 +161,36 @@ def test_options(tmp_path):
     options = ["--test_size", 0.25, "--seed", 7, "--text_column", "body"]
     run("--files", path, "--output_dir", tmp_path / "out", *options, num_proc=2)
     meta = assert_prepared(tmp_path / "out", reference_split(TEXTS * 20, test_size=0.25, seed=7))
-    assert meta["settings"]["text_column"] == "body"
-    assert meta["dataset"] == "a\\x1b[31m\\n.jsonl"  # printable
+    assert meta["settings"]["text_column"] == "body" and meta["dataset"] == "a\\x1b[31m\\n.jsonl"  # printable
 
 
-@pytest.mark.parametrize(("text", "head"), [("a\nb\ncd\nefgh", "a\nb\n"), ("one line", "one li")])
-def test_single_document_is_cut(tmp_path, text, head):
+@pytest.mark.parametrize(("text", "size", "head"), [("a\nb\ncd\nefgh", 0.5, "a\nb\n"), ("one line", 0.25, "one li")])
+def test_single_document_is_cut(tmp_path, text, size, head):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    run("--files", tmp_path / "a.txt", "--output_dir", tmp_path / "out", "--test_size", 0.25 if len(text) < 9 else 0.5)
+    run("--files", tmp_path / "a.txt", "--output_dir", tmp_path / "out", "--test_size", size)
     assert_prepared(tmp_path / "out", {"train": [head], "val": [text[len(head) :]]})
 
 
-def test_max_tokens_ends_train_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [0, 1])
+def test_max_tokens_ends_train_after_a_document(tmp_path, monkeypatch, more):
     monkeypatch.setattr(prepare_data, "_BATCH", 3)
     parts = reference_split(TEXTS[:22])
     lengths = np.cumsum([len(reference_ids([text])) for text in parts["train"]])
-    limit = int(lengths[7]) + 1
-    path = write_jsonl(tmp_path / "c.jsonl", TEXTS[:22])
-    run("--files", path, "--output_dir", tmp_path / "out", "--max_tokens", limit)
-    count = int((lengths <= limit).sum())
-    meta = assert_prepared(tmp_path / "out", {"train": parts["train"][:count], "val": parts["val"]})
-    assert meta["settings"]["max_tokens"] == limit
+    options = [
+        "--files",
+        write_jsonl(tmp_path / "c.jsonl", TEXTS[:22]),
+        "--output_dir",
+        tmp_path / "out",
+        "--max_tokens",
+    ]
+    run(*options, lengths[7] + more)
+    meta = assert_prepared(tmp_path / "out", {"train": parts["train"][:8], "val": parts["val"]})
+    assert meta["settings"]["max_tokens"] == lengths[7] + more
 
 
 def test_tokenizer_folder_gives_tiktoken_ids(tmp_path):
     prepare_data.gpt2_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    encoding = tiktoken.get_encoding("gpt2")
+    tokenizer, encoding = AutoTokenizer.from_pretrained(tmp_path), tiktoken.get_encoding("gpt2")
     for text in [*TEXTS, "\r\n", " leading", "trailing   ", "a\u00a0b\u200bc", "ﬁ ½ ² \x00 \x7f", "नमस्ते"]:
         assert tokenizer(text)["input_ids"] == encoding.encode(text, allowed_special="all")
         assert tokenizer.decode(encoding.encode_ordinary(text)) == text
@@ -209,16 +226,27 @@ def test_hub_names(tmp_path, monkeypatch, options, call):
     assert (meta["dataset"], meta["train"]["documents"], meta["val"]["documents"]) == (call[0], 2498, 2)
 
 
-def test_overwrite(tmp_path, capsys, monkeypatch):
-    options = ["--files", write_jsonl(tmp_path / "c.jsonl", TEXTS), "--output_dir", tmp_path / "out"]
+def test_folders_are_replaced_once_complete(tmp_path, capsys, monkeypatch):
+    """One process at a time; files of others are spared."""
+    out = tmp_path / "out"
+    options = ["--files", write_jsonl(tmp_path / "c.jsonl"), "--output_dir", out]
+    with locked(out, "writes"):
+        assert "another process writes there; wait for it to end, or choose another" in refused(capsys, *options)
     run(*options)
-    assert "exists" in refused(capsys, *options)
+    assert "exists; choose another folder, or replace its token files with --overwrite" in refused(capsys, *options)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):  # what a shell says of Ctrl-C
         patch.setattr(token_files, "write_meta", mock.Mock(side_effect=KeyboardInterrupt))
         run(*options, "--overwrite", "--seed", 1)
-    assert_prepared(tmp_path / "out", reference_split(TEXTS))
+    assert_prepared(out, reference_split(TEXTS))
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "train.bin").write_bytes(b"half")  # of a process that was killed
     run(*options, "--overwrite", "--seed", 1)
-    assert_prepared(tmp_path / "out", reference_split(TEXTS, seed=1))
+    assert_prepared(out, reference_split(TEXTS, seed=1))
+    (out / "thesis.tex").write_text("years of work")
+    line = refused(capsys, *options, "--overwrite")
+    assert "holds other files ('thesis.tex'), which --overwrite would delete" in line
+    assert (out / "thesis.tex").read_text() == "years of work" and token_files.load(out)
 
 
 @pytest.mark.parametrize(
@@ -241,42 +269,215 @@ def test_bad_files(tmp_path, capsys, name, content, expected):
     assert {path.name for path in tmp_path.iterdir()} <= {name, ".out.lock"}
 
 
-def test_bad_paths(tmp_path, capsys):
-    output = ["--output_dir", tmp_path / "out"]
-    line = refused(capsys, "--files", tmp_path / "none*.txt", *output)
-    assert "none*.txt': no .txt, .jsonl, .json, .parquet file there" in line
-    (tmp_path / "a.txt").write_text("x")
-    write_jsonl(tmp_path / "b.jsonl", ["y"])
-    assert "['.jsonl', '.txt']; give files of one kind" in refused(capsys, "--files", tmp_path / "*", *output)
-    assert "is inside --files" in refused(capsys, "--files", tmp_path, *output)
-    saved = write_corpus(tmp_path / "corpus", "splits")
-    text = refused(capsys, "--dataset", saved, "--train_split", "dev", *output)
-    assert "no such split, but ['test', 'train']" in text
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--dataset", "b"], "not allowed with argument"),
-        (["--train_split", "b"], "--dataset_config and --train_split go with --dataset"),
-        (["--test_size", "0"], "test_size=0.0 should be either positive"),
-        (["--seed", "-1"], "expected non-negative integer"),
-        (["--num_proc", "0"], "max_workers must be greater than 0"),
+        ("--files none*.txt", "none*.txt': no .txt, .jsonl, .json, .parquet file there"),
+        ("--files *", "['.jsonl', '.txt']; give files of one kind"),
+        ("--files .", "is inside --files"),
+        ("--files a.txt --dataset b", "not allowed with argument"),
+        ("--files a.txt --train_split b", "--dataset_config and --train_split go with --dataset"),
+        ("--files b.jsonl --test_size 0", "test_size=0.0 should be either positive"),
+        ("--files b.jsonl --seed -1", "expected non-negative integer"),
+        ("--files b.jsonl --num_proc 0", "max_workers must be greater than 0"),
+        ("--dataset corpus/corpus.splits --train_split dev", "no such split, but ['test', 'train']"),
+        ("--dataset someone/none", "needs a network or a cached copy (HF_HOME), and some need a login (hf auth login)"),
     ],
 )
-def test_bad_options(tmp_path, capsys, options, expected):
-    path = write_jsonl(tmp_path / "c.jsonl", TEXTS)
-    assert expected in refused(capsys, "--files", path, *options, "--output_dir", tmp_path / "out")
+def test_bad_options(tmp_path, capsys, monkeypatch, options, expected):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("b.jsonl"))
+    Path("a.txt").write_text("x")
+    write_corpus(Path("corpus"), "splits")
+    assert expected in refused(capsys, *options.split(), "--output_dir", "out")
+    assert not Path("out").exists()
 
 
-def test_network_out_of_reach(tmp_path, capsys, monkeypatch):
-    message = refused(capsys, "--dataset", "someone/not-cached", "--output_dir", tmp_path / "out")
-    for part in ("someone/not-cached", "network", "cached copy (HF_HOME)", "hf auth login", "--files"):
-        assert part in message
+def test_vocabulary_out_of_reach(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tiktoken.load, "read_file", mock.Mock(side_effect=ConnectionError))
-    path = write_jsonl(tmp_path / "c.jsonl", TEXTS)
-    message = refused(capsys, "--files", path, "--output_dir", tmp_path / "out")
-    assert "GPT-2's vocabulary" in message and "TIKTOKEN_CACHE_DIR" in message
-    assert not (tmp_path / "out").exists()
+    message = refused(capsys, "--files", write_jsonl(tmp_path / "c.jsonl"), "--output_dir", tmp_path / "out")
+    assert "GPT-2's vocabulary" in message and "TIKTOKEN_CACHE_DIR" in message and not (tmp_path / "out").exists()
+
+
+# --- its folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepared(offline, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    run("--files", write_jsonl(folder / "c.jsonl"), "--output_dir", folder / "data", "--test_size", 0.25)
+    return folder / "data"
+
+
+@pytest.fixture
+def folder(prepared, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(prepared, tmp_path / "data")
+
+
+def set_token(path, index, value):
+    tokens = np.memmap(path, dtype="<u2", mode="r+")
+    tokens[index] = value
+    tokens.flush()
+
+
+def edit(name, change):
+    def damage(folder):
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def message(folder, **settings):
+    with pytest.raises(ValueError) as error:
+        token_files.load(folder, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (
+            edit("train.bin", lambda content: content[:-2]),
+            "/train.bin has {0:,} bytes, but meta.json promises {1:,}; copy",
+        ),
+        (edit("train.bin", lambda content: content + b"xyz"), "/train.bin has {2:,} bytes, but meta.json promises"),
+        (lambda folder: (folder / "val.bin").unlink(), "/val.bin has 0 bytes"),
+        (lambda folder: set_token(folder / "val.bin", 73, 50257), "/val.bin: token 73 is 50257, not below 50257, the"),
+        (
+            edit("tokenizer/tokenizer.json", lambda content: content + b" "),
+            "/tokenizer: ['tokenizer.json'] is missing or",
+        ),
+        (
+            lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
+            "/tokenizer: ['tokenizer.json'] is missing",
+        ),
+        (lambda folder: (folder / "meta.json").unlink(), " has no meta.json: make token files with prepare_data.py"),
+        (
+            edit("meta.json", lambda content: content.replace(b"c.jsonl", b"c\\n")),
+            r"/meta.json: dataset 'c\n' is no name",
+        ),
+        *(
+            (edit("meta.json", lambda _, content=content: content), "/meta.json is damaged (")
+            for content in (b"", b'{"dataset": "toy",\n', b"[1]", b"{}", b'{"train": {"tokens": 1}}', b"\xff")
+        ),
+    ],
+)
+def test_damaged_folder(prepared, folder, damage, words):
+    damage(folder)
+    whole = (prepared / "train.bin").stat().st_size
+    assert message(folder).startswith(f"{folder}{words.format(whole - 2, whole, whole + 3)}")
+
+
+def test_verify_reads_everything(folder, monkeypatch):
+    monkeypatch.setattr(token_files, "_CHUNK", 60)
+    token_files.load(folder, verify=True)
+    set_token(folder / "train.bin", 170, 7)
+    token_files.load(folder)  # a wrong id below the vocabulary's size
+    assert f"{folder / 'train.bin'} is not what was prepared: SHA-256 " in message(folder, verify=True)
+    set_token(folder / "train.bin", 73, 50257)
+    token_files.load(folder)  # not of the first chunk
+    assert "train.bin: token 73 is 50257" in message(folder, verify=True)
+
+
+def test_tokens_that_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="--max_tokens 2: the first document has 3; give more"):
+        token_files.write_tokens(tmp_path / "train.bin", [(np.arange(3), 1)], 2)
+    with pytest.raises(ValueError, match="a vocabulary of 65,537 does not fit uint16; give one of at most 65,536"):
+        token_files.write_meta(tmp_path, {"vocab_size": 2**16 + 1})
+
+
+def test_code_in_a_tokenizer_does_not_run(folder, monkeypatch):
+    (folder / "tokenizer" / "own.py").write_text("raise SystemExit('it ran')\n")
+    names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
+    token_files.write_meta(folder, json.loads((folder / "meta.json").read_text()))
+    monkeypatch.setattr(builtins, "input", lambda prompt: "y")
+    with pytest.raises(ValueError, match="contains custom code"):
+        token_files.load(folder)
+
+
+def test_dataset_blocks(tmp_path):
+    np.array([1, 2, 3, 0, 4, 5, 0], dtype="<u2").tofile(tmp_path / "train.bin")
+    blocks = token_files.TokenDataset(tmp_path, "train", block_size=3)
+    assert len(blocks) == 2
+    assert torch.equal(blocks[1]["input_ids"], torch.tensor([0, 4, 5]))
+    assert torch.equal(blocks[1]["labels"], torch.tensor([-100, 4, 5]))
+    assert [len(token_files.TokenDataset(tmp_path, "train", 2, max_blocks=most)) for most in (2, 9)] == [2, 3]
+    with pytest.raises(ValueError, match=r"train\.bin .* has 7 tokens, less than one block of 8"):
+        token_files.TokenDataset(tmp_path, "train", 8)
+
+
+# --- the embedded corpora --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_corpora_are_large_and_split_by_file(name):
+    corpus = embedded.read_corpus(name)
+    held_out, total = (sum(map(len, texts)) for texts in (corpus.val, corpus.train + corpus.val))
+    assert 5_000_000 < total < 40_000_000 and 0.02 < held_out / total < 0.15
+    assert len(corpus.train) > (500 if sys.version_info >= (3, 11) else 450)  # Python 3.10's library has fewer files
+    mark = "class OrderedDict" if name == "stdlib" else "#include"
+    assert any(mark in text for text in corpus.train + corpus.val)
+    assert corpus == embedded.read_corpus(name)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A standard library of 60 files, and some that are no part of the corpus."""
+    root = tmp_path / "library"
+    for name in [*(f"a/m{n}.py" for n in range(60)), "a/test/t.py", "encodings/e.py", "site-packages/s.py"]:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"x = '{name} äöü'\n")
+    (root / "empty.py").write_text(" \n")
+    (root / "gone.py").symlink_to(root / "nowhere")
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    return root
+
+
+def test_split_and_fingerprint(library):
+    names = sorted([*(f"a/m{n}.py" for n in range(60)), "latin.py"])
+    texts = {name: f"x = '{name} äöü'\n" if name[0] == "a" else "# caf\ufffd\n" for name in names}
+    digests = {name: hashlib.sha256(name.encode()).digest() for name in names}
+    corpus = embedded.read_corpus()
+    assert corpus.val == [texts[name] for name in names if digests[name][0] % 20 == 0] != []
+    assert corpus.train == [texts[name] for name in names if digests[name][0] % 20 != 0]
+    version = f"{sys.version_info[:3]} 20".encode()
+    content = b"".join(digests[name] + hashlib.sha256(texts[name].encode()).digest() for name in names)
+    assert corpus.fingerprint == hashlib.sha256(version + content).hexdigest()
+
+
+def test_prepare(library, tmp_path, capsys):
+    corpus, folder = embedded.read_corpus(), embedded.prepare(tmp_path / "data", vocab_size=300)
+    loaded = token_files.load(folder, verify=True)
+    tokenizer, text = loaded.tokenizer, "def f():\n\treturn 'ß\N{SNOWMAN}'"
+    assert len(tokenizer) == 300 and tokenizer.eos_token == embedded.END_OF_TEXT
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    for split, texts in (("train", corpus.train), ("val", corpus.val)):
+        tokens = np.fromfile(folder / f"{split}.bin", dtype="<u2")
+        documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_token_id) + 1)
+        assert [tokenizer.decode(document[:-1]) for document in documents[:-1]] == texts and not len(documents[-1])
+    assert loaded.bytes_per_token == sum(len(text.encode()) for text in corpus.val) / len(tokens)
+
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    stamp = (folder / "meta.json").stat().st_mtime_ns
+    assert embedded.prepare(tmp_path / "data", vocab_size=300) == folder
+    assert (folder / "meta.json").stat().st_mtime_ns == stamp  # found, not made again
+    assert embedded.prepare(tmp_path / "data", vocab_size=301) != folder
+    (folder / "train.bin").write_bytes(b"")
+    with ThreadPoolExecutor() as pool, locked(folder, "writes"):  # a second process waits
+        second = pool.submit(embedded.prepare, tmp_path / "data", 300)
+        time.sleep(1)
+        assert not second.done()
+    assert second.result(60) == folder and "the embedded corpus is made again" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_interpreter_without_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match="--data_dir"):
+        embedded.read_corpus()
