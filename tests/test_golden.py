@@ -1,4 +1,4 @@
-"""Mars against trajectories of the official implementation."""
+"""Mars and the shipped reference against trajectories of the official code, and Mars against the shipped reference."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from reference import Reference, newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 
 import mars_hf
-from mars_hf import orthogonalize
+from mars_hf import orthogonalize, reference
+from mars_hf.reference import MarsReference
+from mars_hf.settings import MARS_TYPES
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = ("small_grads", "clipped_grads")
 
 
-def elementwise(settings: dict) -> bool:
-    return settings["optimizer"] == "MARS" and settings["mars_type"] in ("mars-adamw", "mars-lion")
-
-
 def cases() -> list:
-    found = []
-    for name in FILES:
-        for case, settings in json.loads((GOLDEN / f"{name}.json").read_text())["cases"].items():
-            if elementwise(settings):
-                found.append(pytest.param(name, case, id=f"{name}-{case}"))
-    return found
+    """Return the files and cases of MARS with elementwise rules."""
+    return [
+        pytest.param(name, case, id=f"{name}-{case}")
+        for name in FILES
+        for case, settings in describe(name)["cases"].items()
+        if settings["optimizer"] == "MARS" and settings["mars_type"] in ("mars-adamw", "mars-lion")
+    ]
+
+
+def describe(name: str) -> dict:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 def test_every_case_is_found():
-    descriptions = [json.loads((GOLDEN / f"{name}.json").read_text()) for name in FILES]
-    assert len(cases()) + 2 * len(ORTHOGONAL) == sum(len(description["cases"]) for description in descriptions)
+    assert len(cases()) + 2 * len(ORTHOGONAL) == sum(len(describe(name)["cases"]) for name in FILES)
 
 
 def groups_of(params: list) -> list[dict]:
@@ -46,41 +48,94 @@ def set_gradients(params: list, tensors: dict, name: str) -> None:
         param.grad = tensors[f"{name}.p{i}"].clone()
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"], indirect=True)
-@pytest.mark.parametrize(("file", "case"), cases())
-def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
-    tensors = load_file(GOLDEN / f"{file}.safetensors")
-    description = json.loads((GOLDEN / f"{file}.json").read_text())
-    settings = {key: value for key, value in description["cases"][case].items() if key != "optimizer"}
-    params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    optimizer = mars_hf.Mars(groups_of(params), fused=False, **settings)
+def take_steps(optimizer: mars_hf.Mars, params: list, tensors: dict, description: dict, exact: bool = False):
+    """Take the golden steps, yielding after each."""
     peaks = [group["lr"] for group in optimizer.param_groups]
     for t in range(description["steps"]):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * (1 - 0.5 * t / description["steps"])
-        if not settings["is_approx"] and t + 1 < description["steps"]:  # one step ahead, like the official loop
+        if exact and t + 1 < description["steps"]:  # one step ahead, like the official loop
             set_gradients(params, tensors, f"stale.{t + 1}")
             optimizer.update_previous_grad()
         set_gradients(params, tensors, f"grad.{t}")
         optimizer.step()
         optimizer.update_last_grad()
-        for i, param in enumerate(params):
-            torch.testing.assert_close(param.detach(), tensors[f"{case}.{t}.p{i}"], rtol=1e-6, atol=1e-7)
+        yield t
 
-    compared = 0
-    for key, expected in tensors.items():
-        if not key.startswith(f"{case}.state."):
-            continue
+
+def compare_states(optimizer: mars_hf.Mars, params: list, tensors: dict, case: str) -> int:
+    """Compare the states that the official code has saved, and return their number."""
+    saved = [key for key in tensors if key.startswith(f"{case}.state.")]
+    for key in saved:
         name, _, index = key.removeprefix(f"{case}.state.").rpartition(".p")
         state = optimizer.state[params[int(index)]]
         if name in state:
-            torch.testing.assert_close(state[name], expected, rtol=1e-6, atol=1e-7)
-            compared += 1
+            torch.testing.assert_close(state[name], tensors[key], rtol=1e-6, atol=1e-7)
         else:  # a buffer the official code allocates and never writes
-            assert name == "exp_avg_sq"
-            assert settings["mars_type"] == "mars-lion"
-            assert not expected.any()
-    assert compared >= len(params)
+            assert name == "exp_avg_sq" and "mars-adamw" not in case and not tensors[key].any()
+    return len(saved)
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"], indirect=True)
+@pytest.mark.parametrize(("file", "case"), cases())
+def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
+    tensors, description = load_file(GOLDEN / f"{file}.safetensors"), describe(file)
+    settings = {key: value for key, value in description["cases"][case].items() if key != "optimizer"}
+    params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
+    optimizer = mars_hf.Mars(groups_of(params), fused=False, **settings)
+    for t in take_steps(optimizer, params, tensors, description, exact=not settings["is_approx"]):
+        for i, param in enumerate(params):
+            torch.testing.assert_close(param.detach(), tensors[f"{case}.{t}.p{i}"], rtol=1e-6, atol=1e-7)
+    assert compare_states(optimizer, params, tensors, case) >= 2 * len(params)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion"])
+@pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
+def test_reference_is_the_official_code(rule, exact, file):
+    tensors, description = load_file(GOLDEN / f"{file}.safetensors"), describe(file)
+    case = f"{rule}.exact" if exact else f"{rule}.1d_adamw"
+    settings = description["cases"][case]
+    assert settings["gamma"] == reference.GAMMA
+    for index in range(3):  # the matrices
+        x = tensors[f"init.p{index}"].clone()
+        plain = MarsReference(x, rule, settings["lr"], tuple(settings["betas"]), settings["weight_decay"])
+        for t in range(description["steps"]):
+            plain.lr = settings["lr"] * (1 - 0.5 * t / description["steps"])
+            stale = tensors[f"stale.{t}.p{index}"] if t else torch.zeros_like(x)
+            plain.step(tensors[f"grad.{t}.p{index}"], stale if exact else None)
+            torch.testing.assert_close(x, tensors[f"{case}.{t}.p{index}"], rtol=1e-6, atol=1e-6)
+
+
+def gradient(shape: tuple[int, ...], step: int, size: float) -> torch.Tensor:
+    return size * torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0], ids=["small gradients", "clipped gradients"])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 8), (6, 6)], ids=str)
+@pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_mars_is_the_reference(rule, exact, shape, size):
+    start, settings = gradient(shape, 100, 1.0), {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    plain = MarsReference(start.clone(), rule, **settings)
+    param = torch.nn.Parameter(start.clone())
+    mars = mars_hf.Mars([param], mars_type=rule, is_approx=not exact, fused=False, ns_dtype="float64", **settings)
+    for step in range(12):
+        g, stale = gradient(shape, step, size), gradient(shape, 50 + step, size)
+        if exact and step:
+            param.grad = stale.clone()
+            mars.update_previous_grad()
+            mars.update_last_grad()
+        param.grad = g.clone()
+        mars.step()
+        plain.step(g, stale if exact and step else torch.zeros_like(g) if exact else None)
+        torch.testing.assert_close(param.detach(), plain.x, rtol=1e-9, atol=1e-12)
+
+
+def test_reference_refuses_an_unknown_rule():
+    plain = MarsReference(torch.ones(3, 3), "mars-muon", lr=0.1)
+    with pytest.raises(ValueError, match="rule='mars-muon' is unknown; accepted: mars-adamw, mars-lion"):
+        plain.step(torch.ones(3, 3))
 
 
 # --- rules that orthogonalize ----------------------------------------------------------------------------------------
@@ -96,7 +151,7 @@ BARS = {"mars-shampoo": 5e-7, "mars-m": 1e-4}
 
 def orthogonal(file: str, case: str) -> tuple[dict, dict, dict]:
     """Return tensors, description and our settings of a golden file's case."""
-    description = json.loads((GOLDEN / f"{file}.json").read_text())
+    description = describe(file)
     settings = dict(description["cases"][case])
     if settings.pop("optimizer") != "MARS":
         decay = settings.pop("wd")
@@ -113,17 +168,6 @@ def compared(settings: dict, description: dict) -> list[int]:
     """Return all parameters but MARS-M's convolution (3, 2, 3, 3): six matrices in the official code, one here."""
     shapes = description["shapes"]
     return [i for i, shape in enumerate(shapes) if settings["mars_type"] == "mars-shampoo" or len(shape) < 3]
-
-
-def steps(optimizer: mars_hf.Mars, params: list, tensors: dict, description: dict):
-    """Take the golden steps, yielding after each."""
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    for t in range(description["steps"]):
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * (1 - 0.5 * t / description["steps"])
-        set_gradients(params, tensors, f"grad.{t}")
-        optimizer.step()
-        yield t
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["per-tensor", "foreach"], indirect=True)
@@ -144,20 +188,11 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
     groups = groups_of(params) if shampoo else params
     optimizer = mars_hf.Mars(groups, ns_dtype="float32", fused=False, **settings)
-    for t in steps(optimizer, params, tensors, description):
+    for t in take_steps(optimizer, params, tensors, description):
         for i in compared(settings, description):
             expected = tensors[f"{case}.{t}.p{i}"]
             torch.testing.assert_close(params[i].detach(), expected, rtol=0, atol=BARS[settings["mars_type"]])
-    kept = [key for key in tensors if key.startswith(f"{case}.state.")]  # none of MARS-M
-    for key in kept:
-        name, _, index = key.removeprefix(f"{case}.state.").rpartition(".p")
-        state = optimizer.state[params[int(index)]]
-        if name in state:
-            torch.testing.assert_close(state[name], tensors[key], rtol=1e-6, atol=1e-7)
-        else:  # a buffer the official code allocates and never writes
-            assert name == "exp_avg_sq"
-            assert not tensors[key].any()
-    assert bool(kept) == shampoo
+    assert bool(compare_states(optimizer, params, tensors, case)) == shampoo  # none of MARS-M
 
 
 @pytest.mark.parametrize(("dtype", "bar"), [(None, 1e-12), ("float32", 1e-5), ("bfloat16", 3e-2)])
@@ -168,11 +203,11 @@ def test_our_iteration_follows_float64(file, case, dtype, bar):
     tensors, description, settings = orthogonal(file, case)
     tensors = {key: value.double() for key, value in tensors.items()}
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
-    own = {key: settings[key] for key in ("lr", "betas", "gamma", "weight_decay")}
-    rules = {i: Reference(p, rule=settings["mars_type"], **own) for i, p in enumerate(params) if p.ndim == 2}
+    shared = {key: settings[key] for key in ("lr", "betas", "gamma", "weight_decay")}
+    rules = {i: Reference(p, rule=settings["mars_type"], **shared) for i, p in enumerate(params) if p.ndim == 2}
     groups = groups_of(params) if settings["mars_type"] == "mars-shampoo" else params
     optimizer = mars_hf.Mars(groups, ns_dtype=dtype, **settings)
-    for t in steps(optimizer, params, tensors, description):
+    for t in take_steps(optimizer, params, tensors, description):
         for i, rule in rules.items():
             rule.lr = settings["lr"] * (1 - 0.5 * t / description["steps"])
             rule.step(tensors[f"grad.{t}.p{i}"])

@@ -1,9 +1,15 @@
-"""What only the compiled CPU kernels have; `test_contract.py` compares their results."""
+"""What only the compiled CPU kernels have, and how they are compiled; `test_contract.py` compares their results."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import os
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +19,7 @@ from helpers import needs_compiler
 
 from mars_hf import rules
 from mars_hf.kernels import cpu as compiled
+from mars_hf.kernels import cpu_compiler as compiler
 
 ROW = 4096  # elements that have one partial sum
 SIZES = (0, 1, 2, 7, 4095, 4096, 4097, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 5 * ROW + 777, 100_003)
@@ -28,8 +35,8 @@ def run(lists, **settings):
     return [tensor for tensors in lists.values() for tensor in tensors]
 
 
-def momentum(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Convert values by the momentum rule, which can copy; return the first moment too."""
+def convert(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Convert values by the momentum rule, which can copy; return the first moment."""
     average = torch.zeros(len(values))
     numbers = {**STEP, "beta1": 0.0, "rule": "momentum", "steps": [1.0], "lr": 0.0}
     compiled.update([target], [values], [average], [], [], rules.Options(**numbers))
@@ -53,31 +60,21 @@ def test_clipping_within_the_update(threshold, scaled, rule):
     torch.testing.assert_close(run(lists, **numbers, clip_threshold=threshold), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_every_number_of_16_bits_is_read():
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
-    target = torch.empty(len(every))
-    momentum(every, target)
-    torch.testing.assert_close(target, every.float(), rtol=0, atol=0, equal_nan=True)
-
-
 def test_rounding_to_16_bits_is_that_of_pytorch():
-    """Of numbers of all sizes, midpoints between neighbours, the largest numbers, inf and NaN."""
+    """Of numbers of all sizes, midpoints between neighbours, the largest numbers, inf and NaN; all 16 bits are read."""
     generator = torch.Generator().manual_seed(0)
     any_bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
-    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
-    middles = (every[:-1].double() + every[1:].double()).float() / 2
-    values = torch.cat([any_bits, every, middles, torch.tensor([3.3961e38, torch.inf])])
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    wide = torch.empty(len(every))
+    convert(every, wide)
+    torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+    middles = (wide[:-1].double() + wide[1:].double()).float() / 2
+    values = torch.cat([any_bits, wide, middles, torch.tensor([3.3961e38, torch.inf])])
     target = torch.empty(len(values), dtype=torch.bfloat16)
-    average = momentum(values, target)
+    average = convert(values, target)
     torch.testing.assert_close(target, average.bfloat16(), rtol=0, atol=0, equal_nan=True)
     finite = values.isfinite()
     assert torch.equal(average[finite], values[finite])
-
-
-def test_sums_of_many_elements():
-    g = torch.full((30_000_001,), 0.1)
-    exact = torch.tensor(0.1).double() ** 2 * len(g)
-    assert ((compiled.sums([g], [g]) - exact).abs() <= 1e-6 * exact).all()  # c = g
 
 
 @pytest.mark.slow
@@ -154,3 +151,133 @@ def test_enums_of_the_source():
     assert f"enum Rule {{ {', '.join(rules.RULES).upper()} }};" in source
     types = [str(dtype).removeprefix("torch.").upper() for dtype in compiled.TYPES]
     assert f"enum Type {{ ABSENT, {', '.join(types)} }};" in source and list(compiled.TYPES.values()) == [1, 2, 3]
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+SOURCE = """
+extern "C" int answer() {
+    int threads = 0;
+#pragma omp parallel num_threads(2) reduction(+ : threads)
+    threads += 1;
+    return 40 + threads;
+}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Return the folder of the libraries, which does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "cache" / "mars_hf"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[list[str]]:
+    """Record the compiler's commands."""
+    commands, original = [], compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda command: (commands.append(command), original(command)))
+    return commands
+
+
+def test_compiles_once_into_a_private_folder(cache, source, runs):
+    umask = os.umask(0)
+    try:
+        assert [compiler.load(source).answer() for _ in range(2)] == [42, 42]
+    finally:
+        os.umask(umask)
+    assert len(runs) == len(list(cache.iterdir())) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert not list(cache.parents[1].glob("tmp/*"))
+
+
+def test_key_covers_source_and_command(cache, source, runs, monkeypatch):
+    compiler.load(source)
+    monkeypatch.setenv("CXX", f"{compiler.find_compiler()[0]} -DTHREADS=2")
+    assert compiler.load(source).answer() == 42
+    source.write_text(SOURCE.replace("40", "50"))
+    assert compiler.load(source).answer() == 52
+    assert len(runs) == len(list(cache.iterdir())) == 3
+
+
+def test_threads_at_once(cache, source):
+    with ThreadPoolExecutor(2) as pool:
+        assert [library.answer() for library in pool.map(compiler.load, [source, source])] == [42, 42]
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_damaged_library_is_compiled_again(cache, source, runs, monkeypatch, content):
+    def refuse(path: str) -> None:
+        raise OSError
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(ctypes, "CDLL", refuse)  # a loaded library cannot be written to
+        compiler.load(source)
+    (library,) = cache.iterdir()
+    library.write_bytes(content)
+    assert compiler.load(source).answer() == 42
+    assert len(runs) == 2 and library.stat().st_size > 1000
+
+
+def symlink(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+BROKEN_FOLDERS = {
+    "file": lambda folder, _: folder.write_text("no folder"),
+    "symlink": lambda folder, _: symlink(folder),
+    "others can write": lambda folder, _: (folder.mkdir(), folder.chmod(0o777)),
+    "others can read": lambda folder, _: (folder.mkdir(), folder.chmod(0o755)),
+    "another user's": lambda folder, patch: patch.setattr(os, "getuid", lambda: folder.parent.stat().st_uid + 1),
+    "full": lambda folder, patch: patch.setattr(shutil, "copyfile", full),
+    "unwritable": lambda folder, patch: patch.setattr(Path, "mkdir", full),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FOLDERS)
+def test_compiles_for_the_process_without_a_private_folder(cache, source, runs, monkeypatch, caplog, case):
+    cache.parent.mkdir()
+    BROKEN_FOLDERS[case](cache, monkeypatch)
+    assert [compiler.load(source).answer() for _ in range(2)] == [42, 42]
+    assert len(runs) == 2  # nothing was kept, nothing taken from there
+    monkeypatch.undo()
+    assert not [path for path in cache.parents[1].rglob("*") if "answer_" in path.name]
+    assert "cannot be cached" in caplog.messages[0] and "XDG_CACHE_HOME" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("cxx", "message"),
+    [
+        ("/no/such/compiler", r"no C\+\+ compiler \(/no/such/compiler\) is on the PATH"),
+        ("g++ 'unclosed", r"CXX=.* is no command \(No closing quotation\)"),
+        ("false", r"false -std.*failed with status 1"),
+        ("sh -c 'echo no_such_thing; exit 3'", r"failed with status 3: .*no_such_thing"),
+        ("sh -c 'exec sleep 9'", "the compiler cannot be run: .* timed out"),
+        (None, r"no C\+\+ compiler \(g\+\+, clang\+\+, c\+\+\).*set CXX"),
+    ],
+)
+def test_broken_compiler(cache, source, monkeypatch, cxx, message):
+    if cxx is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+    else:
+        monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setattr(compiler, "TIMEOUT", 0.5)
+    with pytest.raises(RuntimeError, match=message):
+        compiler.load(source)
+    assert not list(cache.glob("*"))

@@ -1,14 +1,17 @@
-"""What only the Triton kernels have: their tables, tiles and streams. `test_contract.py` compares their results.
+"""What only the Triton kernels have: tables, tiles, streams, assembly. `test_contract.py` compares their results.
 
 Triton reads TRITON_INTERPRET at import, once per process, so the interpreter has a process of its own, at the end of
-this file. On a GPU: CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu tests/kernels.
+this file. Kernels compile for GPUs without having one. On a GPU: CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu
+tests/kernels.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,19 +22,19 @@ from helpers import mars_of
 from mars_hf import rules
 from mars_hf.kernels import gpu as kernels
 
+triton = pytest.importorskip("triton", reason="needs triton (extra `test`)")
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from mars_hf.kernels import gpu_device  # noqa: E402
+
 HERE = Path(__file__).resolve().parent
-runs = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA GPU or the interpreter")
-here = pytest.mark.parametrize(
-    "device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=[pytest.mark.gpu, runs])]
-)
-
-
-def gpu(test):
-    return pytest.mark.parametrize("device", ["cuda"])(
-        pytest.mark.gpu(
-            pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA GPU")(test)
-        )
-    )
+has_gpu = torch.cuda.is_available() and not INTERPRETED
+on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu, reason="needs a CUDA GPU")]
+gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])
+here = pytest.mark.parametrize("device", ["cpu"]) if INTERPRETED else gpu
+compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 
 
 @here
@@ -54,10 +57,6 @@ def test_more_partial_sums_than_one_block(device, monkeypatch):
 
 def locate(words, count, tile, device):
     """Return the result of `gpu_device.locate` for one tile: tensor, first element, number of elements."""
-    import triton
-    import triton.language as tl
-
-    from mars_hf.kernels import gpu_device
 
     @triton.jit
     def kernel(table, count, tile, out, locate: tl.constexpr, TILE: tl.constexpr):
@@ -94,10 +93,6 @@ def test_positions_beyond_31_bits(device):
 @here
 def test_update_beyond_31_bits(device):
     """The tile at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
-    import triton.language as tl
-
-    from mars_hf.kernels import gpu_device
-
     start, length = 2**33, 1300
     lists = problem([length], device)
     expected = expected_update(lists, **STEP, steps=[1.0], lr=1e-2, rule="adamw")
@@ -137,33 +132,6 @@ def test_only_tensors_with_every_address_aligned_are_called_aligned(device):
     assert words[8 + 2 * 4 : 8 + 3 * 4] == [1, 0, 1, 0]
 
 
-def whole_step(sizes, device):
-    """Return a whole step on the device (sums, clipping factors, update) as a function without arguments."""
-    lists = problem(sizes, device)
-    correction = {"last_scales": torch.linspace(0.5, 2.0, len(sizes), device=device)}
-
-    def step():
-        sums = kernels.sums(lists["gradients"], lists["last_grads"], k=STEP["k"], **correction)
-        factors = rules.clip_factors(sums[3], 1.0)
-        settings = {"rule": "adamw", "steps": [1.0] * len(sizes), "lr": 1e-2, "factors": factors}
-        names = ("params", "gradients", "exp_avgs", "exp_avg_sqs", "last_grads")
-        kernels.update(*(lists[name] for name in names), rules.Options(**STEP, **settings, **correction))
-
-    return lists, step
-
-
-@gpu
-def test_a_step_never_waits_for_the_gpu(device):
-    lists, step = whole_step([3000, 17], device)
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        lists["gradients"] = [gradient.clone() for gradient in lists["gradients"]]  # new addresses: a new table
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @gpu
 @pytest.mark.parametrize(
     "settings", [{}, {"take_grad": True}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "take_grad": True}], ids=str
@@ -193,15 +161,92 @@ def test_sums_of_a_hundred_million_elements(device):
 
 @gpu
 def test_a_step_on_another_stream(device):
-    lists, step = whole_step([3000, 17], device)
-    plain, plain_step = whole_step([3000, 17], device)
-    plain_step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(map(torch.equal, lists["params"], plain["params"]))
+    results, stream = [], torch.cuda.Stream()
+    for current in (torch.cuda.current_stream(), stream):
+        lists = problem([3000, 17], device)
+        names = ("params", "gradients", "exp_avgs", "exp_avg_sqs", "last_grads")
+        current.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(current):
+            factors = rules.clip_factors(kernels.sums(lists["gradients"], lists["last_grads"], k=STEP["k"])[3], 1.0)
+            settings = {**STEP, "rule": "adamw", "steps": [1.0, 1.0], "lr": 1e-2, "factors": factors}
+            kernels.update(*(lists[name] for name in names), rules.Options(**settings))
+        torch.cuda.current_stream().wait_stream(current)
+        results.append(lists["params"])
+    assert all(map(torch.equal, *results))
+
+
+# --- the assembly -----------------------------------------------------------------------------------------------------
+
+HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "REST": kernels.REST}
+POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32", "last_scales": "*fp32"}
+POINTERS |= dict.fromkeys(("table", "seeds"), "*i64") | dict.fromkeys(("scale", "factors", "partials", "sums"), "*fp64")
+WIDE = (tl.float32,) * 4
+
+
+def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
+    signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {name: value for name, value in {**SIZES, **constants}.items() if signature.get(name) == "constexpr"}
+    return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options)
+
+
+def update(param, gradient, state, last, compute=tl.float32, **flags):
+    dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
+    flags = {"RULE": "adamw", "CORRECTED": True, "KEEP_LAST": last is not None, "VECTOR": 4, **flags}
+    return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
+
+
+def sums(gradient, last, compute=tl.float32, **flags):
+    flags = {"VECTOR": 4, **flags}
+    return compiled(gpu_device.partial_sums, GRADIENT=gradient, LAST=last, COMPUTE=compute, **flags)
+
+
+def accesses(code, width):
+    """Return the numbers of device memory reads and writes that move `width` registers at once."""
+    counts = Counter(re.findall(rf"(ld|st)\.global\.{re.escape(width)}", code.asm["ptx"]))
+    return counts["ld"], counts["st"]
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("dtypes", "flags", "expected"),
+    [
+        (WIDE, {}, {"v4.b32": (10, 8)}),
+        (WIDE, {"KEEP_LAST": False}, {"v4.b32": (10, 6)}),
+        ((tl.bfloat16, tl.bfloat16, tl.float32, tl.bfloat16), {}, {"v4.b32": (4, 4), "v2.b32": (6, 4)}),
+    ],
+    ids=["float32", "last gradients not kept", "bfloat16 with float32 states"],
+)
+def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
+    """Each thread has eight elements, two accesses for each tensor; nothing goes through shared memory."""
+    code = update(*dtypes, **flags)
+    assert {width: accesses(code, width) for width in expected} == expected and code.metadata.shared == 0
+
+
+@compiles
+@pytest.mark.parametrize("flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str)
+def test_every_rule_compiles(flags):
+    assert update(tl.float16, tl.float32, tl.float32, None, **flags).asm["cubin"]
+
+
+@compiles
+def test_float64_and_amd_compile():
+    dtypes, settings = (tl.float64,) * 4, {"compute": tl.float64, "VECTOR": 2}
+    assert update(*dtypes, **settings).asm["cubin"] and sums(*dtypes[:2], **settings).asm["cubin"]
+    assert update(*WIDE, target=MI300).asm["hsaco"] and sums(*WIDE[:2], target=MI300).asm["hsaco"]
+
+
+@compiles
+@pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
+def test_sums_move_128_bits_at_once_and_no_register_is_spilled(last, tmp_path):
+    of_sums = sums(tl.float32, last)
+    assert accesses(of_sums, "v4.b32")[0] == (2 if last is None else 4)
+    totals = compiled(gpu_device.total_sums, options=kernels.OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)
+    for code in (update(*WIDE[:3], last), of_sums, totals):
+        (tmp_path / "kernel.cubin").write_bytes(code.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "kernel.cubin"]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert re.search(r"STACK:(\d+)", usage).group(1) == "0"
 
 
 @pytest.mark.slow
