@@ -41,7 +41,7 @@ SCRIPT = """
 """
 
 
-# tests/docs/test_shell_examples.py runs `accelerate launch -m mars_hf run`.
+# tests/docs/test_examples.py runs `accelerate launch -m mars_hf run`.
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,26 @@
-"""What the pages say: their style, the messages that Troubleshooting quotes, the numbers of docs/choosing.md."""
+"""What pages say: style, quoted messages, the numbers of docs/choosing.md; the site builds, links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import math
+import os
 import re
 import shlex
 import statistics
+import subprocess
+import sys
 
 import pytest
 import tune
 import update_rms as measuring
+import yaml
 from pages import PAGES, ROOT, blocks, commands
+from PIL import Image
 
+import mars_hf
 from mars_hf.__main__ import main
 from mars_hf.suggest import AdamW, first_moment_rms, suggest, update_rms
 
@@ -58,29 +65,17 @@ def text_of(node: ast.AST) -> str | None:
     return None
 
 
-@pytest.fixture(scope="module")
-def messages() -> list[str]:
-    """Return every string of the package."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "mars_hf").rglob("*.py"))]
-    return [text for tree in trees for node in ast.walk(tree) if (text := text_of(node))]
-
-
 def occurs(quote: str, text: str) -> bool:
     """Return whether a quotation's words occur in a message in order, with the message's values in their gaps."""
-    place = 0
-    for piece in filter(None, quote.split(GAP)):
-        place = text.find(piece, place)
-        if place < 0:
-            return False
-        place += len(piece)
-    return True
+    return re.search(".*?".join(map(re.escape, quote.split(GAP))), text, re.DOTALL) is not None
 
 
-def test_quoted_messages_are_in_the_code(messages):
-    """In the first column of the page's tables."""
-    text = PAGES["troubleshooting.md"].read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:warning )?`([^`]+)`[^|]*\|", text, re.MULTILINE)
-    quotes = [row for row in rows if " " in row]
+def test_quoted_messages():
+    """Those in the first column of the page's tables are in the code."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "mars_hf").rglob("*.py"))]
+    messages = [text for tree in trees for node in ast.walk(tree) if (text := text_of(node))]
+    page = PAGES["troubleshooting.md"].read_text(encoding="utf-8")
+    quotes = [row for row in re.findall(r"^\| (?:warning )?`([^`]+)`[^|]*\|", page, re.MULTILINE) if " " in row]
     assert len(quotes) > 10 and all(len(quote.replace(GAP, "")) >= 15 for quote in quotes)
     assert [quote for quote in quotes if not any(occurs(quote, text) for text in messages)] == []
     assert not any(occurs("lr=… for MARS and momentum=… contradict each other", text) for text in messages)
@@ -99,32 +94,21 @@ ROWS = {
     "mars-m": ("mars-m, lr_1d 0.016", "mars-m, lr_1d 0.004", (0.9, 0.95)),
 }
 MISSES = {"mars-adamw, betas (0.95, 0.99)"}
-
-
-@pytest.fixture(scope="module")
-def losses():
-    search = tune.Search("embedded")
-    return search.losses(json.loads(search.file.read_text())["runs"])
-
-
-def row_of(name: str, losses) -> tuple[float, str]:
-    """Return the factor between suggestion and sweep, and the row of the table."""
-    best_sweep, near_sweep, betas = ROWS[name]
-    (rate,) = tune.best(losses[f"adamw {betas}"])
-    settings = suggest(name.partition(",")[0], AdamW(rate, betas), width=WIDTH)
-    (tuned,) = tune.best(losses[best_sweep])
-    loss = statistics.mean(losses[best_sweep][(tuned,)].values())
-    factor = tuned / settings["lr"]
-    near = min(losses[near_sweep], key=lambda rates: abs(math.log(rates[0] / settings["lr"])))
-    there = statistics.mean(losses[near_sweep][near].values())
-    return factor, f"| {name} | {rate:g} | {settings['lr']:.2g} | {tuned:g} | {factor:.2f} | {loss:.3f} | {there:.3f} |"
+CHOOSING = PAGES["choosing.md"].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_table_of_the_sweeps(name, losses):
-    factor, row = row_of(name, losses)
-    assert row in PAGES["choosing.md"].read_text(encoding="utf-8").splitlines()
-    assert (0.5 <= factor <= 2) != (name in MISSES)
+def test_table_of_the_sweeps(name):
+    search = tune.Search("embedded")
+    losses = search.losses(json.loads(search.file.read_text())["runs"])
+    best_sweep, near_sweep, betas = ROWS[name]
+    (rate,), (tuned,) = tune.best(losses[f"adamw {betas}"]), tune.best(losses[best_sweep])
+    lr = suggest(name.partition(",")[0], AdamW(rate, betas), width=WIDTH)["lr"]
+    near = min(losses[near_sweep], key=lambda rates: abs(math.log(rates[0] / lr)))
+    best, nearest = (statistics.mean(runs.values()) for runs in (losses[best_sweep][tuned,], losses[near_sweep][near]))
+    row = f"| {name} | {rate:g} | {lr:.2g} | {tuned:g} | {tuned / lr:.2f} | {best:.3f} | {nearest:.3f} |"
+    assert row in CHOOSING.splitlines()
+    assert (0.5 <= tuned / lr <= 2) != (name in MISSES)
 
 
 @pytest.mark.parametrize("page", ["README.md", "choosing.md"])
@@ -138,18 +122,16 @@ def test_rates_to_start_from(page):
 
 
 def test_output_of_suggest(capsys):
-    (command,) = [words for words in map(shlex.split, commands("choosing.md")) if "suggest" in words][:1]
+    command = next(words for words in map(shlex.split, commands("choosing.md")) if "suggest" in words)
     main(command[3:])
-    shown = next(block.text for block in blocks("choosing.md") if block.language == "text")
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == next(block.text for block in blocks("choosing.md") if block.language == "text")
 
 
 def test_predicted_sizes_of_updates():
-    text = PAGES["choosing.md"].read_text(encoding="utf-8")
     near, far = (update_rms("mars-adamw", beta1=beta1, gamma=0.025) for beta1 in (0.9, 0.95))
-    assert f"| {near:.3f} at `beta1` 0.9, {far:.3f} at 0.95 |" in text
-    assert f"| {update_rms('mars-shampoo', beta1=0.95, gamma=0.025, width=768):.3f} at width 768 |" in text
-    assert f"| `0.2 s` | {update_rms('mars-m', beta1=0.95, gamma=0.025):.2g} |" in text
+    assert f"| {near:.3f} at `beta1` 0.9, {far:.3f} at 0.95 |" in CHOOSING
+    assert f"| {update_rms('mars-shampoo', beta1=0.95, gamma=0.025, width=768):.3f} at width 768 |" in CHOOSING
+    assert f"| `0.2 s` | {update_rms('mars-m', beta1=0.95, gamma=0.025):.2g} |" in CHOOSING
 
 
 @pytest.mark.parametrize(
@@ -157,9 +139,81 @@ def test_predicted_sizes_of_updates():
 )
 def test_measured_sizes_of_updates(index, beta1, tolerance):
     row = json.loads(measuring.RESULTS.read_text())["runs"][index]
-    rule = row["optimizer"].replace("_", "-")
+    rule, measured = row["optimizer"].replace("_", "-"), row["rms"]["matrices"]
     predicted = first_moment_rms(beta1) if rule == "adamw" else update_rms(rule, beta1=beta1, gamma=0.025, width=WIDTH)
-    measured = row["rms"]["matrices"]
     assert measured == pytest.approx(predicted, rel=tolerance)
-    shown = f"| {rule} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.2f} |"
-    assert shown in PAGES["choosing.md"].read_text(encoding="utf-8").splitlines()
+    assert f"| {rule} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.2f} |" in CHOOSING.splitlines()
+
+
+# --- the site, its figures and links ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="the test extra brings mkdocs-material and mkdocstrings",
+)
+def test_site(tmp_path):
+    """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    finished = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    page = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert [name for name in mars_hf.__all__ if f'id="mars_hf.{name}"' not in page] == []
+    loads = re.compile(r"""<(?:script|link|img)\b[^>]*?(?:src|href)=["']?(https?://[^"'\s>]+)""")
+    for page in tmp_path.rglob("*.html"):
+        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
+    assert (tmp_path / "changelog" / "index.html").is_file()
+    shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
+    assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)
+
+
+def test_navigation():
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        return [leaf for part in (entry if isinstance(entry, list) else entry.values()) for leaf in leaves(part)]
+
+    class Loader(yaml.SafeLoader):
+        """Reads mkdocs' tag for variables of the environment."""
+
+    Loader.add_constructor("!ENV", lambda loader, node: None)
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
+    assert sorted(leaves(nav)) == sorted([*(PAGES.keys() - {"README.md"}), "changelog.md"])
+
+
+@pytest.mark.slow
+def test_figures(tmp_path):
+    """Pictures have the same names and sizes when drawn again; pixels differ with matplotlib's version."""
+    script = ROOT / "docs" / "figures" / "draw.py"
+    subprocess.run([sys.executable, str(script), "--output_dir", str(tmp_path)], check=True, capture_output=True)
+    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert drawn
+    for name in drawn:
+        with Image.open(tmp_path / name) as new, Image.open(ROOT / "docs" / "images" / name) as kept:
+            assert new.size == kept.size
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
+    for picture in (ROOT / "docs" / "images").glob("*.png"):
+        assert f"images/{picture.name}" in pages, f"{picture.name} is on no page"
+
+
+def test_readme():
+    lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    first, second = list(commands("README.md"))
+    assert first == "pip install -c constraints.txt -e '.[recipes]' && accelerate launch recipes/pretrain_gpt2.py"
+    assert second == "pip install -c constraints.txt -e '.[test]' && python -m pytest"
+    # .ci/run looks for it with sed, at the beginning of a line
+    assert sum(bool(re.fullmatch(r"pip install .*\[test\].*pytest", line)) for line in lines) == 1
+
+
+def test_links_of_readme():
+    text = PAGES["README.md"].read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], link

@@ -1,4 +1,4 @@
-"""Every shell example of README and docs runs with small settings, or is parsed, with the reason for not running it.
+"""Examples of README and docs: Python runs in one namespace per page, commands run with small settings or are parsed.
 
 A command that commands.yaml lacks fails the test, and so does a row of it that no page uses.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -20,15 +23,19 @@ from typing import Any
 
 import pages
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch
+from accelerate.state import AcceleratorState, GradientState
 from helpers import gpt2
 from pages import PAGES, ROOT, blocks, commands, entry_points
 from pretraining.data import embedded, token_files
 from pretraining.run import arguments
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from trl import SFTTrainer
 
 import mars_hf
+from mars_hf import universal
 from mars_hf.__main__ import main
 
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
@@ -52,13 +59,90 @@ def tokens(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """Make a folder to run in, with the repository's folders and a user's script."""
+def place(tmp_path, monkeypatch):
+    """Run in a folder with the repository's folders and a user's script; reset accelerate's state afterwards."""
     for name in ("accelerate_configs", "recipes", "benchmarks", "constraints.txt", "setup.cfg"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "train.py").write_text(pages.SCRIPT)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged():
+    """Collect messages of mars_hf, which transformers' loggers do not pass on to pytest."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("mars_hf").addHandler(handler)
+    yield messages
+    logging.getLogger("mars_hf").removeHandler(handler)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(one.language == "python" for one in blocks(page))])
+def test_python(page, place, logged):
+    """What they print and log is on the page too, below a comment `prints` or `logs`."""
+    names, printed = pages.names(place), ""
+    if page == "distributed.md":
+        folder = Path("out/checkpoint-500/global_step500")
+        pages.save_zero_checkpoint(folder)
+        universal.to_universal(folder, folder.with_name(f"{folder.name}_universal"))
+    for block in blocks(page):
+        if block.language == "python":
+            output = io.StringIO()
+            source = "\n" * (block.line - 1) + block.text  # so that tracebacks have the page's line numbers
+            with contextlib.redirect_stdout(output):
+                exec(compile(source, str(PAGES[page]), "exec"), names)
+            printed = output.getvalue()
+        elif block.directive == "prints":
+            assert [line.rstrip() for line in printed.splitlines()] == block.text.splitlines()
+        elif block.directive == "logs":
+            beginning = block.text.partition("...")[0].strip()
+            assert any(message.startswith(beginning) for message in logged), (beginning, logged)
+        else:
+            assert not block.directive, f"{page}: unknown directive {block.directive}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook(path, place, logged):
+    torch.set_num_threads(1)
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    names = {"__name__": "notebook"}
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    assert names["mars_loss"] < 4 and any(message.startswith("mars-m ") for message in logged)
+
+
+def test_entry_points_of_readme(place):
+    """The table's code builds a Mars where the table says."""
+    names = {**pages.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
+    names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}
+    python = [code for code in entry_points() if not code.startswith(("python ", "accelerate "))]
+    assert len(python) == 8
+    kinds = []
+    for code in python:
+        code = code.replace("(..., ", "(model, args, train_dataset=dataset, ")
+        code = code.replace("args, ...)", "args, train_dataset=rows, processing_class=tokenizer)")
+        made = eval(code.replace("TrainingArguments(", "TrainingArguments(use_cpu=True, "), names)
+        kinds.append(type(made).__name__)
+        if isinstance(made, Trainer):
+            made.train()
+            assert "mars/clip_fraction" in made.state.log_history[0]
+        elif isinstance(made, TrainingArguments):
+            make, settings = Trainer.get_optimizer_cls_and_kwargs(made, names["model"])
+            assert make()(names["model"], **settings).param_groups[0]["mars_type"] == "mars-adamw"
+    trainers = ["Trainer", "Trainer", "MarsTrainer", "MarsSFTTrainer", "MarsTrainer"]
+    assert kinds == [*trainers, "NoneType", "TrainingArguments", "Mars"]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def process(command: list[str]) -> str:
