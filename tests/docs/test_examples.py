@@ -40,16 +40,28 @@ from mars_hf.__main__ import main
 
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 PARSED = [command for of_a_reason in COMMANDS["parsed"].values() for command in of_a_reason]
+FEW = ["--output_dir", "run", "--max_steps", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
+TRAIN = [*FEW, "--report_to", "none", "--save_strategy", "no"]
+TUNE = [*FEW, "--eval_strategy", "no"]
+ROWS = ["--dataset_name", "rows"]
+EVALUATE = ["--data_dir", "data", "--max_eval_blocks", "4", "--use_cpu"]
 TINY = [
     *("--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32", "--embedded_vocab_size", "512"),
     *("--max_steps", "2", "--warmup_steps", "1", "--logging_steps", "1", "--eval_steps", "2", "--max_eval_blocks", "4"),
     *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4", "--sample_tokens", "4"),
-    *("--cpu_threads", "1", "--disable_tqdm", "true"),
+    *("--cpu_threads", "1", "--disable_tqdm", "true", "--data_dir", "data", "--output_dir", "run"),
 ]
-SCRIPT = ["--output_dir", "out", "--max_steps", "2", "--use_cpu", "true", "--report_to", "none"]
-SCRIPT += ["--save_strategy", "no"]
-FEW = ["--output_dir", "run", "--disable_tqdm", "true", "--use_cpu", "true", "--max_steps", "2"]
-FEW += ["--eval_strategy", "no"]
+MEASURE = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--output", "result.json"]
+# Scripts that run: more arguments, the file they write, and whether its content is right.
+RUNS: dict[str, tuple[list[str], str, Callable[[dict[str, Any]], bool]]] = {
+    "pretrain_gpt2": (TINY, "run/metrics.json", lambda metrics: metrics["steps"] == 2),
+    "evaluate_checkpoint": (EVALUATE, "runs/evaluation.json", lambda metrics: metrics["loss"] > 0),
+    "finetune_vit": (TUNE, "run/metrics.json", lambda metrics: metrics["eval_accuracy"] >= 0),
+    "finetune_lm": ([*TUNE, *ROWS], "run/metrics.json", lambda metrics: metrics["trainable_parameters"] > 0),
+    "sft_lora": ([*TUNE, *ROWS], "run/metrics.json", lambda metrics: metrics["trainable_parameters"] > 0),
+    "step_cost": ([*MEASURE, "--contenders", "^Mars$|^mars-m$"], "result.json", bool),
+    "train_cost": ([*MEASURE, "--block", "16", "--steps", "2"], "result.json", bool),
+}
 
 
 @pytest.fixture(scope="module")
@@ -176,95 +188,49 @@ def script_of(command: list[str]) -> tuple[str, list[str]]:
 # --- what runs: in this process where that is possible, which saves imports -------------------------------------------
 
 
-def runs_as_written(command: str) -> None:
-    if " run " in command:
-        rule = "mars-lion" if "mars_lion" in command else "mars-adamw"
-        assert f"TRAINED WITH Mars {rule}" in process([*shlex.split(command), *SCRIPT])
-    else:
-        assert "mars-m " in process(shlex.split(command))
-
-
-def converts(command: str) -> None:
-    *_, source, target = argv = shlex.split(command)[3:]
-    pages.save_zero_checkpoint(Path(source))
-    main(argv)
-    assert (Path(target) / "zero" / "optimizer_state.pt").is_file()
-
-
-def pretrains(run: Any, argv: list[str], tokens: Path) -> None:
-    inner = ["--n_inner", "32"] if "llama" in argv else []
-    run([*argv, *TINY, *inner, "--data_dir", str(tokens), "--output_dir", "run"])
-    assert json.loads(Path("run", "metrics.json").read_text())["steps"] == 2
-
-
-def converts_nanogpt(run: Any, argv: list[str], tokens: Path) -> None:
-    back = "--to_nanogpt" in argv
-    gpt2().save_pretrained(argv[0] if back else "model")
-    if not back:
-        run(["model", "out", "--to_nanogpt"])
-    run(argv)
-    assert Path("out/ckpt.pt" if back else "converted/config.json").is_file()
-
-
-def save_model(folder: str, tokens: Path) -> None:
-    source, model = token_files.load(tokens), gpt2()
-    model.resize_token_embeddings(len(source.tokenizer), mean_resizing=False)
-    for part in (model, source.tokenizer):
-        part.save_pretrained(folder)
-
-
-def evaluates(run: Any, argv: list[str], tokens: Path) -> None:
-    model, output = (argv[argv.index(flag) + 1] for flag in ("--model", "--output_file"))
-    save_model(model, tokens)
-    run([*argv, "--data_dir", str(tokens), "--max_eval_blocks", "4", "--use_cpu"])
-    assert json.loads(Path(output).read_text())["loss"] > 0
-
-
-def trains_classifier(run: Any, argv: list[str], tokens: Path) -> None:
-    run([*argv, *FEW])
-    assert json.loads(Path("run", "metrics.json").read_text())["eval_accuracy"] >= 0
-
-
-def fine_tunes(run: Any, argv: list[str], tokens: Path) -> None:
-    if "--model_name_or_path" not in argv:
-        argv = [*argv, "--model_name_or_path", "tiny"]
-    save_model(argv[argv.index("--model_name_or_path") + 1], tokens)
-    row = {"text": "print(1)\n" * 20} if "finetune_lm" in run.__module__ else {"prompt": "a", "completion": "b"}
-    Path("rows").mkdir()
-    Path("rows", "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
-    run([*argv, "--dataset_name", "rows", *FEW])
-    assert json.loads(Path("run", "metrics.json").read_text())["trainable_parameters"] > 0
-
-
-def measures(run: Any, argv: list[str], tokens: Path) -> None:
-    few = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--output", "result.json"]
-    few += ["--block", "16", "--steps", "2"] if run.__module__ == "train_cost" else ["--contenders", "^Mars$|^mars-m$"]
-    run([*argv, *few])
-    assert Path("result.json").is_file()
-
-
-RUNNERS: dict[str, Callable[[Any, list[str], Path], None]] = {
-    "pretrain_gpt2": pretrains,  # launched in full by tests/recipes/test_pretrain_gpt2.py
-    "convert_nanogpt": converts_nanogpt,
-    "evaluate_checkpoint": evaluates,
-    "finetune_vit": trains_classifier,
-    **dict.fromkeys(("finetune_lm", "sft_lora"), fine_tunes),
-    **dict.fromkeys(("step_cost", "train_cost"), measures),
-}
+def prepare(name: str, argv: list[str], tokens: Path) -> list[str]:
+    """Make what a script reads, and return its arguments."""
+    Path("data").symlink_to(tokens)
+    if name in ("finetune_lm", "sft_lora"):
+        argv = argv if "--model_name_or_path" in argv else [*argv, "--model_name_or_path", "tiny"]
+        row = {"text": "print(1)\n" * 20} if name == "finetune_lm" else {"prompt": "a", "completion": "b"}
+        Path("rows").mkdir()
+        Path("rows", "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
+    for flag in {"--model", "--model_name_or_path"} & set(argv):
+        tokenizer, model = token_files.load(tokens).tokenizer, gpt2()
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        for part in (model, tokenizer):
+            part.save_pretrained(argv[argv.index(flag) + 1])
+    return [*argv, *(("--n_inner", "32") if "llama" in argv else ())]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS["run"])
 def test_command_runs(command, place, tokens):
-    if "to_universal" in command:
-        converts(command)
-    elif "-m mars_hf" in command:
-        runs_as_written(command)
+    words = shlex.split(command)
+    if "-m mars_hf run" in command:
+        rule = "mars-lion" if "mars_lion" in command else "mars-adamw"
+        assert f"TRAINED WITH Mars {rule}" in process([*words, *TRAIN])
+    elif "-m mars_hf suggest" in command:
+        assert "mars-m " in process(words)
     elif "exchange_on_paper" in command:
-        assert json.loads(process(shlex.split(command)))["received_bytes"] > 0
+        assert json.loads(process(words))["received_bytes"] > 0
+    elif "-m mars_hf to_universal" in command:
+        pages.save_zero_checkpoint(Path(words[4]))
+        main(words[3:])
+        assert (Path(words[5]) / "zero" / "optimizer_state.pt").is_file()
+    elif "convert_nanogpt" in command:
+        convert, back = importlib.import_module("convert_nanogpt").main, "--to_nanogpt" in words
+        gpt2().save_pretrained(words[2] if back else "model")
+        if not back:
+            convert(["model", "out", "--to_nanogpt"])
+        convert(words[2:])
+        assert Path("out/ckpt.pt" if back else "converted/config.json").is_file()
     else:
-        name, argv = script_of(shlex.split(command))
-        RUNNERS[name](importlib.import_module(name).main, argv, tokens)
+        name, argv = script_of(words)
+        more, made, is_right = RUNS[name]
+        importlib.import_module(name).main([*prepare(name, argv, tokens), *more])
+        assert is_right(json.loads(Path(made).read_text()))
 
 
 # --- what is parsed ---------------------------------------------------------------------------------------------------
@@ -280,35 +246,23 @@ def is_pip(command: str) -> None:
         assert not extra or extra in extras["options.extras_require"]
 
 
-class _Parsed(Exception):
-    """Raised when the command line was parsed without error."""
-
-
 def script_parses(command: str) -> None:
     """Parse the arguments with the script's own parser, and what it passes on with the recipe's."""
     name, argv = script_of(shlex.split(command))
     if name == "pretrain_gpt2":
         assert arguments.parse([*argv, "--use_cpu", "true", "--bf16", "false", "--tf32", "false"]).config.is_file()
-        return
-    if name in ("compare_optimizers", "measure_tracking"):
-        *_, rest = importlib.import_module(name).parse(argv)
-        arguments.parse(rest)
-        return
-    read = argparse.ArgumentParser.parse_known_args
+    elif name in ("compare_optimizers", "measure_tracking"):
+        arguments.parse(importlib.import_module(name).parse(argv)[-1])
+    else:
+        read = argparse.ArgumentParser.parse_known_args
 
-    def read_and_stop(*given, **settings):
-        _, rest = read(*given, **settings)
-        assert not rest
-        raise _Parsed
+        def read_and_stop(*arguments, **settings):
+            assert not read(*arguments, **settings)[1]
+            raise EOFError
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed):
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_stop)
-        importlib.import_module(name).main(argv)
-
-
-def launch_parses(command: str) -> None:
-    read, (script, *_) = launched(shlex.split(command))
-    assert Path(script).is_file() and read.num_processes == 4
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(EOFError):
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", read_and_stop)
+            importlib.import_module(name).main(argv)
 
 
 def llama_factory_parses(command: str) -> None:
@@ -328,7 +282,8 @@ def test_command_parses(command, place):
     elif "llamafactory" in command:
         llama_factory_parses(command)
     elif " train.py" in command:
-        launch_parses(command)
+        read, (script, *_) = launched(shlex.split(command))
+        assert Path(script).is_file() and read.num_processes == 4
     elif not command.startswith(("pip ", "axolotl ", "python -m pytest")):
         script_parses(command)
 
