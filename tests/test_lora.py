@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import peft
 import pytest
@@ -16,7 +18,6 @@ import mars_hf
 from mars_hf import Mars
 
 RULES = ("mars-adamw", "mars-m")
-ORTHOGONAL = ("mars-shampoo", "mars-m")
 
 
 def llama() -> LlamaForCausalLM:
@@ -25,131 +26,16 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64))
 
 
-TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "down_proj"]}
-MAKERS = {"gpt2": gpt2, "llama": llama}
-
-
-def config(kind: str = "gpt2", **settings) -> LoraConfig:
-    given = {"r": 2, "target_modules": TARGETS[kind], "fan_in_fan_out": kind == "gpt2", "init_lora_weights": False}
-    return LoraConfig(**{**given, **settings})
-
-
-def adapted(kind: str = "gpt2", **settings) -> PeftModel:
-    model = MAKERS[kind]()
-    torch.manual_seed(1)
-    return get_peft_model(model, config(kind, **settings))
-
-
-def roles(optimizer: Mars) -> dict[str, str]:
-    return {name: group["role"] for group in optimizer.param_groups for name in group["param_names"]}
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
-
-
-def backward(model: nn.Module) -> None:
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(3))
-    model(input_ids=ids, labels=ids).loss.backward()
-
-
-def train(model: nn.Module, optimizer: Mars, steps: int = 2) -> None:
-    for _ in range(steps):
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def trainable(model: nn.Module) -> set[str]:
-    return {name for name, param in model.named_parameters() if param.requires_grad}
-
-
-# --- roles -----------------------------------------------------------------------------------------------------------
-
-LORA_OF_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "expected"),
-    [
-        (
-            "LoraConfig",
-            {"target_modules": ["q_proj", "lm_head"]},
-            {"q_proj.lora_A": "matrix", "lm_head.lora_B": "adamw"},
-        ),
-        (
-            "LoraConfig",
-            LORA_OF_EXPERTS,
-            {"q_proj.lora_A": "matrix", "experts.lora_A": "adamw", "experts.lora_B": "adamw"},
-        ),
-        ("IA3Config", {"target_modules": ["down_proj"], "feedforward_modules": ["down_proj"]}, {"ia3_l": "adamw"}),
-        ("AdaLoraConfig", {"target_modules": ["q_proj"], "total_step": 10}, {"lora_A": "adamw", "lora_E": "adamw"}),
-        ("LoHaConfig", {"target_modules": ["q_proj"]}, {"hada_w1_a": "adamw"}),
-        ("OFTConfig", {"target_modules": ["q_proj"], "oft_block_size": 8}, {"oft_R": "adamw"}),
-        ("PromptTuningConfig", {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"}, {"embedding": "adamw"}),
-    ],
-    ids=["heads", "experts", "ia3", "adalora", "loha", "oft", "prompts"],
-)
-def test_roles_of_adapters(kind, settings, expected):
+def mixtral() -> MixtralForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=50, num_local_experts=3))
-    model = llama() if kind == "IA3Config" else model
-    found = roles(mars_hf.create(get_peft_model(model, getattr(peft, kind)(**settings)), mars_type="mars-m"))
-    for part, role in expected.items():
-        assert {found[name] for name in found if part in name} == {role}
+    return MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=50, num_local_experts=3))
 
 
-@pytest.mark.parametrize("mars_type", RULES)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_roles_of_lora(kind, mars_type):
-    model = adapted(kind)
-    base = {name: value for name, value in values(model).items() if name not in trainable(model)}
-    optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2, weight_decay=0.1)
-    assert roles(optimizer) == dict.fromkeys(trainable(model), "matrix")
-    assert all(".lora_A." in name or ".lora_B." in name for name in trainable(model))
-    before = values(model)
-    train(model, optimizer)
-    assert changed(model, before) == trainable(model)
-    assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in base.items())
-    known = {id(param) for param in model.parameters() if param.requires_grad}
-    assert {id(param) for param in optimizer.state} == known
-    assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
-
-
-@pytest.mark.parametrize("mars_type", ORTHOGONAL)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_updates_are_orthogonal(kind, mars_type):
-    """A (rank, in) has orthogonal rows and B (out, rank) orthogonal columns, for each projection of its own."""
-    model = adapted(kind)
-    before = values(model)
-    optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2)
-    train(model, optimizer, steps=1)
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        update = (before[name] - param.detach()).double() / 1e-2
-        for matrix in update.split(8) if "c_attn.lora_B" in name else [update]:
-            rows, cols = matrix.shape
-            scale = max(1, rows / cols) ** 0.5 if mars_type == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
-            singular = torch.linalg.svdvals(matrix) / scale
-            assert 0.6 < singular.min() and singular.max() < 1.25, name
-
-
-def layouts(optimizer: Mars) -> dict[str, tuple | None]:
-    return {
-        name: (group["layout"] or {}).get("parts") for group in optimizer.param_groups for name in group["param_names"]
-    }
-
-
-@pytest.mark.parametrize("split_fused", ["auto", "none"])
-def test_fused_projection(split_fused):
-    model = adapted(target_modules=["c_attn", "c_fc"])
-    for name, parts in layouts(mars_hf.create(model, mars_type="mars-m", split_fused=split_fused)).items():
-        assert parts == ((8, 8, 8) if split_fused == "auto" and "c_attn.lora_B" in name else None)
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.linear = nn.Linear(8, 4)
 
 
 class Qkv(nn.Module):
@@ -161,103 +47,182 @@ class Qkv(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2)
 
 
-def test_other_fused_projections():
-    model = get_peft_model(Qkv(), LoraConfig(r=2, target_modules=["qkv", "attention"]))
-    found = layouts(mars_hf.create(model, mars_type="mars-m"))
-    assert {name for name, parts in found.items() if parts == (8, 8, 8)} == {
-        "base_model.model.qkv.lora_B.default.weight",
-        "base_model.model.attention.lora_B.default.weight",
-    }
+def config(make: Callable[[], nn.Module] = gpt2, **settings: Any) -> LoraConfig:
+    targets = {gpt2: ["c_attn", "c_proj"], llama: ["q_proj", "down_proj"], Convolutions: ["conv", "linear"]}
+    defaults = {"target_modules": targets.get(make), "fan_in_fan_out": make is gpt2, "init_lora_weights": False}
+    return LoraConfig(**{"r": 2, **defaults, **settings})
 
 
-@pytest.mark.parametrize("mars_type", RULES)
-def test_adapters_of_embeddings(mars_type):
-    model = adapted(target_modules=["wte", "wpe", "c_attn"])
-    expected = "adamw" if mars_type in ORTHOGONAL else "matrix"
-    optimizer = mars_hf.create(model, mars_type=mars_type, lr_embeddings=0.5)
-    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
-    for name, role in roles(optimizer).items():
-        assert role == (expected if "lora_embedding_" in name else "matrix")
-        assert rates[name] == (0.5 if "lora_embedding_" in name else 3e-3)
-    assert ("embedding: base_model" in str(optimizer)) == (mars_type in ORTHOGONAL)
+def adapted(make: Callable[[], nn.Module] = gpt2, **settings: Any) -> PeftModel:
+    model = make()
+    torch.manual_seed(1)
+    return get_peft_model(model, config(make, **settings))
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+def by_name(optimizer: Mars, key: str) -> dict[str, Any]:
+    """Return a setting of each parameter's group."""
+    return {name: group[key] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def backward(model: nn.Module) -> None:
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(3))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def train(model: nn.Module, optimizer: Mars, steps: int = 2) -> dict[str, torch.Tensor]:
+    """Train what is trainable, all of it and nothing else; return the values before."""
     before = values(model)
-    train(model, optimizer)
-    assert changed(model, before) == trainable(model)
+    for _ in range(steps):
+        backward(model)
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters() if not param.requires_grad)
+        optimizer.zero_grad()
+    assert changed(model, before) == trainable(model) != set()
+    return before
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+
+LORA_OF_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+SAVED = {"embed_tokens": "adamw", "lm_head": "adamw", "norm": "vector", "lora": "matrix"}
+# The model, its adapters, the role under mars-m of names with a part; mars-adamw has the role matrix in place of adamw.
+ROLES = {
+    "gpt2": (gpt2, config(), {".lora_A.": "matrix", ".lora_B.": "matrix"}),
+    "llama": (llama, config(llama), {".lora_A.": "matrix", ".lora_B.": "matrix"}),
+    "embeddings": (
+        gpt2,
+        config(target_modules=["wte", "wpe", "c_attn"]),
+        {"lora_embedding_": "adamw", "c_attn": "matrix"},
+    ),
+    "rank one": (llama, config(llama, r=1), {"lora_": "adamw"}),
+    "modules to save": (llama, config(llama, modules_to_save=["embed_tokens", "lm_head", "norm"]), SAVED),
+    "dora": (Convolutions, config(Convolutions, use_dora=True), {"lora_magnitude": "vector", "lora_": "matrix"}),
+    "heads": (mixtral, LoraConfig(target_modules=["q_proj", "lm_head"]), {"q_proj": "matrix", "lm_head": "adamw"}),
+    "experts": (mixtral, LoraConfig(**LORA_OF_EXPERTS), {"q_proj": "matrix", "experts.lora_": "adamw"}),
+    "ia3": (
+        llama,
+        peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]),
+        {"ia3_l": "adamw"},
+    ),
+    "adalora": (mixtral, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10), {"lora_": "adamw"}),
+    "loha": (mixtral, peft.LoHaConfig(target_modules=["q_proj"]), {"hada_w": "adamw"}),
+    "oft": (mixtral, peft.OFTConfig(target_modules=["q_proj"], oft_block_size=8), {"oft_R": "adamw"}),
+    "prompts": (mixtral, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), {"embedding": "adamw"}),
+}
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_trainable_tokens(mars_type):
-    model = adapted("llama", trainable_token_indices=[1, 2])
-    optimizer = mars_hf.create(model, mars_type=mars_type, lr_embeddings=0.5)
-    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
-    assert {rate for name, rate in rates.items() if "trainable_tokens_delta" in name} == {0.5}
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 8, 3)
-        self.linear = nn.Linear(8, 4)
-
-
-@pytest.mark.parametrize("mars_type", RULES)
-def test_dora(mars_type):
-    model = get_peft_model(Convolutions(), LoraConfig(r=2, target_modules=["conv", "linear"], use_dora=True))
-    for name, role in roles(mars_hf.create(model, mars_type=mars_type)).items():
-        assert role == ("vector" if "lora_magnitude_vector" in name else "matrix"), name
+@pytest.mark.parametrize("case", ROLES)
+def test_roles(case, mars_type):
+    make, adapters, expected = ROLES[case]
+    model = get_peft_model(make(), adapters)
+    optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2, weight_decay=0.1)
+    roles = by_name(optimizer, "role")
+    assert set(roles) == trainable(model) and all(any(part in name for name in roles) for part in expected)
+    for name, role in roles.items():
+        wanted = next(role for part, role in expected.items() if part in name)
+        assert role == ("matrix" if mars_type == "mars-adamw" and wanted == "adamw" else wanted), name
+    reason = {"embeddings": "embedding: base_model", "rank one": "a single row or column"}.get(case, "")
+    assert (reason in str(optimizer)) == (mars_type == "mars-m" or not reason)
+    if isinstance(adapters, LoraConfig) and make in (gpt2, llama):
+        train(model, optimizer)
+        assert {id(param) for param in optimizer.state} == {id(p) for p in model.parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_rank_one(mars_type):
-    """One row or column cannot be orthogonalized: mars-shampoo and mars-m leave it to AdamW."""
-    model = adapted("llama", r=1)
-    optimizer = mars_hf.create(model, mars_type=mars_type)
-    assert set(roles(optimizer).values()) == {"adamw" if mars_type in ORTHOGONAL else "matrix"}
-    assert ("a single row or column" in str(optimizer)) == (mars_type in ORTHOGONAL)
-    train(model, optimizer)
+@pytest.mark.parametrize(
+    ("make", "settings", "part"),
+    [
+        (gpt2, {"target_modules": ["wte", "wpe", "c_attn"]}, "lora_embedding_"),
+        (llama, {"trainable_token_indices": [1, 2]}, "trainable_tokens_delta"),
+    ],
+)
+def test_lr_embeddings(make, settings, part, mars_type):
+    rates = by_name(mars_hf.create(adapted(make, **settings), mars_type=mars_type, lr_embeddings=0.5), "lr")
+    assert rates == {name: 0.5 if part in name else 3e-3 for name in rates} and 0.5 in rates.values()
 
 
-@pytest.mark.parametrize("mars_type", RULES)
-def test_modules_to_save(mars_type):
-    model = adapted("llama", modules_to_save=["embed_tokens", "lm_head", "norm"])
-    optimizer = mars_hf.create(model, mars_type=mars_type)
-    of_tables = "adamw" if mars_type in ORTHOGONAL else "matrix"
-    for name, role in roles(optimizer).items():
-        kinds = {"embed_tokens": of_tables, "lm_head": of_tables, "norm": "vector", "lora": "matrix"}
-        assert role == next(kind for part, kind in kinds.items() if part in name)
-    before = values(model)
-    train(model, optimizer)
-    assert changed(model, before) == trainable(model)
-    assert not any("original_module" in name for name in trainable(model))
+@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_updates_are_orthogonal(make, mars_type):
+    """A (rank, in) has orthogonal rows and B (out, rank) orthogonal columns, for each projection of its own."""
+    model = adapted(make)
+    before = train(model, mars_hf.create(model, mars_type=mars_type, lr=1e-2), steps=1)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        update = (before[name] - param.detach()).double() / 1e-2
+        for matrix in update.split(8) if "c_attn.lora_B" in name else [update]:
+            rows, cols = matrix.shape
+            scale = max(1, rows / cols) ** 0.5 if mars_type == "mars-shampoo" else 0.2 * max(rows, cols) ** 0.5
+            singular = torch.linalg.svdvals(matrix) / scale
+            assert 0.6 < singular.min() and singular.max() < 1.25, name
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "split_fused", "split"),
+    [
+        (gpt2, ["c_attn", "c_fc"], "auto", {f"transformer.h.{layer}.attn.c_attn" for layer in (0, 1)}),
+        (gpt2, ["c_attn", "c_fc"], "none", set()),
+        (Qkv, ["qkv", "attention"], "auto", {"qkv", "attention"}),
+    ],
+)
+def test_fused_projections(make, targets, split_fused, split):
+    model = adapted(make, target_modules=targets)
+    layouts = by_name(mars_hf.create(model, mars_type="mars-m", split_fused=split_fused), "layout")
+    expected = {f"base_model.model.{name}.lora_B.default.weight" for name in split}
+    assert {name for name, layout in layouts.items() if (layout or {}).get("parts") == (8, 8, 8)} == expected
+    assert all((layout or {}).get("parts") is None for name, layout in layouts.items() if name not in expected)
 
 
 # --- several adapters, switching -------------------------------------------------------------------------------------
 
 
+def switch(model: PeftModel, name: str = "other") -> None:
+    """Make another adapter the active one, a new one where there is none of its name."""
+    if name not in model.peft_config:
+        model.add_adapter(name, config())
+    model.set_adapter(name)
+
+
 def test_optimizer_of_each_adapter():
     model = adapted()
-    model.add_adapter("other", config())
     optimizers = {}
-    for name in ("default", "other"):
-        model.set_adapter(name)
+    for name in ("other", "default"):
+        switch(model, name)
         optimizers[name] = mars_hf.create(model, lr=1e-2)
     for name in ("default", "other", "default"):
-        model.set_adapter(name)
-        before = values(model)
+        switch(model, name)
         train(model, optimizers[name])
-        assert changed(model, before) == trainable(model) and all(f".{name}." in own for own in trainable(model))
+        assert all(f".{name}." in param for param in trainable(model))
 
 
-def test_optimizer_of_both_adapters():
+def both_adapters() -> PeftModel:
     model = adapted()
     model.add_adapter("other", config())
     model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+def test_optimizer_of_both_adapters():
+    model = both_adapters()
     optimizer = mars_hf.create(model, lr=1e-2, weight_decay=0.1)
     train(model, optimizer)
-    model.set_adapter("other")
-    before = values(model)
+    switch(model)
     train(model, optimizer)
-    assert changed(model, before) == trainable(model) and all(".other." in name for name in trainable(model))
+    assert all(".other." in name for name in trainable(model))
 
 
 @pytest.mark.parametrize("change", ["another adapter", "lora"])
@@ -266,8 +231,7 @@ def test_step_that_trains_nothing_any_more(change):
     optimizer = mars_hf.create(model)
     train(model, optimizer)
     if change == "another adapter":
-        model.add_adapter("other", config())
-        model.set_adapter("other")
+        switch(model)
     else:
         model = get_peft_model(model, config())
     before = values(model)
@@ -277,56 +241,41 @@ def test_step_that_trains_nothing_any_more(change):
     assert changed(model, before) == set()
 
 
-class Do(TrainerCallback):
-    """Do something to the model after the second step."""
-
-    def __init__(self, change) -> None:
-        self.change = change
-
-    def on_step_end(self, args, state, control, model=None, **_) -> None:
-        if state.global_step == 2:
-            self.change(model)
-
-
-def switch(model: PeftModel) -> None:
-    model.add_adapter("other", config())
-    model.set_adapter("other")
+# --- Trainer ---------------------------------------------------------------------------------------------------------
 
 
 def run(folder, model, change=None, checkpoint=None, optimizer=None, **settings):
+    """Train, with a change of the model after the second step."""
+
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_) -> None:
+            if change is not None and state.global_step == 2:
+                change(model)
+
     optimizer = optimizer or mars_hf.create(model, lr=1e-2, mars_type="mars-m")
-    callbacks = [] if change is None else [Do(change)]
-    made = trainer(arguments(folder, **settings), model, optimizers=(optimizer, None), callbacks=callbacks)
+    made = trainer(arguments(folder, **settings), model, optimizers=(optimizer, None), callbacks=[Change])
     made.train(resume_from_checkpoint=checkpoint)
     return model
 
 
-def test_trainer_with_another_adapter(tmp_path):
-    with pytest.raises(RuntimeError, match=r"has none of the model's .* it lacks .*lora_A\.other"):
-        run(tmp_path, adapted(), switch)
-
-
-def test_trainer_with_missing_adapters(tmp_path):
-    """Biases train on, so the loss has a gradient, and the optimizer has something to step."""
-    with pytest.raises(RuntimeError, match=r"it lacks .*lora_A\.other"):
-        run(tmp_path, adapted(bias="lora_only"), switch)
-
-
 def test_trainer_with_a_known_adapter(tmp_path):
-    model = adapted()
-    model.add_adapter("other", config())
-    model.base_model.set_adapter(["default", "other"])
-    run(tmp_path, model, lambda model: model.set_adapter("other"))
+    run(tmp_path, both_adapters(), switch)
 
 
-# --- merging ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer_with_a_merged_adapter(tmp_path, checkpointing):
-    """With gradient checkpointing the inputs require gradients, so torch sees nothing wrong."""
-    with pytest.raises(RuntimeError, match=r"adapter 'default' is merged into .* 6 layers.*unmerge_adapter\(\)"):
-        run(tmp_path, adapted(), lambda model: model.merge_adapter(), gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    ("change", "adapters", "settings", "message"),
+    [
+        (switch, {}, {}, r"has none of the model's .* it lacks .*lora_A\.other"),
+        (switch, {"bias": "lora_only"}, {}, r"it lacks .*lora_A\.other"),  # biases train on: there is a gradient
+        ("merge", {}, {}, r"adapter 'default' is merged into .* 6 layers.*unmerge_adapter\(\)"),
+        # The inputs require gradients, so torch sees nothing wrong.
+        ("merge", {}, {"gradient_checkpointing": True}, "adapter 'default' is merged into"),
+    ],
+)
+def test_trainer_with_a_changed_adapter(tmp_path, change, adapters, settings, message):
+    change = (lambda model: model.merge_adapter()) if change == "merge" else change
+    with pytest.raises(RuntimeError, match=message):
+        run(tmp_path, adapted(**adapters), change, **settings)
 
 
 def test_trainer_that_begins_merged(tmp_path):
@@ -346,12 +295,7 @@ def test_model_without_its_adapters(tmp_path):
     merged.requires_grad_(True)
     with pytest.raises(RuntimeError, match="has none of the model's"):
         run(tmp_path, merged, optimizer=optimizer)
-    before = values(merged)
     train(merged, mars_hf.create(merged))
-    assert changed(merged, before) == trainable(merged)
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mars_type", RULES)
@@ -374,6 +318,4 @@ def test_loaded_adapter(tmp_path):
     with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):
         mars_hf.create(load())
     model = load(is_trainable=True)
-    before = values(model)
     train(model, mars_hf.create(model))
-    assert changed(model, before) == trainable(model)
