@@ -10,7 +10,6 @@ from pathlib import Path
 
 import helpers
 import pytest
-from transformers import TrainingArguments, default_data_collator
 
 import mars_hf
 from mars_hf.__main__ import main
@@ -58,87 +57,63 @@ def script(tmp_path) -> Path:
     return path
 
 
-def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd)
-
-
-def script_arguments(tmp_path: Path) -> list[str]:
-    return [
-        *("--output_dir", str(tmp_path / "out"), "--greeting", "ahoy", "--optim", "mars_adamw"),
-        *("--optim_args", "gamma=0.05", "--max_steps", "2", "--logging_steps", "1", "--use_cpu", "true"),
-        *("--report_to", "none", "--save_strategy", "no"),
-    ]
+def run(*command: str, cwd: Path | None = None) -> list[str]:
+    """Return the lines that a command prints."""
+    finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["alone", "torchrun"])
 def test_run_script(script, tmp_path, way):
-    """It runs unmodified: exact MARS, with clipping, and the weights are those of MarsTrainer."""
-    argv = [word.replace("gamma=0.05", "gamma=0.05,is_approx=false") for word in script_arguments(tmp_path)]
-    argv += ["--max_grad_norm", "0.01", "--learning_rate", "1e-2", "--lr_scheduler_type", "constant"]
+    """It runs unmodified, by its path or as a module: exact MARS, with clipping, and the weights of MarsTrainer."""
     launch = ["-m", "mars_hf", "run", str(script)]
     if way == "torchrun":
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", *launch]
-    finished = run(*launch, *argv)
-    assert finished.returncode == 0, finished.stderr
-    assert f"RAN ahoy Mars 0.05 True {script}" in finished.stdout
-    (found,) = [line.removeprefix("WEIGHTS ") for line in finished.stdout.splitlines() if line.startswith("WEIGHTS ")]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", *launch[:-1], "-m", "script"]
+    settings = {"learning_rate": 1e-2, "max_steps": 2, "max_grad_norm": 0.01, "lr_scheduler_type": "constant"}
+    settings |= {"optim": "mars_adamw", "optim_args": "gamma=0.05,is_approx=false"}
+    given = {"output_dir": tmp_path / "out", "greeting": "ahoy", "logging_steps": 1, "use_cpu": True, **settings}
+    given |= {"report_to": "none", "save_strategy": "no"}
+    lines = run(*launch, *(str(word) for name, value in given.items() for word in (f"--{name}", value)), cwd=tmp_path)
+    assert f"RAN ahoy Mars 0.05 True {script}" in lines
+    (found,) = [line.removeprefix("WEIGHTS ") for line in lines if line.startswith("WEIGHTS ")]
 
     mars_hf.register()
-    own = {"optim": "mars_adamw", "optim_args": "gamma=0.05,is_approx=false", "learning_rate": 1e-2}
-    args = TrainingArguments(
-        str(tmp_path / "own"),
-        max_steps=2,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        max_grad_norm=0.01,
-        lr_scheduler_type="constant",
-        **own,
-    )
-    trainer = mars_hf.MarsTrainer(
-        helpers.gpt2(), args, train_dataset=helpers.Blocks(), data_collator=default_data_collator
-    )
+    args = helpers.arguments(tmp_path / "own", per_device_train_batch_size=8, **settings)
+    args.data_seed = None
+    trainer = helpers.mars_trainer(args, helpers.gpt2())
     trainer.train()
     expected = [param.double().sum().item() for param in trainer.model.parameters()]
     assert json.loads(found) == pytest.approx(expected, rel=1e-6, abs=1e-7)  # of steps of 1e-2
 
 
-@pytest.mark.slow
-def test_run_module(script, tmp_path):
-    finished = run("-m", "mars_hf", "run", "-m", "script", *script_arguments(tmp_path), cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    assert "RAN ahoy Mars 0.05 True" in finished.stdout
-
-
-@pytest.mark.slow
-def test_wrong_command_lines():
-    finished = run("-m", "mars_hf", "run", "no_such_script.py")
-    assert finished.returncode == 2
-    line = "no such script: 'no_such_script.py' (give a path, or -m MODULE); --help shows how to use it"
-    assert finished.stderr == f"python -m mars_hf: {line}\n"
-    assert run("-m", "mars_hf").returncode == 2
-    assert "SCRIPT" in run("-m", "mars_hf", "run", "--help").stdout
+def refused(capsys, *argv: str) -> str:
+    """Return the one line with which a command ends."""
+    with pytest.raises(SystemExit) as end:
+        main([*argv])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["pytest_no_such_module"], "no such module: 'pytest_no_such_module'"),
-        (["json.no_such_part"], "no such module: 'json.no_such_part'"),
-        (["json.decoder.no_such_part"], "no such module: 'json.decoder.no_such_part'"),
-        (["importlib"], "no such module: 'importlib'"),
-        (["a..b"], "no such module: 'a..b'"),
-        ([".json"], "no such module: '.json'"),
-        (["nothing/there.py"], "no such module"),
+        ([], "required: COMMAND"),
+        (["run", "no_such_script.py"], "no such script: 'no_such_script.py' (give a path, or -m MODULE); --help shows"),
+        (["run", "-m", "pytest_no_such_module"], "no such module: 'pytest_no_such_module'"),
+        (["run", "-m", "json.no_such_part"], "no such module: 'json.no_such_part'"),
+        (["run", "-m", "json.decoder.no_such_part"], "no such module: 'json.decoder.no_such_part'"),
+        (["run", "-m", "importlib"], "no such module: 'importlib'"),
+        (["run", "-m", "a..b"], "no such module: 'a..b'"),
+        (["run", "-m", ".json"], "no such module: '.json'"),
+        (["run", "-m", "nothing/there.py"], "no such module"),
     ],
 )
-def test_wrong_modules(argv, part, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["run", "-m", *argv])
-    assert end.value.code == 2
-    line = capsys.readouterr().err
-    assert part in line and line.count("\n") == 1
+def test_wrong_command_lines(argv, part, capsys):
+    line = refused(capsys, *argv)
+    assert line.startswith("python -m mars_hf: ") and part in line
 
 
 @pytest.mark.parametrize(
@@ -154,14 +129,9 @@ def test_to_universal_errors(error, part, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr("mars_hf.universal.to_universal", fail)
-    with pytest.raises(SystemExit) as end:
-        main(["to_universal", "source", "target"])
-    assert end.value.code == 2
-    line = capsys.readouterr().err
-    assert part in line and line.count("\n") == 1
+    assert part in refused(capsys, "to_universal", "source", "target")
 
 
-@pytest.mark.slow
-def test_configs():
-    finished = run("-m", "mars_hf", "configs")
-    assert (Path(finished.stdout.strip()) / "ddp.yaml").is_file()
+def test_configs(capsys):
+    main(["configs"])
+    assert (Path(capsys.readouterr().out.strip()) / "ddp.yaml").is_file()
