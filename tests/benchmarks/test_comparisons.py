@@ -34,107 +34,85 @@ class Shipped(NamedTuple):
     result: dict[str, Any]
     runs: list[comparison.Run]
     preset: presets.Preset
-    seeds: int
+
+    @property
+    def pairs(self) -> dict[tuple[str, str], str]:
+        """The cells of the preset's pairs on the pages, with what is shown, also by Holm's correction."""
+        gaps = comparison.differences(self.runs, self.preset.baseline, self.preset.pairs)
+        cells = {(gap.contender, gap.against): f"{interval(gap)}, {SHOWN[gap.shown]}" for gap in gaps}
+        return {pair: cells[pair] for pair in cells if pair in self.preset.pairs}
 
 
-@pytest.fixture(params=SHIPPED)
-def shipped(request) -> Shipped:
-    name, seeds = SHIPPED[request.param]
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{request.param}.json").read_text())
-    return Shipped(result, _load(request.param), presets.load(name).only(list(result["arms"])), seeds)
+def load(name: str) -> Shipped:
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    runs = [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    return Shipped(result, runs, presets.load(SHIPPED[name][0]).only(list(result["arms"])))
 
 
-def test_every_arm_has_the_settings_of_the_preset_and_all_seeds(shipped):
-    arms = comparison.by_contender(shipped.runs)
-    assert set(arms) == set(shipped.result["arms"]) == set(shipped.preset.arms)
-    seeds = {run.seed for run in shipped.runs}
-    assert len(seeds) >= shipped.seeds
-    for name, runs in arms.items():
-        assert shipped.result["arms"][name] == shipped.preset.arms[name]
-        assert {run.seed for run in runs} == seeds and len(runs) == len(seeds)
-        assert {run.learning_rate for run in runs} == {shipped.preset.arms[name]["learning_rate"]}
+def interval(gap: comparison.Difference) -> str:
+    return f"{gap.mean:+.3f} ± {(gap.high - gap.low) / 2:.3f}"
 
 
-def test_data_and_machine_are_stated(shipped):
-    (data,) = shipped.result["data"]
+@pytest.mark.parametrize("name", SHIPPED)
+def test_runs_are_those_of_the_preset(name):
+    """With all seeds; data and machine are stated."""
+    result, runs, preset = load(name)
+    arms, seeds = comparison.by_contender(runs), sorted({run.seed for run in runs})
+    assert set(arms) == set(preset.arms) and result["arms"] == preset.arms and len(seeds) >= SHIPPED[name][1]
+    for arm, members in arms.items():
+        assert sorted(run.seed for run in members) == seeds
+        assert {run.learning_rate for run in members} == {preset.arms[arm]["learning_rate"]}
+    (data,) = result["data"]
     assert data["dataset"] and len(data["train tokens"]) == 64
-    assert {"cpu", "torch", "transformers"} <= set(shipped.result["machine"])
+    assert {"cpu", "torch", "transformers"} <= set(result["machine"])
 
 
-def test_numbers_follow_from_the_runs(shipped):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_numbers_follow_from_the_runs(name):
     """The files were written by another implementation of the statistics."""
-    preset = shipped.preset
-    gaps = {gap.contender: gap for gap in comparison.differences(shipped.runs, preset.baseline)}
-    for row, saved in zip(comparison.summarize(shipped.runs, preset.baseline), shipped.result["rows"], strict=True):
+    result, runs, preset = load(name)
+    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
+    for row, saved in zip(comparison.summarize(runs, preset.baseline), result["rows"], strict=True):
         against = saved.pop("against_baseline")
         assert row._asdict() == pytest.approx(saved)
-        if gap := gaps.get(row.contender):
-            saved_gap = {name: against[name] for name in ("mean", "low", "high", "p")}
-            if shipped.seeds > 1:
-                assert {name: getattr(gap, name) for name in saved_gap} == pytest.approx(saved_gap, rel=1e-6), gap
+        if row.contender in gaps and SHIPPED[name][1] > 1:
+            numbers = {key: getattr(gaps[row.contender], key) for key in ("mean", "low", "high", "p")}
+            assert numbers == pytest.approx({key: against[key] for key in numbers}, rel=1e-6), row
 
 
-def test_pages_show_every_arm(shipped):
+@pytest.mark.parametrize("name", SHIPPED)
+def test_pages_show_every_arm(name):
     """Arms along an axis as the grid of their losses, others with their differences to the baseline."""
-    preset, runs = shipped.preset, shipped.runs
+    _, runs, preset = load(name)
     if preset.axis is not None:
-        grid = page.grid_table(page.lines_of(runs, preset), preset.axis)
-        assert grid in "\n".join(LINES)
+        assert page.grid_table(page.lines_of(runs, preset), preset.axis) in "\n".join(LINES)
         return
     gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
     for row in comparison.summarize(runs, preset.baseline):
         loss, gap = f"{row.loss:.3f}", gaps.get(row.contender)
-        cells = [f"{loss}, {_interval(gap)} |", f"{loss} | {_interval(gap)} |"] if gap else [f"{loss} |"]
+        cells = [f"{loss}, {interval(gap)} |", f"{loss} | {interval(gap)} |"] if gap else [f"{loss} |"]
         lines = [line for line in LINES if line.startswith(f"| {row.contender} |")]
         assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
-def test_controls_show_every_pair():
-    """With what is shown, also by Holm's correction."""
-    first, second = (_pairs(name) for name in ("controls_embedded", "controls_headers"))
-    assert len(first) == 13
-    rows = [f"| {arm} | {against} | {first[arm, against]} | {second[arm, against]} |" for arm, against in first]
-    assert [row for row in rows if row not in LINES] == []
-
-
-def test_other_pairs_are_those_of_the_runs():
-    known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in _pairs(name).items()}
+def test_pages_show_every_pair_of_the_controls_and_no_other():
+    first, second = (load(f"controls_{name}") for name in ("embedded", "headers"))
+    rows = [
+        f"| {arm} | {against} | {cell} | {second.pairs[arm, against]} |" for (arm, against), cell in first.pairs.items()
+    ]
+    assert len(rows) == 13 and [row for row in rows if row not in LINES] == []
+    known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in load(name).pairs.items()}
     lines = (ROOT / "docs" / "other_settings.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.endswith((", yes |", ", no |", ", alone |"))]
     assert len(rows) > 20 and [row for row in rows if row not in known] == []
+    # The second corpus is another one: none of its tokens were seen by the search for rates.
+    (one,), (other,) = first.result["data"], second.result["data"]
+    assert one["dataset"] != other["dataset"] and one["train tokens"] != other["train tokens"]
 
 
 def test_readme_has_the_losses_of_the_picture():
-    runs = [comparison.by_contender(_load(name)) for name in ("controls_embedded", "controls_headers")]
+    texts = [comparison.by_contender(load(f"controls_{name}").runs) for name in ("embedded", "headers")]
     names = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
     for arm, name in names.items():
-        losses = [statistics.fmean(run.eval_loss for run in text[arm]) for text in runs]
-        assert f"| {name} | {losses[0]:.3f} | {losses[1]:.3f} |" in LINES
-
-
-def _load(name: str) -> list[comparison.Run]:
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    return [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
-
-
-def _pairs(name: str) -> dict[tuple[str, str], str]:
-    runs, preset = _load(name), presets.load(SHIPPED[name][0])
-    gaps = comparison.differences(runs, preset.baseline, preset.pairs)
-    return {
-        (gap.contender, gap.against): f"{_interval(gap)}, {SHOWN[gap.shown]}"
-        for gap in gaps
-        if (gap.contender, gap.against) in preset.pairs
-    }
-
-
-def _interval(gap: comparison.Difference) -> str:
-    return f"{gap.mean:+.3f} ± {(gap.high - gap.low) / 2:.3f}"
-
-
-def test_second_corpus_is_another_one():
-    """None of its tokens were seen by the search for rates."""
-    first, second = (
-        json.loads((ROOT / "benchmarks" / "results" / f"controls_{name}.json").read_text())["data"][0]
-        for name in ("embedded", "headers")
-    )
-    assert first["dataset"] != second["dataset"] and first["train tokens"] != second["train tokens"]
+        losses = [f"{statistics.fmean(run.eval_loss for run in text[arm]):.3f}" for text in texts]
+        assert f"| {name} | {' | '.join(losses)} |" in LINES

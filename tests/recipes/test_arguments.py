@@ -1,154 +1,96 @@
-"""Settings of the recipe: YAML, sections per optimizer, command line."""
+"""Settings of a run from config, section and command line; the optimizers that they make; errors in one line."""
 
 from __future__ import annotations
 
+import copy
+import errno
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import helpers
 import pytest
 import torch
-from helpers import gpt2, refused
-from pretraining.run import arguments, optimizers
+from pretraining.run import arguments, optimizers, report
 from pretraining.run.errors import one_line_errors
+from pretraining.run.torch_optimizers import GammaSchedule, MuonWithAdamW
+from test_pretrain_gpt2 import SCRIPT, launch
+from transformers import TrainerControl, TrainerState
 
 import mars_hf
 
-
-def parse(tmp_path, *argv):
-    return arguments.parse([*argv, "--output_dir", str(tmp_path / "out")])
+# --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_the_default_is_the_embedded_job():
-    run = arguments.parse([])
-    assert run.config.name == "embedded.yaml"
-    assert run.optimizer.optimizer == "mars_m"
-    assert run.training.output_dir == "runs/embedded-mars_m"
-    assert arguments.parse(["--optimizer", "adamw"]).training.output_dir == "runs/embedded-adamw"
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("plain.yaml", "")  # a config without tuned settings
 
 
-def test_exact_runs_go_to_a_folder_of_their_own(tmp_path):
-    assert arguments.parse(["--is_approx", "false"]).training.output_dir == "runs/embedded-mars_m-exact"
-    assert arguments.parse(["--is_approx", "true"]).training.output_dir == "runs/embedded-mars_m"
-    config = tmp_path / "mine.yaml"
-    config.write_text("max_steps: 9\nuse_cpu: true\noptimizers: {mars_lion: {is_approx: false}}\n")
-    argv = ["--config", str(config), "--optimizer", "mars_lion"]
-    assert arguments.parse(argv).training.output_dir == "runs/mine-mars_lion-exact"
-    assert arguments.parse([*argv, "--is_approx", "true"]).training.output_dir == "runs/mine-mars_lion"
+def write(name: str, text: str) -> list[str]:
+    Path(name).write_text(f"use_cpu: true\nmax_steps: 9\n{text}")
+    return ["--config", name]
 
 
-def test_every_shipped_config_is_known():
-    assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == {
-        "embedded",
-        "llama",
-        *(f"gpt2-{size}" for size in ("small", "medium", "large", "xl")),
-    }
+def parse(*argv: str) -> arguments.RunArguments:
+    return arguments.parse([*argv, "--output_dir", "out"])
 
 
-def test_command_line_overrides_config_and_section(tmp_path):
-    run = parse(tmp_path, "--learning_rate", "0.5", "--n_layer", "1", "--gamma", "0.1")
-    assert (run.training.learning_rate, run.model.n_layer, run.optimizer.gamma) == (0.5, 1, 0.1)
+def gpt2():
+    return helpers.gpt2(vocab_size=11, n_positions=5, n_layer=1)
 
 
-def test_a_config_of_ones_own(tmp_path):
-    config = tmp_path / "mine.yaml"
-    config.write_text(
-        "n_layer: 3\nmax_steps: 9\nlearning_rate: 1e-3\noptimizer: adamw\nuse_cpu: true\n"
-        "optimizers: {adamw: {beta1: 0.8}}\n"
+def make(model, *argv):
+    run = parse(*argv)
+    factory, settings = optimizers.for_trainer(run.optimizer, run.training)
+    return factory()(model, **settings)
+
+
+def test_output_dir():
+    config = write("mine.yaml", "optimizers: {mars_lion: {is_approx: false}}\n")
+    for argv, folder in (
+        ([], "embedded-mars_m"),
+        (["--optimizer", "adamw"], "embedded-adamw"),
+        (["--is_approx", "false"], "embedded-mars_m-exact"),
+        ([*config, "--optimizer", "mars_lion"], "mine-mars_lion-exact"),
+        ([*config, "--optimizer", "mars_lion", "--is_approx", "true"], "mine-mars_lion"),
+    ):
+        assert arguments.parse(argv).training.output_dir == f"runs/{folder}"
+
+
+def test_config_section_and_command_line():
+    """In this order; YAML 1.1 takes 1e-3 for a word, in a mapping too."""
+    config = write(
+        "mine.yaml",
+        "n_layer: 3\nlearning_rate: 1e-3\noptimizer: adamw\noptimizers: {adamw: {beta1: 0.8, weight_decay: 0.3}}\n"
+        "weight_decay: 0.2\nmax_eval_blocks: null\nlr_scheduler_type: cosine_with_min_lr\n"
+        "lr_scheduler_kwargs: {min_lr: 3e-5}\nparam_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n",
     )
-    run = parse(tmp_path, "--config", str(config))
-    assert (run.model.n_layer, run.optimizer.optimizer, run.optimizer.beta1) == (3, "adamw", 0.8)
-    assert run.training.learning_rate == 1e-3  # a string in YAML 1.1
-
-
-def test_optimizers_of_a_run(tmp_path):
-    model = gpt2()
-    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", "mars_lion", "--clip_threshold", "0"))
-    lion = make()(model, **settings)
-    assert isinstance(lion, mars_hf.Mars)
-    assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
-    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--is_approx", "false"))
-    assert make()(model, **settings).is_exact
-    argv = ["--optimizer", "adamw", "--param_rules", '[["*.wte.weight", {"weight_decay": 0}]]', "--beta1", "0.8"]
-    make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
-    adamw = make()(model, **settings)
-    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
-    decayed = {id(p) for group in adamw.param_groups if group["weight_decay"] for p in group["params"]}
-    for name, param in model.named_parameters():
-        assert (id(param) in decayed) == (param.ndim == 2 and "wte" not in name)
-
-
-@pytest.mark.parametrize(("name", "value"), [("gamma", "0.1"), ("is_approx", "false")])
-def test_settings_of_mars_are_refused_for_adamw(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"adamw has no {name}"):
-        parse(tmp_path, "--optimizer", "adamw", f"--{name}", value)
-
-
-@pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
-def test_settings_of_newton_schulz_reach_the_optimizer(tmp_path, optimizer):
-    argv = ["--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none", "--lr_embeddings", "0.5"]
-    make, settings = optimizers.for_trainer(*_settings(tmp_path, "--optimizer", optimizer, *argv))
-    groups = make()(gpt2(), **settings).param_groups
-    assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
-    assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
-    assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
-    embeddings = [group for group in groups if group["role"] == "adamw"]
-    assert embeddings and embeddings[0]["lr"] == 0.5
-    config = tmp_path / "own.yaml"  # without a rate of embeddings
-    config.write_text(f"max_steps: 9\nuse_cpu: true\noptimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
-    make, _ = optimizers.for_trainer(*_settings(tmp_path, "--config", str(config)))
-    groups = make()(gpt2()).param_groups
-    assert {group["lr"] for group in groups if group["role"] == "adamw"} == {make.settings["lr_1d"]} == {0.02}
-    argv = ["--optimizer", optimizer, "--param_rules", '[["*.w[tp]e.weight", {"role": "matrix"}]]']
-    make, settings = optimizers.for_trainer(*_settings(tmp_path, *argv))
-    groups = make()(gpt2(), **settings).param_groups
-    assert {group["role"] for group in groups} == {"matrix", "vector"}
-    assert any(group["layout"]["parts"] for group in groups if group["role"] == "matrix")
-
-
-@pytest.mark.parametrize("optimizer", ["mars_adamw", "mars_lion"])
-def test_settings_of_newton_schulz_are_refused_where_nothing_is_orthogonalized(tmp_path, optimizer):
-    with pytest.raises(ValueError, match=f"{optimizer} has no ns_steps; it takes "):
-        parse(tmp_path, "--optimizer", optimizer, "--ns_steps", "3")
-
-
-def _settings(tmp_path, *argv):
-    run = parse(tmp_path, *argv)
-    return run.optimizer, run.training
-
-
-def test_nonfinite_patience(tmp_path):
-    assert parse(tmp_path).training.nonfinite_patience == 3
-    assert parse(tmp_path, "--nonfinite_patience", "5").training.nonfinite_patience == 5
-
-
-def test_the_llama_config(tmp_path):
-    run = parse(tmp_path, "--config", "llama", "--model_type", "phi3")
-    sizes = run.model
-    assert (sizes.model_type, sizes.n_head, sizes.n_kv_head, sizes.n_inner) == ("phi3", 4, 2, 352)
-    assert (run.optimizer.optimizer, run.training.learning_rate, run.optimizer.lr_1d) == ("mars_m", 1.6e-2, 3.2e-2)
-
-
-def test_numbers_of_a_config_in_any_form(tmp_path):
-    """YAML 1.1 takes 3e-5 for a word, in a mapping too."""
-    config = tmp_path / "mine.yaml"
-    config.write_text(
-        "learning_rate: 1e-3\nuse_cpu: true\nmax_steps: 9\nmax_eval_blocks: null\n"
-        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 3e-5}\n"
-        "param_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n"
+    run = parse(*config, "--n_layer", "1", "--beta2", "0.7")
+    assert (run.model.n_layer, run.optimizer.optimizer, run.optimizer.beta1, run.optimizer.beta2) == (
+        1,
+        "adamw",
+        0.8,
+        0.7,
     )
-    run = parse(tmp_path, "--config", str(config))
-    assert run.training.learning_rate == 1e-3 and run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
-    make, settings = optimizers.for_trainer(run.optimizer, run.training)
-    (group,) = (group for group in make()(gpt2(), **settings).param_groups if "pattern" in group)
-    assert group["lr"] == 2e-3
+    assert (run.training.learning_rate, run.training.weight_decay) == (1e-3, 0.3)
+    assert run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
+    (group,) = (group for group in make(gpt2(), *config).param_groups if group["lr"] == 2e-3)
+    assert group["param_names"] == ["transformer.wte.weight"]
+    sizes = {"embedded", "llama", *(f"gpt2-{size}" for size in ("small", "medium", "large", "xl"))}
+    assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == sizes
+    run = parse("--config", "llama", "--model_type", "phi3")
+    model, training = run.model, run.training
+    assert (model.model_type, model.n_head, model.n_kv_head, model.n_inner) == ("phi3", 4, 2, 352)
+    assert (run.optimizer.optimizer, training.learning_rate, run.optimizer.lr_1d) == ("mars_m", 1.6e-2, 3.2e-2)
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (
-            "--config gpt2-tiny",
-            r"--config 'gpt2-tiny': no such file, and not one of .* \(embedded, gpt2-",
-        ),
+        ("--config gpt2-tiny", r"--config 'gpt2-tiny': no such file, and not one of .* \(embedded, gpt2-"),
         ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
         ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
         ("--optim_args gamma=1", "would be ignored"),
@@ -157,18 +99,28 @@ def test_numbers_of_a_config_in_any_form(tmp_path):
         (f"--max_steps {10**400}", "give a number below 2"),
         ("--lr_scheduler_kwargs 3", "must be a mapping.*; give --lr_scheduler_kwargs"),
         ("--lr_scheduler_type linear", "min_lr_rate.*; give --lr_scheduler_kwargs"),
+        ("--optimizer adamw --gamma 0.1", "adamw has no gamma"),
+        ("--optimizer adamw --is_approx false", "adamw has no is_approx"),
+        ("--optimizer adamw --gamma_schedule linear", "adamw has no gamma_schedule"),
+        ("--optimizer adamw --momentum_decay 0.004", "adamw has no momentum_decay"),
+        ("--optimizer mars_adamw --momentum_decay 0.004", "mars_adamw has no momentum_decay; it takes"),
+        ("--optimizer mars_adamw --ns_steps 3", "mars_adamw has no ns_steps; it takes "),
+        ("--optimizer mars_lion --ns_steps 3", "mars_lion has no ns_steps; it takes "),
+        ("--optimizer muon --gamma 0.1", "muon has no gamma"),
+        ("--optimizer nadamw --clip_threshold 1", "nadamw has no clip_threshold"),
+        ("--optimizer mars_m --clip_threshold 0 --gamma_schedule linear", "keeps no last gradient"),
     ],
 )
-def test_wrong_settings(tmp_path, argv, words):
+def test_wrong_settings(argv, words):
     with pytest.raises(ValueError, match=words):
-        parse(tmp_path, *argv.split())
+        make(gpt2(), *argv.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_paper_config_names_all_flags_that_it_needs_on_cpu(tmp_path):
+def test_paper_config_names_all_flags_that_it_needs_on_cpu():
     flags = "--use_cpu true --tf32 false.* --data_dir .* --gradient_accumulation_steps 32, or --tokens_per_step 0"
     with pytest.raises(ValueError, match=rf"gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give {flags}"):
-        parse(tmp_path, "--config", "gpt2-small")
+        parse("--config", "gpt2-small")
 
 
 @pytest.mark.parametrize(
@@ -177,21 +129,17 @@ def test_a_paper_config_names_all_flags_that_it_needs_on_cpu(tmp_path):
         ("n_layers: 3", "mine.yaml: error: unrecognized arguments: --n_layers=3"),
         ("n_layer: 2.5", "mine.yaml: error: argument --n_layer/--n-layer: invalid int value: '2.5'"),
         ("bias: 7", "mine.yaml: error: argument --bias"),
+        ("", "mine.yaml holds no settings"),
+        ("- 3", "mine.yaml holds no settings"),
+        ("a: [", "mine.yaml is not YAML"),
+        ("optimizers: {sgd: {}}", "optimizer 'sgd' is unknown"),
     ],
 )
-def test_argparse_names_the_config(tmp_path, text, words, capsys):
-    (tmp_path / "mine.yaml").write_text(text)
+def test_wrong_configs(text, words, capsys):
+    Path("mine.yaml").write_text(text)
     with pytest.raises(SystemExit) as end:
-        parse(tmp_path, "--config", str(tmp_path / "mine.yaml"))
+        one_line_errors("pretrain_gpt2.py")(parse)("--config", "mine.yaml")
     assert end.value.code == 2 and words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "- 3", "a: [", "optimizers: {sgd: {}}"])
-def test_configs_that_are_none(tmp_path, text):
-    (tmp_path / "mine.yaml").write_text(text)
-    main = one_line_errors("pretrain_gpt2.py")(parse)
-    with refused("mine.yaml (holds no settings|is not YAML)|optimizer 'sgd' is unknown"):
-        main(tmp_path, "--config", str(tmp_path / "mine.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -205,14 +153,8 @@ def test_configs_that_are_none(tmp_path, text):
     ],
 )
 def test_tokens_per_step(batch, accumulation, devices, block, remedy):
-    training = SimpleNamespace(
-        train_batch_size=batch,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        world_size=devices,
-        n_gpu=1,
-        tokens_per_step=491_520,
-    )
+    training = SimpleNamespace(train_batch_size=batch, per_device_train_batch_size=batch, n_gpu=1, world_size=devices)
+    training.gradient_accumulation_steps, training.tokens_per_step = accumulation, 491_520
     run = arguments.RunArguments(arguments.ModelArguments(block_size=block), None, None, training, None)
     assert run.count_tokens() == batch * accumulation * devices * block
     if remedy is None:
@@ -221,3 +163,287 @@ def test_tokens_per_step(batch, accumulation, devices, block, remedy):
         run.check_tokens()
     training.tokens_per_step = 0
     run.check_tokens()
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+STEPS = 4
+
+
+def gradients(model, steps=STEPS):
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(param.shape, generator=generator) for param in model.parameters()] for _ in range(steps)]
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        for param, gradient in zip(model.parameters(), step, strict=True):
+            param.grad = gradient.to(param.dtype)
+        optimizer.step()
+    return [param.detach().double().clone() for param in model.parameters()]
+
+
+def of_role(model, optimizer, role):
+    ids = {id(param) for group in optimizer.param_groups if group["role"] == role for param in group["params"]}
+    return [index for index, param in enumerate(model.parameters()) if id(param) in ids]
+
+
+def rates_of(optimizer):
+    return {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+
+
+EMBEDDINGS = {"transformer.wte.weight", "transformer.wpe.weight"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nadamw", "muon", "mars_adamw", "mars_lion", "mars_m", "mars_shampoo"])
+def test_every_optimizer_takes_a_rate_for_embeddings(optimizer):
+    argv = ("--config", "plain.yaml", "--optimizer", optimizer, "--learning_rate", "0.002")
+    plain = rates_of(make(gpt2(), *argv))
+    changed = rates_of(make(gpt2(), *argv, "--lr_embeddings", "0.05"))
+    assert changed == plain | dict.fromkeys(EMBEDDINGS, 0.05) and 0.05 not in plain.values()
+
+
+@pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
+def test_settings_of_newton_schulz_reach_the_optimizer(optimizer):
+    argv = ["--optimizer", optimizer, "--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none"]
+    groups = make(gpt2(), *argv).param_groups
+    assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
+    assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
+    assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
+    config = write("own.yaml", f"optimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
+    rates = rates_of(make(gpt2(), *config))  # without a rate of embeddings
+    assert {rates[name] for name in EMBEDDINGS} == {0.02}
+    argv = ["--optimizer", optimizer, "--param_rules", '[["*.w[tp]e.weight", {"role": "matrix"}]]']
+    groups = make(gpt2(), *argv).param_groups
+    assert {group["role"] for group in groups} == {"matrix", "vector"}
+    assert any(group["layout"]["parts"] for group in groups if group["role"] == "matrix")
+
+
+def test_mars_and_adamw():
+    lion, exact = (
+        make(gpt2(), "--optimizer", "mars_lion", "--clip_threshold", "0"),
+        make(gpt2(), "--is_approx", "false"),
+    )
+    assert isinstance(lion, mars_hf.Mars) and exact.is_exact
+    assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
+    argv = ["--optimizer", "adamw", "--param_rules", '[["*.wte.weight", {"weight_decay": 0}]]', "--beta1", "0.8"]
+    model = gpt2()
+    adamw = make(model, *argv)
+    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
+    decayed = {name for group in adamw.param_groups if group["weight_decay"] for name in group["param_names"]}
+    assert decayed == {name for name, param in model.named_parameters() if param.ndim == 2 and "wte" not in name}
+
+
+MUON = (
+    "--config",
+    "plain.yaml",
+    "--learning_rate",
+    "0.01",
+    "--lr_1d",
+    "0.003",
+    "--weight_decay",
+    "0.1",
+    "--beta1",
+    "0.9",
+)
+
+
+def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest():
+    model = gpt2()
+    optimizer, twin, steps = make(model, "--optimizer", "muon", *MUON), copy.deepcopy(model), gradients(model)
+    matrices, params = of_role(model, optimizer, "matrix"), list(twin.parameters())
+    names = [name for name, _ in model.named_parameters()]
+    assert isinstance(optimizer, MuonWithAdamW)
+    assert {names[index].split(".")[-2] for index in matrices} == {"c_attn", "c_proj", "c_fc"}
+    settings = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon([params[index] for index in matrices], **settings)
+    rest = [param for index, param in enumerate(params) if index not in matrices]
+    adamw = torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
+    both = SimpleNamespace(step=lambda: (muon.step(), adamw.step()))
+    for one, other in zip(train(model, optimizer, steps), train(twin, both, steps), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_muon_resumes_and_follows_a_schedule():
+    model, argv = gpt2(), ("--config", "plain.yaml", "--optimizer", "muon")
+    steps, other, whole = gradients(model), copy.deepcopy(model), copy.deepcopy(model)
+    expected = train(whole, make(whole, *argv), steps)
+    first, second = make(model, *argv), make(other, *argv)
+    train(model, first, steps[:2])
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for one, two in zip(train(other, second, steps[2:]), expected, strict=True):
+        assert torch.equal(one, two)
+    torch.optim.lr_scheduler.LambdaLR(second, lambda _: 0.0)
+    for one, two in zip(train(other, second, steps[:1]), expected, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_mars_m_without_clipping_at_gamma_one_minus_beta1_is_muon():
+    """The control that the comparison rests on: both iterate in bfloat16, whose rounding is the tolerance."""
+    argv = ("--optimizer", "mars_m", *MUON, "--clip_threshold", "0", "--split_fused", "none", "--gamma")
+    start, steps, ends = [param.detach().double() for param in gpt2().parameters()], gradients(gpt2()), []
+    for words in ((*argv, "0.1"), (*argv, "0"), ("--optimizer", "muon", *MUON)):
+        model = gpt2()
+        optimizer = make(model, *words)
+        ends.append(train(model, optimizer, steps))
+    mars, apart, muon = ends
+    for one, two, zero in zip(mars, muon, start, strict=True):
+        assert (one - two).norm() <= 0.02 * (two - zero).norm()
+    index = of_role(model, optimizer, "matrix")[0]  # without the correction it is another optimizer
+    assert (apart[index] - muon[index]).norm() > 0.1 * (muon[index] - start[index]).norm()
+
+
+@pytest.mark.parametrize("momentum_decay", [None, 0.5])
+def test_nadamw_is_nesterov_adam_with_decoupled_decay(momentum_decay):
+    """Dozat's NAdam in float64, with beta1 whole from the first step unless `momentum_decay` says otherwise."""
+    model = gpt2().double()
+    start = [param.detach().clone() for param in model.parameters()]
+    argv = ["--config", "plain.yaml", "--optimizer", "nadamw", "--learning_rate", "0.01", "--weight_decay", "0.1"]
+    argv += ["--beta1", "0.9", "--beta2", "0.95", *(["--momentum_decay", "0.5"] if momentum_decay else [])]
+    optimizer, steps = make(model, *argv), gradients(model)
+    decays, ends = of_role(model, optimizer, "matrix"), train(model, optimizer, steps)
+
+    def share(step):
+        return 0.9 * (1 - 0.5 * 0.96 ** (step * momentum_decay)) if momentum_decay else 0.9
+
+    for index, value in enumerate(start):
+        m, v, product = torch.zeros_like(value), torch.zeros_like(value), 1.0
+        for number, step in enumerate(steps, start=1):
+            g = step[index].double()
+            product *= share(number)
+            m = 0.9 * m + 0.1 * g
+            v = 0.95 * v + 0.05 * g * g
+            ahead = share(number + 1) * m / (1 - product * share(number + 1)) + (1 - share(number)) * g / (1 - product)
+            value = value * (1 - 0.01 * 0.1 * (index in decays))
+            value = value - 0.01 * ahead / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
+        # Updates are 0.01; NAdam keeps its product in float32.
+        torch.testing.assert_close(ends[index], value, rtol=0, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_mars_without_clipping_at_gamma_one_minus_beta1_is_nadamw_once_started():
+    """Bias corrections differ in the first steps; after 150 nothing does, with the second moment of the gradients."""
+    shared = ("--config", "plain.yaml", "--learning_rate", "0.001", "--weight_decay", "0", "--beta1", "0.9")
+    mars = ("--optimizer", "mars_adamw", "--gamma", "0.1", "--clip_threshold", "0", "--second_moment", "gradient")
+    moves, steps = [], gradients(gpt2(), 250)
+    for argv in (mars, ("--optimizer", "nadamw")):
+        model = gpt2().double()
+        optimizer = make(model, *shared, "--beta2", "0.95", *argv)
+        middle, end = (train(model, optimizer, part) for part in (steps[:150], steps[150:]))
+        moves.append([end[index] - middle[index] for index in of_role(model, optimizer, "matrix")])
+    for mine, theirs in zip(*moves, strict=True):
+        assert (mine - theirs).norm() < 1e-4 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"), [("linear", [1, 0.75, 0.5]), ("cosine", [1, 0.85355339, 0.5]), ("constant", [1, 1, 1])]
+)
+def test_gamma_schedule(shape, factors):
+    mars = mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))], gamma=0.1)
+    schedule, state = GammaSchedule(shape), TrainerState(max_steps=8)
+    for step, factor in zip((0, 2, 4), factors, strict=True):
+        state.global_step = step
+        schedule.on_step_begin(None, state, TrainerControl(), optimizer=mars)
+        assert mars.param_groups[0]["gamma"] == pytest.approx(0.1 * factor)
+    (described,) = report.groups([{**mars.param_groups[0], "role": "matrix"}])
+    assert described["gamma"] == 0.1  # the setting, not its last value
+
+
+RULES = '- {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}\n- {pattern: "*.wpe.weight", role: vector}\n'
+IN_LINE = '[["*.mlp.*", {"lr": 1e-3, "gamma": 0.1}], ["*.wpe.weight", {"role": "vector"}]]'
+
+
+@pytest.mark.parametrize("place", ["config", "command line", "file"])
+def test_rules_by_name_come_from_the_config_the_command_line_or_a_file(place):
+    Path("rules.yaml").write_text(RULES)
+    config = write("mine.yaml", f"param_rules:\n{RULES}" if place == "config" else "")
+    argv = {"config": [], "command line": ["--param_rules", IN_LINE], "file": ["--param_rules", "rules.yaml"]}[place]
+    groups = [group for group in make(gpt2(), *config, *argv).param_groups if "pattern" in group]
+    assert [(group["pattern"], group["role"], group["gamma"]) for group in groups] == [
+        *(("*.mlp.*", "matrix", 0.1), ("*.mlp.*", "vector", 0.1), ("*.wpe.weight", "vector", 0.025))
+    ]
+    assert groups[0]["lr"] == 1e-3
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("two\n  lines"), 2, "program: two lines\n"),
+        (OSError(errno.ENOSPC, "No space left", "/disk/x"), 2, "program: [Errno 28] No space left: '/disk/x'\n"),
+        (OverflowError("too large"), 2, "program: too large\n"),
+        (ValueError("\x1b[31mred " + "9" * 400), 2, f"program: \\x1b[31mred {'9' * 200}...\n"),
+        (KeyboardInterrupt(), 130, "program: interrupted\n"),
+        (RuntimeError("x"), None, ""),
+        (KeyError("x"), None, ""),
+        (SystemExit(3), 3, ""),
+    ],
+    ids=["value", "system", "number", "text of others", "ctrl-c", "ours", "key", "exit"],
+)
+def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
+    """One line, unless they are mistakes of the program."""
+
+    @one_line_errors("program")
+    def main() -> None:
+        raise error
+
+    for rank, printed in (("0", line), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit if line else type(error)) as end:
+            main()
+        assert getattr(end.value, "code", None) == code
+        assert end.value.__cause__ is error if line else end.value is error
+        assert capsys.readouterr().err == printed
+
+
+def test_environment_that_is_no_number(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(SystemExit):
+        one_line_errors("program")(lambda: None)()
+    assert "LOCAL_WORLD_SIZE=two in the environment is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_print_one_line():
+    ended = launch("--optimizer", "sgd", "--output_dir", "run", config="cpu_ddp", code=1)
+    assert ended.stderr.count("optimizer 'sgd' is unknown") == 1
+
+
+ENDING = """
+import atexit, sys
+from pretraining.run import errors
+
+class Kept:
+    def __del__(self):
+        print("the interpreter ends")
+
+kept = Kept()
+atexit.register(print, "at exit")
+
+@errors.one_line_errors("program")
+def main():
+    print("done")
+    if sys.argv[1] == "fails":
+        raise ValueError("no")
+
+errors.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "end", "code", "printed"),
+    [
+        ("1", "succeeds", 0, "done\nat exit\nthe interpreter ends\n"),
+        ("2", "succeeds", 0, "done\nat exit\n"),
+        ("2", "fails", 2, "done\nat exit\nthe interpreter ends\n"),
+    ],
+)
+def test_a_process_of_several_ends_before_the_interpreter(processes, end, code, printed):
+    """Threads of gloo abort an interpreter that ends; what is registered to run at exit runs, and no output is lost."""
+    environment = {"WORLD_SIZE": processes, "PYTHONPATH": str(SCRIPT.parent)}
+    ended = subprocess.run([sys.executable, "-c", ENDING, end], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr

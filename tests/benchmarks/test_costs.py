@@ -1,0 +1,342 @@
+"""The benchmarks measure what they say: turns and ratios, steps, training, updates; and the script for GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import interleave
+import on_a_gpu
+import pytest
+import step_cost
+import torch
+import train_cost
+import update_rms
+from pretraining.compare import presets
+from torch.utils.flop_counter import FlopCounterMode
+from train_cost import ADAMW, EXACT, MARS, Block
+from transformers import TrainerCallback
+
+import mars_hf
+
+CPU = torch.device("cpu")
+
+# --- interleave.py ---------------------------------------------------------------------------------------------------
+
+
+def test_every_round_begins_with_another_contender_and_some_sit_out():
+    order = []
+    contenders = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
+    measured = interleave.take_turns(contenders, 4, every={"b": 3})
+    assert "".join(order) == "abc" + "ca" + "ca" + "abc"
+    assert measured == {"a": [1, 5, 7, 8], "b": [2, None, None, 9], "c": [3, 4, 6, 10]}
+
+
+def test_ratio_is_taken_within_rounds(monkeypatch):
+    # The second round is three times slower: the ratio of medians would be 1.
+    assert interleave.ratio([2.0, 6.0, None], [1.0, 3.0, 2.0]) == 2.0
+    assert interleave.ratio([2.0, 2.0, 2.0], [1.0, 1.0, 4.0]) == 2.0
+    assert interleave.quartiles([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (2.0, 4.0)
+    assert interleave.quartiles([3.0, None], [2.0, 1.0]) == (1.5, 1.5)
+    assert interleave.median([5.0, None, 1.0]) == 3.0
+    now = iter([1.0, 2.0, 5.0, 7.0])
+    monkeypatch.setattr(interleave.time, "perf_counter", lambda: next(now))
+    assert interleave.Clock(CPU).time(lambda: None) == interleave.Timing(seconds=3.0, host=6.0)
+
+
+# --- step_cost.py ----------------------------------------------------------------------------------------------------
+
+OURS = "AdamW|^Mars$|take_grad|without|grad_norm|shampoo|mars-m|broken"
+CLIPS = {"AdamW fused + clip_grad_norm_", "Mars + clip_grad_norm_", "Mars max_grad_norm"}
+
+
+def player(name, work):
+    contender = step_cost.contenders()[name]
+    return step_cost.Player(contender, contender.make(work.named), work, interleave.Clock(CPU))
+
+
+@pytest.fixture
+def work(monkeypatch):
+    monkeypatch.setattr(step_cost, "COPY_BYTES", {"cpu": 2**16})
+    return step_cost.Workload("tiny", CPU, gradient_norm=3.0)
+
+
+def test_step_cost(tmp_path, capsys, monkeypatch, work):
+    """A contender that cannot run is named, and the others go on."""
+
+    def broken(named):
+        raise ImportError("nothing here")
+
+    known = {**step_cost.contenders(), "broken": step_cost.Contender(broken, 28)}
+    monkeypatch.setattr(step_cost, "contenders", lambda: known)
+    output = tmp_path / "step_cost.json"
+    argv = ["--size", "tiny", "--device", "cpu", "--rounds", "2", "--output", str(output), "--contenders"]
+    step_cost.main([*argv, OURS])
+    result = json.loads(output.read_text())["sizes"]["tiny"]
+    rows = result["contenders"]
+    assert result["failed"] == {"broken": "ImportError: nothing here"} and not result["pairwise"]
+    assert {"Muon, AdamW for the rest", "mars-shampoo", "mars-m", "mars-m, split c_attn"} < set(rows)
+    assert rows["AdamW fused"]["against_adamw"] == 1.0
+    assert rows["AdamW fused + clip_grad_norm_"]["against_clipped_adamw"] == 1.0
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values() if isinstance(value, float))
+    clips = {name for name, row in rows.items() if row.get("clips")}
+    assert clips == CLIPS | {"Mars max_grad_norm, take_grad"}
+    printed = capsys.readouterr().out
+    assert all(f"| {name} " in printed for name in rows if name != step_cost.COPY)
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    step_cost.main([*argv, "^Mars$", "--pairwise"])
+    assert set(json.loads(output.read_text())["sizes"]["tiny"]["contenders"]) == {
+        *("copy", "AdamW fused", "AdamW fused + clip_grad_norm_", "Mars")
+    }
+
+
+def test_bytes_of_state(work):
+    matrices, counted = sum(param.numel() for param in work.params if param.ndim > 1), {}
+    for name in ("AdamW fused", "Mars", "Mars without last_grad", "mars-m"):
+        one = player(name, work)
+        one()
+        counted[name] = one.state_bytes() - 4 * len(work.params)  # step counts
+    assert counted == {
+        "AdamW fused": 8 * work.numel,
+        "Mars": 8 * work.numel + 4 * matrices,
+        "Mars without last_grad": 8 * work.numel,
+        "mars-m": 8 * work.numel,  # first moment and last gradient
+    }
+
+
+def test_contenders_that_orthogonalize_take_the_same_matrices(work):
+    (muon, _), width = player("Muon, AdamW for the rest", work).optimizers, step_cost.SIZES["tiny"].n_embd
+    matrices = {id(param) for param in muon.param_groups[0]["params"]}
+    assert len(matrices) == 4
+    for name in ("mars-shampoo", "mars-m", "mars-m, split c_attn"):
+        (mars,) = player(name, work).optimizers
+        groups = [group for group in mars.param_groups if group["role"] == "matrix"]
+        assert {id(param) for group in groups for param in group["params"]} == matrices
+        split = [group for group in groups if group["layout"]["parts"] is not None]
+        assert [group["layout"]["parts"] for group in split] == [(width,) * 3] * ("split" in name)
+        assert all(param.shape == (width, 3 * width) for group in split for param in group["params"])
+        assert sum(len(group["params"]) for group in mars.param_groups) == len(work.params)
+
+
+def test_contenders_leave_the_shared_gradients_as_they_were(work):
+    before = [[gradient.clone() for gradient in gradients] for gradients in work._gradients[True]]
+    norm = torch.cat([gradient.flatten() for gradient in before[0]]).norm()
+    assert norm > step_cost.MAX_NORM  # or clipping would do nothing
+    for name in step_cost.contenders():
+        if name.startswith(("AdamW", "Mars", "mars")):
+            one = player(name, work)
+            for _ in range(3):
+                one()
+    torch.testing.assert_close(work._gradients[True], before, rtol=1e-5, atol=0)
+    torch.testing.assert_close(work._gradients[False], before, rtol=0, atol=0)
+
+
+def test_last_gradient_is_that_of_the_turn_before(work):
+    one, matrix = player("Mars take_grad", work), next(param for param in work.params if param.ndim > 1)
+    one()
+    one()
+    last = one.optimizers[0].state[matrix]["last_grad"].data_ptr()
+    is_last = []
+    for turn in (1, 2):
+        work.present(turn)
+        is_last.append(last == matrix.grad.data_ptr())
+    assert is_last == [True, False]
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def call():
+        first = torch.empty(1000)
+        second = torch.empty(3000)
+        del first
+        return second, torch.empty(500)
+
+    assert step_cost.peak_memory(call, CPU) == 4 * 4000
+
+
+def test_sessions_follow_memory():
+    names, baselines = list(step_cost.contenders()), {"AdamW fused", "AdamW fused + clip_grad_norm_"}
+    assert step_cost.sessions(names, 1000, 10**9, None) == [names]
+    assert step_cost.sessions(names, 1000, 10**4, None) == []
+    pairs = step_cost.sessions(names, 1000, 60_000, None)
+    assert len(pairs) == len(names) - 2 and all(len(pair) == 3 and baselines < set(pair) for pair in pairs)
+
+
+def test_sizes_are_those_of_gpt2():
+    """OpenAI's models have 50257 tokens; ours pad to 50304."""
+    published = {
+        "default": 1.334e6,
+        "28m": 27.8e6,
+        "small": 124.4e6,
+        "medium": 354.8e6,
+        "large": 774.0e6,
+        "xl": 1557.6e6,
+    }
+    with torch.device("meta"):
+        counts = {size: step_cost.gpt2.build(step_cost.SIZES[size], 1, 0).num_parameters() for size in published}
+    assert counts == pytest.approx(published, rel=2e-3)
+
+
+# --- train_cost.py ---------------------------------------------------------------------------------------------------
+
+
+def options(**changes):
+    settings = {"size": "tiny", "device": "cpu", "batch": 2, "block": 16, "steps": 3, "accumulation": 1, "bf16": False}
+    return argparse.Namespace(**{**settings, "peak_tflops": None, **changes})
+
+
+@pytest.mark.slow
+def test_train_cost(tmp_path, capsys):
+    output = tmp_path / "cost.json"
+    argv = "--size tiny --device cpu --block 16 --batch 2 --steps 3 --rounds 2 --accumulation 2 --peak_tflops 1".split()
+    train_cost.main([*argv, "--output", str(output)])
+    result = json.loads(output.read_text())["result"]
+    assert result["tokens_per_step"] == 2 * 2 * 16 and result["peak_flops"] == 1e12
+    rows = result["contenders"]
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(result["tokens_per_step"] / row["step_ms"] * 1e3)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * result["flops_per_token"] / 1e12)
+        assert 0 < row["update_share"] < 1
+    assert rows[ADAMW]["against"][ADAMW] == rows[MARS]["against"][MARS] == 1.0
+    kept = {name: row["bytes"] for name, row in rows.items()}
+    for counted in kept.values():
+        assert counted["param"] == counted["grad"] == counted["exp_avg"] == counted["exp_avg_sq"]
+        assert 0.8 < counted["param"] / (4 * result["parameters"]) <= 1  # biases of the paper's config are frozen
+    assert "last_grad" not in kept[ADAMW] and 0 < kept[MARS]["last_grad"] == kept[EXACT]["last_grad"] < 4 * 1e6
+    assert kept[EXACT]["previous_param"] == kept[EXACT]["param"] and "previous_param" not in kept[MARS]
+    printed = capsys.readouterr().out
+    assert "| Mars exact " in printed and "two passes and one update would take" in printed
+
+
+class Norms(TrainerCallback):
+    """Record the optimizer's `max_grad_norm` at the end of every step."""
+
+    def __init__(self, norms: list) -> None:
+        self.norms = norms
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs) -> None:
+        self.norms.append(getattr(optimizer.optimizer, "max_grad_norm", None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "passes"), [(ADAMW, 6), (MARS, 6), (EXACT, 11)])
+def test_contenders_go_on_where_their_block_ended(tmp_path, monkeypatch, name, passes):
+    """All of exact MARS's six steps but the first take two passes, and the meter sees them begin."""
+    trainer = train_cost.make_trainer(name, options(), str(tmp_path))
+    seen, begun, norms = [], [], []
+    compute_loss, begin = trainer.compute_loss, trainer.meter.on_step_begin
+    monkeypatch.setattr(
+        trainer, "compute_loss", lambda *a, **k: seen.append(trainer.in_stale_pass) or compute_loss(*a, **k)
+    )
+    monkeypatch.setattr(trainer.meter, "on_step_begin", lambda *a, **k: begun.append(len(seen)) or begin(*a, **k))
+    trainer.add_callback(Norms(norms))  # MarsTrainer restores the optimizer's setting
+    trainer.train()
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.AdamW if name == ADAMW else mars_hf.Mars)
+    assert name != ADAMW or all(group["fused"] for group in optimizer.param_groups)
+    assert norms == [1.0 if name == MARS else None] * 6  # clipping is part of the step of Mars, unless it is exact
+    assert len(seen) == passes and seen.count(True) == passes - 6
+    assert begun == ([0, 1, 3, 5, 7, 9] if name == EXACT else [0, 1, 2, 3, 4, 5])
+    assert [len(marks) for marks in (trainer.meter.begins, trainer.meter.gradients, trainer.meter.updates)] == [8, 6, 6]
+
+
+def test_blocks_are_medians_and_ratios_are_taken_within_rounds():
+    meter = train_cost.Meter(interleave.Clock(CPU))
+    meter.begins, meter.gradients, meter.updates = [0.0, 2.0, 5.0, 9.0], [1.0, 4.0, 7.0], [1.5, 4.75, 7.25]
+    assert meter.pop() == Block(step=3.0, update=0.5)
+    assert not meter.begins and not meter.gradients and not meter.updates
+
+    def blocks(step, update):  # the second round is ten times slower
+        return [Block(step, update), Block(10 * step, 10 * update), Block(step, update)]
+
+    measured = {ADAMW: blocks(0.4, 0.1), MARS: blocks(0.5, 0.1), EXACT: blocks(0.8, 0.1)}
+    rows = train_cost.summarize(measured, tokens=100, seconds_per_token=0.001)
+    assert rows[EXACT]["against"] == pytest.approx({ADAMW: 2.0, MARS: 1.6, EXACT: 1.0})
+    assert (rows[EXACT]["step_ms"], rows[EXACT]["update_ms"]) == pytest.approx((800, 100))
+    assert (rows[ADAMW]["tokens_per_second"], rows[ADAMW]["mfu"]) == pytest.approx((250, 0.25))
+    assert train_cost.exact_bound(measured[MARS]) == pytest.approx(0.9 / 0.5)
+
+
+def test_flops_are_those_of_the_matrix_products():
+    # Attention written out: the counter does not know the fused one of CPUs.
+    size = dataclasses.replace(train_cost.SIZES["tiny"], attn_implementation="eager")
+    gpt2, ids = train_cost.model.build(size, 1, 0), torch.zeros(1, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        gpt2(input_ids=ids, labels=ids).loss.backward()
+    vectors = sum(param.numel() for param in gpt2.parameters() if param.ndim == 1)
+    assert counter.get_total_flops() / 16 == train_cost.flops_per_token(options(), gpt2) - 6 * vectors
+
+
+# --- update_rms.py ---------------------------------------------------------------------------------------------------
+
+
+def test_updates_are_measured_without_rate_and_decay():
+    """Signs have a root mean square of 1 whatever the decay is; an embedding is told by its name."""
+    params = [torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64)) for _ in range(2)]
+    params.append(torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)))
+    named = zip(("a.wte.weight", "b.weight", "b.bias"), params, strict=True)
+    optimizer = mars_hf.Mars(list(named), lr=0.01, mars_type="mars-lion", weight_decay=0.5, optimize_1d=True)
+    meter, measured = update_rms.Meter(after=1), []
+    for step in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + step)
+        meter.begin(optimizer)
+        optimizer.step()
+        meter.end(optimizer)
+        measured.append(meter.rms())
+    assert measured[0] == {} and measured[2] == pytest.approx({"embeddings": 1.0, "matrices": 1.0, "vectors": 1.0})
+
+
+def test_shipped_updates_are_those_of_the_script():
+    shipped = json.loads(update_rms.RESULTS.read_text())["runs"]
+    assert [(row["optimizer"], row["arguments"]) for row in shipped] == [
+        (optimizer, [*update_rms.COMMON, *settings]) for optimizer, settings in update_rms.RUNS
+    ]
+
+
+# --- on_a_gpu.py -----------------------------------------------------------------------------------------------------
+
+
+def test_commands_on_a_gpu(tmp_path):
+    parts = on_a_gpu.parts(tmp_path)
+    for _, command in parts.values():
+        assert command[0] == sys.executable
+        assert command[1] == "-m" or (on_a_gpu.ROOT / command[1]).is_file()
+    _, command = parts["step_cost"]
+    assert set(command[command.index("--size") + 1 : command.index("--output")]) <= set(step_cost.SIZES)
+    assert {"gpu-30m", "gpu-98m"} <= set(presets.names())
+
+
+@pytest.mark.slow
+def test_a_part_ends_with_all_that_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_a_gpu, "_GRACE", 2.0)
+    child = "import os, pathlib, time; pathlib.Path('child').write_text(str(os.getpid())); time.sleep(600)"
+    code = f"import os, subprocess, sys; os.chdir({str(tmp_path)!r}); subprocess.run([sys.executable, '-c', {child!r}])"
+    assert on_a_gpu.run("controls", [sys.executable, "-c", code], tmp_path, 5) == "out of time"
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 20
+    while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
+    codes = {
+        "tests": "raise SystemExit('no GPU')",
+        "step_cost": "import time; time.sleep(60)",
+        "controls": "print('well')",
+    }
+    parts = {name: (0.2, [sys.executable, "-c", code]) for name, code in codes.items()}
+    monkeypatch.setattr(on_a_gpu, "parts", lambda output: parts)
+    ends = on_a_gpu.main(["--output_dir", str(tmp_path), "--minutes", "0.25"])
+    assert ends == {"tests": "failed", "step_cost": "out of time", "controls": "done"}
+    assert "no GPU" in (tmp_path / "tests.log").read_text() and "well" in (tmp_path / "controls.log").read_text()
+    assert "step_cost: out of time after" in capsys.readouterr().out
+    assert on_a_gpu.main(["--output_dir", str(tmp_path), "--only", "controls"]) == {"controls": "done"}
