@@ -34,6 +34,7 @@ ROOT = HERE.parents[1]
 WAIT = 60  # seconds for which a rank waits for the others
 LIMIT = 100  # seconds that one run may take
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None  # importing it takes seconds; the server does
+DEEPSPEED = ("deepspeed", "torch._inductor.compile_fx")  # with what it imports later
 Function = Callable[[str, Path], None]  # does `run(spec, OUTPUT/<spec>)`, on every rank
 
 
@@ -70,7 +71,7 @@ def launch(function: Function, output: Path, runs: Sequence[str], world: int, **
 def start_server() -> None:
     """Start the server of forks, whose imports are those of this folder."""
     paths = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
-    multiprocessing.set_forkserver_preload(["deepspeed", *(path.stem for path in HERE.glob("test_*.py"))])
+    multiprocessing.set_forkserver_preload([*DEEPSPEED, *(path.stem for path in HERE.glob("test_*.py"))])
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with mock.patch.dict(os.environ, variables):
         forkserver.ensure_running()

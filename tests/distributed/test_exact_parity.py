@@ -197,14 +197,14 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_two_processes_against_straight_lines(trained, expected, run):
+def test_exact_parity(trained, expected, run):
     engine, accumulation, *_ = run.split("-")
     weights = expected[f"{'llama' if engine == 'tp' else 'gpt2'}-{accumulation}"]
     assert worst(trained(2, run).tensors, weights) <= BAR
 
 
 @pytest.mark.parametrize("run", ORTHOGONALIZED)
-def test_orthogonalized_as_by_one_process(trained, expected, run):
+def test_exact_matrix_parity(trained, expected, run):
     """The weights equal those of one process, and differ from MARS-AdamW's."""
     found = trained(2, run).tensors
     assert worst(found, trained(1, run.replace("fsdp2", "ddp")).tensors) <= BAR
@@ -212,5 +212,5 @@ def test_orthogonalized_as_by_one_process(trained, expected, run):
     assert (found[matrix] - expected["gpt2-2"][matrix]).abs().max() > 0.01 * found[matrix].abs().max()
 
 
-def test_deepspeed_is_refused_at_the_start(trained):
+def test_deepspeed_is_refused(trained):
     assert "is_approx=False under DeepSpeed" in trained(2, "zero2-refused").notes

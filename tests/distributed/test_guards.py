@@ -226,20 +226,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
 
 
 @pytest.mark.parametrize(("run", "message"), STOPPED.items(), ids=STOPPED)
-def test_stops_before_the_first_step(outcomes, run, message):
+def test_stop_before_the_first_step(outcomes, run, message):
     for outcome in outcomes(run):
         assert re.search(message, outcome["error"])
         assert outcome["steps"] == (message is UNSCALED)  # where DeepSpeed makes states by a step with zeros
 
 
 @pytest.mark.parametrize("run", KEPT)
-def test_goes_on_with_mars_where_the_remedy_was_taken(outcomes, run):
+def test_remedies(outcomes, run):
     for outcome in outcomes(run):
         assert outcome["error"] is None
         assert outcome["steps"] > 0
 
 
-def test_bf16_without_zero_stops_where_deepspeed_divides_it_too(outcomes):
+def test_bf16_without_zero(outcomes):
     for outcome in outcomes(BF16_WITHOUT_ZERO):
         if parse(version("deepspeed")) < parse("0.19"):
             assert re.search(UNSCALED, outcome["error"])
@@ -247,13 +247,13 @@ def test_bf16_without_zero_stops_where_deepspeed_divides_it_too(outcomes):
             assert outcome["error"] is None and outcome["steps"] > 0
 
 
-def test_a_launch_that_hangs_fails_soon(tmp_path):
+def test_hanging_launch(tmp_path):
     """All launches here have this limit, at 60 s."""
     launch(hang, tmp_path, ["hang"], 2, wait=3)
     assert "imed out" in error_of(tmp_path, "hang")
 
 
-def test_a_launch_that_hangs_where_no_wait_is_limited_fails_soon(tmp_path):
+def test_hanging_launch_without_a_limited_wait(tmp_path):
     """And this one, at 100 s."""
     launch(hang, tmp_path, ["hang"], 2, limit=3)
     errors = [file.read_text() for file in tmp_path.glob("*.error*")]  # one rank's end may be the other's error

@@ -277,7 +277,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], An
 
 
 @pytest.mark.parametrize(("kind", "run"), [(kind, run) for kind, runs in RUNS.items() for run in runs])
-def test_a_skipped_step_leaves_no_trace(trained, kind, run):
+def test_skipped_steps(trained, kind, run):
     notes = trained(kind, run)
     skipped = [attempt["skipped"] for attempt in notes["attempts"]]
     assert len(skipped) == ATTEMPTS
@@ -294,7 +294,7 @@ def test_a_skipped_step_leaves_no_trace(trained, kind, run):
 
 
 @pytest.mark.parametrize(("kind", "run"), [(kind, run) for kind, runs in POISONED_RUNS.items() for run in runs])
-def test_non_finite_values_of_one_rank_stop_every_rank(trained, kind, run):
+def test_nonfinite_values_of_one_rank(trained, kind, run):
     """At the same step; only the first one reports."""
     first, second = trained(kind, run)
     assert first["error"].startswith("3 steps in a row") and first["error"] == second["error"]
