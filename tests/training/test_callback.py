@@ -146,9 +146,10 @@ def test_first_line(tmp_path, logged):
 def test_first_line_is_short():
     """GPT-3's sizes, and a name that the model lacks."""
     sizes = {"matrix": 1e12, "adamw": 6e8, "vector": 9999999}
+    (group,) = mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))], mars_type="mars-shampoo").param_groups
     groups = [
-        {**mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))], mars_type="mars-shampoo").param_groups[0], "role": role}
-        | {"params": [torch.nn.Parameter(torch.empty(int(size), 1, device="meta"))] * 100, "lr": 1.2345e-5 * factor}
+        {**group, "role": role, "lr": 1.2345e-5 * factor}
+        | {"params": [torch.nn.Parameter(torch.empty(int(size), 1, device="meta"))] * 100}
         for role, size in sizes.items()
         for factor in (1, 3)
     ]
@@ -165,16 +166,18 @@ def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, tracker,
 
 
 @pytest.mark.slow
-def test_first_line_shows_by_default(tmp_path):
+def test_fresh_process(tmp_path):
+    """MarsTrainer registers the names of rules, and the first line shows by default."""
     script = f"""
         import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from pathlib import Path
+        import pathlib
+        from mars_hf import MarsTrainer
         from helpers import arguments, gpt2, mars_trainer
-        mars_trainer(arguments(Path({str(tmp_path)!r}), max_steps=1), gpt2()).train()
+        mars_trainer(arguments(pathlib.Path({str(tmp_path)!r}), optim="mars_m", max_steps=1), gpt2()).train()
     """
     finished = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    lines = [line for line in finished.stderr.splitlines() if "10 matrices" in line]
-    assert len(lines) == 1 and lines[0].startswith("mars-adamw ("), finished.stderr
+    lines = [line for line in finished.stderr.splitlines() if "8 matrices" in line]
+    assert len(lines) == 1 and lines[0].startswith("mars-m ("), finished.stderr
 
 
 @pytest.mark.slow
@@ -204,14 +207,19 @@ def test_settings_of_a_checkpoint_win(tmp_path, logged, make):
 
 
 @pytest.mark.slow
-def test_norm_that_trainer_overrules(tmp_path, logged):
-    def noted(make, own, **settings) -> list[str]:
-        run_with_mars(arguments(tmp_path, max_steps=1, **settings), make, max_grad_norm=own).train()
-        return [line for line in logged() if "has no effect" in line]
-
-    (line,) = noted(trainer, 5.0)
-    assert "Trainer clips at max_grad_norm=1 before" in line
-    assert noted(trainer, 0.5) == noted(trainer, 5.0, max_grad_norm=0.0) == noted(mars_trainer, 5.0) == []
+@pytest.mark.parametrize(
+    ("make", "norm", "settings", "count"),
+    [
+        (trainer, 5.0, {}, 1),
+        (trainer, 0.5, {}, 0),
+        (trainer, 5.0, {"max_grad_norm": 0.0}, 0),
+        (mars_trainer, 5.0, {}, 0),
+    ],
+)
+def test_norm_that_trainer_overrules(tmp_path, logged, make, norm, settings, count):
+    run_with_mars(arguments(tmp_path, max_steps=1, **settings), make, max_grad_norm=norm).train()
+    line = "max_grad_norm=5 of the optimizer has no effect: Trainer clips at max_grad_norm=1 before"
+    assert len([message for message in logged() if message.startswith(line)]) == count
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
@@ -227,10 +235,6 @@ def test_another_optimizer_stops_the_run(tmp_path):
     for named, settings in (({}, callbacks), ({}, callbacks | given), ({"optim": "mars_adamw"}, given)):
         with pytest.raises(RuntimeError, match=r"not Mars; pass Trainer\(optimizers="):
             trainer(arguments(tmp_path, **named), model, **settings).train()
-
-
-def test_another_mars_stops_the_run(tmp_path):
-    model = gpt2()
     stepping, given = mars_hf.create(model), mars_hf.create(model)
     callbacks = [mars_hf.LastGradientCallback(given)]
     with pytest.raises(RuntimeError, match="another Mars"):
@@ -369,22 +373,20 @@ def test_sharded_parameters(alone):
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.parametrize("make", [mars_trainer, trainer], ids=["MarsTrainer", "Trainer"])
+@both_trainers
 def test_another_optimizer_and_a_checkpoint_of_mars(tmp_path, make):
     """torch.optim.AdamW loads all of it, and would train with MARS's betas and learning rates."""
-    model, settings = gpt2(), {}
-    args = arguments(tmp_path, **SAVES)
-    trainer(args, model, **source_of("factory", model, args)).train()
-    model = gpt2()
+    run_with_mars(arguments(tmp_path, **SAVES)).train()
+    model, settings, checkpoint = gpt2(), {}, str(tmp_path / "checkpoint-2")
     if make is mars_trainer:
         params = sorted(model.parameters(), key=lambda param: param.ndim == 1)  # as MARS groups them
         settings["optimizers"] = (torch.optim.AdamW([{"params": params[:10]}, {"params": params[10:]}]), None)
     run = make(arguments(tmp_path / "other", **SAVES), model, **settings)
     message = r"MARS saved the checkpoint of step 2, and AdamW would resume.*optim='mars_adamw'.*from_pretrained"
     with pytest.raises(RuntimeError, match=message):
-        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        run.train(resume_from_checkpoint=checkpoint)
     assert run.state.global_step == 2
-    mars_trainer(arguments(tmp_path, **SAVES), gpt2()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    mars_trainer(arguments(tmp_path, **SAVES), gpt2()).train(resume_from_checkpoint=checkpoint)
 
 
 def test_another_optimizer_and_a_checkpoint_without_state(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -198,20 +197,6 @@ def test_override_that_makes_another_optimizer(tmp_path):
     with pytest.raises(RuntimeError, match="AdamW, not Mars"):
         run.train()
     assert run.state.global_step == 0
-
-
-@pytest.mark.slow
-def test_name_of_a_rule_without_register(tmp_path):
-    script = f"""
-        import torch
-        from transformers import TrainingArguments
-        from mars_hf import MarsTrainer
-        args = TrainingArguments({str(tmp_path)!r}, optim="mars_m", use_cpu=True, report_to="none", max_steps=1)
-        run = MarsTrainer(torch.nn.Linear(2, 2), args)
-        run.create_optimizer()
-        assert run.optimizer.defaults["mars_type"] == "mars-m"
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
 # --- with_mars --------------------------------------------------------------------------------------------------------
