@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import mars_hf
 
 STEPS = 3
-LR, LR_1D = 1e-2, 5e-3
-SETTINGS: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.05}
+LR_1D = 5e-3
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.05}
 
 
 def straight_line(
@@ -36,12 +36,7 @@ def straight_line(
         exact: whether the last gradient is computed on this step's batch.
         clipped: names of the weights in the global norm, which is limited to 1.
     """
-    rules = {
-        name: Reference(param, rule="mars-adamw", **SETTINGS)
-        if param.ndim > 1
-        else Reference(param, rule="adamw", lr=LR_1D, betas=(0.9, 0.95), eps=SETTINGS["eps"])
-        for name, param in weights.items()
-    }
+    rules = references(weights)
     before: dict[str, Tensor] = {}
     for batch in batches:
         now = {name: rule.x for name, rule in rules.items()}
@@ -56,6 +51,15 @@ def straight_line(
     place(weights, {name: rule.x for name, rule in rules.items()})
 
 
+def references(weights: dict[str, nn.Parameter]) -> dict[str, Reference]:
+    return {
+        name: Reference(param, rule="mars-adamw", **SETTINGS)
+        if param.ndim > 1
+        else Reference(param, rule="adamw", lr=LR_1D, betas=(0.9, 0.95), eps=SETTINGS["eps"])
+        for name, param in weights.items()
+    }
+
+
 def gradients(
     weights: dict[str, nn.Parameter],
     at: dict[str, Tensor],
@@ -66,6 +70,11 @@ def gradients(
     place(weights, at)
     found = torch.autograd.grad(loss(copy.deepcopy(batch)), list(weights.values()), allow_unused=True)
     named = {name: gradient.double() for name, gradient in zip(weights, found, strict=True) if gradient is not None}
+    return clip(named, clipped)
+
+
+def clip(named: dict[str, Tensor], clipped: set[str]) -> dict[str, Tensor]:
+    """Limit the global norm of those in `clipped` to 1."""
     norm = torch.stack([named[name].square().sum() for name in named if name in clipped]).sum().sqrt()
     factor = min(1.0, 1 / (norm.item() + 1e-6))
     return {name: gradient * (factor if name in clipped else 1.0) for name, gradient in named.items()}

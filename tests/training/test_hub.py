@@ -16,7 +16,7 @@ import torch
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
-from torch import nn
+from test_stale_pass import Dense
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, modelcard
 
 import mars_hf
@@ -214,17 +214,8 @@ def test_card_during_a_push(tmp_path):
     assert seen[4:8] == [before] * 4 and "- training_steps: 3\n" in card_of(run)
 
 
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 1)
-
-    def forward(self, input_ids, labels=None):
-        return {"loss": self.linear(input_ids.float()).square().mean()}
-
-
 def test_module_without_config(tmp_path):
-    run = trainer(arguments(tmp_path, **BY_NAME), Regression())
+    run = trainer(arguments(tmp_path, **BY_NAME), Dense())
     run.train()
     assert [path.name for path in tmp_path.iterdir()] == ["mars.json"]
 
@@ -324,13 +315,10 @@ def test_adapter_of_peft(tmp_path, base):
 
 def test_card_of_trl(tmp_path):
     trl = pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[test]'")
-    from any_trainer import TEXTS, tokenizer
-    from datasets import Dataset
-    from test_trl_trainers import language_model, settings
+    from test_trl_trainers import METHODS, Dataset, build
 
-    args = trl.SFTConfig(**settings(tmp_path, max_length=16, **EVALUATED, **BY_NAME))
-    data = Dataset.from_dict({"text": TEXTS})
-    run = trl.SFTTrainer(language_model(), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    data = Dataset.from_list(METHODS["SFT"][2])
+    run = build("SFT", tmp_path, trl.SFTTrainer, args={**EVALUATED, **BY_NAME}, eval_dataset=data)
     run.train()
     run.save_model()
     run.create_model_card("tiny", dataset_name=str(tmp_path))

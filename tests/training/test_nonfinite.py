@@ -11,7 +11,6 @@ import torch
 from helpers import VOCAB, arguments, gpt2
 from test_stale_pass import use_fp16_on_cpu
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import GPT2LMHeadModel, Trainer, default_data_collator
 
 import mars_hf
@@ -21,18 +20,8 @@ GOOD, LOSS, GRADIENT = range(3)  # what a batch does
 POISONED = "transformer.h.1.mlp.c_fc.weight"
 
 
-class _Poison(torch.autograd.Function):
-    """Return the input, and put NaN into its gradient."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad.view(-1)[1] = torch.nan
-        return grad
+def poisoned(grad: Tensor) -> Tensor:
+    return grad.flatten().index_fill(0, torch.tensor(1), torch.nan).view_as(grad)
 
 
 class Model(GPT2LMHeadModel):
@@ -41,27 +30,20 @@ class Model(GPT2LMHeadModel):
     def forward(self, input_ids: Tensor, labels: Tensor, kind: Tensor, **_: Any) -> dict[str, Tensor]:
         loss = super().forward(input_ids=input_ids, labels=labels).loss
         if GRADIENT in kind:
-            loss = loss + 0 * _Poison.apply(self.transformer.h[1].mlp.c_fc.weight).sum()
+            copied = self.transformer.h[1].mlp.c_fc.weight.clone()
+            copied.register_hook(poisoned)
+            loss = loss + 0 * copied.sum()
         return {"loss": loss + torch.full_like(loss, torch.inf) if LOSS in kind else loss}
 
 
-class Batches(Dataset):
-    """Batches of two rows, some of them poisoned."""
-
-    def __init__(self, poison: dict[int, int], length: int = 24) -> None:
-        ids = torch.randint(0, VOCAB, (2 * length, 12), generator=torch.Generator().manual_seed(7))
-        kinds = [torch.tensor(poison.get(row // 2, GOOD)) for row in range(2 * length)]
-        self._rows = [{"input_ids": row, "labels": row, "kind": kind} for row, kind in zip(ids, kinds, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._rows[index]
+def rows(poison: dict[int, int], batches: int = 24) -> Any:
+    """Return batches of two rows, some of them poisoned."""
+    ids = torch.randint(0, VOCAB, (2 * batches, 12), generator=torch.Generator().manual_seed(7))
+    return [{"input_ids": x, "labels": x, "kind": torch.tensor(poison.get(i // 2, GOOD))} for i, x in enumerate(ids)]
 
 
 def make(folder: Path, poison: dict[int, int], *callbacks: Any, **settings: Any) -> Trainer:
-    kind, length = settings.pop("kind", mars_hf.MarsTrainer), settings.pop("length", 24)
+    kind, batches = settings.pop("kind", mars_hf.MarsTrainer), settings.pop("batches", 24)
     mars = settings.pop("mars", {})
     torch.manual_seed(0)
     model = Model(gpt2().config)
@@ -69,7 +51,7 @@ def make(folder: Path, poison: dict[int, int], *callbacks: Any, **settings: Any)
     return kind(
         model,
         arguments(folder, **{**defaults, "remove_unused_columns": False, **settings}),
-        train_dataset=Batches(poison, length),
+        train_dataset=rows(poison, batches),
         data_collator=default_data_collator,
         optimizers=(mars_hf.create(model, lr=1e-2, eps=1e-6, **mars), None),
         callbacks=list(callbacks),
@@ -98,10 +80,9 @@ def test_patience(tmp_path):
     for patience in (0, -1, 2.5, True, "3"):
         with pytest.raises(ValueError, match=r"^patience=.*>= 1$"):
             NonFiniteCallback(patience)
-    passed = NonFiniteCallback(7)
     for callbacks, kind, patiences in (
         ([], mars_hf.MarsTrainer, [3]),
-        ([passed], mars_hf.MarsTrainer, [7]),
+        ([NonFiniteCallback(7)], mars_hf.MarsTrainer, [7]),
         ([], Trainer, []),
     ):
         known = make(tmp_path, {}, *callbacks, kind=kind).callback_handler.callbacks
@@ -140,7 +121,7 @@ def test_loss_is_reported_and_good_steps_reset_the_count(tmp_path, reports):
         for step, count in ((2, 1), (3, 2), (5, 1), (6, 2))
     ]
     assert run.state.global_step == 8
-    run.train_dataset = Batches({0: LOSS})
+    run.train_dataset = rows({0: LOSS})
     run.train()  # counts from zero
     assert reports()[4:] == ["step 1: non-finite loss inf (1 in a row, the run stops at 3)"]
 
@@ -172,7 +153,7 @@ def test_no_checkpoint_after_a_bad_step(tmp_path, reports, kind, patience):
 
 
 def test_no_checkpoint_after_an_epoch_that_ends_badly(tmp_path, reports):
-    make(tmp_path, {3: LOSS}, length=4, num_train_epochs=2, max_steps=-1, save_strategy="epoch").train()
+    make(tmp_path, {3: LOSS}, batches=4, num_train_epochs=2, max_steps=-1, save_strategy="epoch").train()
     assert not list(tmp_path.glob("checkpoint-*"))
     assert reports("checkpoint-")[0] == "checkpoint-4 is not written: the last step was not finite"
     with pytest.raises(NonFiniteError, match=r"has no checkpoint: start again with a lower learning rate"):
@@ -181,14 +162,10 @@ def test_no_checkpoint_after_an_epoch_that_ends_badly(tmp_path, reports):
 
 @pytest.mark.parametrize("is_approx", [True, False])
 def test_a_finite_run_is_unchanged(tmp_path, is_approx):
-    weights = []
-    for keep in (True, False):
-        run = make(tmp_path, {}, mars={"is_approx": is_approx}, gradient_accumulation_steps=2)
-        if not keep:
-            run.pop_callback(NonFiniteCallback)
-        run.train()
-        weights.append(list(run.model.parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    one, other = (make(tmp_path, {}, mars={"is_approx": is_approx}, gradient_accumulation_steps=2) for _ in range(2))
+    other.pop_callback(NonFiniteCallback)
+    one.train(), other.train()
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
 def test_the_search_for_the_loss_scale_does_not_count(tmp_path, reports, monkeypatch):
