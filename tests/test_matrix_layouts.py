@@ -83,18 +83,12 @@ def test_interleaved_parts():
     assert key[:, 0].tolist() == [2, 5, 8, 11]
 
 
-WRONG = [{"parts": (2, 0)}, {"parts": ()}, {"parts": 2}, {"batched": 1}, {"transposed": None}, {"turned": True}]
-
-
 def test_plain_values():
     assert matrix_layouts.to_plain(MatrixLayout(batched=True)) == {"transposed": False, "parts": None, "batched": True}
     for layout in (MatrixLayout(batched=True, transposed=True), MatrixLayout(parts=(2, 1)), None):
         plain = matrix_layouts.to_plain(layout)
         assert matrix_layouts.to_plain(plain) == plain and (plain is None or MatrixLayout(**plain) == layout)
     assert matrix_layouts.to_plain({"parts": [2, 1]})["parts"] == (2, 1)
-    for wrong in WRONG:
-        with pytest.raises((TypeError, ValueError)):
-            matrix_layouts.to_plain(wrong)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
