@@ -22,6 +22,7 @@ from mars_hf.matrix_layouts import MatrixLayout
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "hidden_size": 32, **SMALL}
 GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 50, "n_positions": 16}
+MOE = {**GQA, "head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -164,16 +165,8 @@ FAMILIES = {
     "glm": ("GlmForCausalLM", "GlmConfig", {**GQA, "head_dim": 8}),
     "deberta": ("DebertaModel", "DebertaConfig", {**GQA, "max_position_embeddings": 16}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GQA, "num_local_experts": 3}),
-    "gpt_oss": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**GQA, "head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
-    ),
-    "llama4": (
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {**GQA, "head_dim": 8, "intermediate_size_mlp": 40, "num_local_experts": 3},
-    ),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", {**MOE, "layer_types": ["full_attention"] * 2}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**MOE, "intermediate_size_mlp": 40}),
 }
 # Query and key, in the order of the parts; CodeGen has query, value, key.
 QUERY_AND_KEY = {"codegen": (0, 2)}

@@ -27,7 +27,6 @@ _CODE = re.compile(r"`([^`]+)`")
 class Block(NamedTuple):
     """A fenced block of a page."""
 
-    page: str
     line: int  # of its first line of code
     language: str
     text: str
@@ -41,7 +40,7 @@ def blocks(page: str) -> list[Block]:
     for match in _FENCE.finditer(content):
         before = content[: match.start()]
         comment = re.search(r"<!-- (\w+) -->\n\Z", before)
-        found.append(Block(page, before.count("\n") + 2, match[1], match[2], comment[1] if comment else ""))
+        found.append(Block(before.count("\n") + 2, match[1], match[2], comment[1] if comment else ""))
     return found
 
 
