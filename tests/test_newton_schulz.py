@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mars_hf import newton_schulz as ns
 
-GOLDEN = Path(__file__).resolve().parent / "golden"
 ATEN = torch.ops.aten
 PRODUCTS = (ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.matmul)
 # Singular values above these fractions of the Frobenius norm end in these ranges.
@@ -38,17 +36,6 @@ def newton_schulz(matrix: torch.Tensor, schedule: str = "quintic", **settings) -
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-def polar(matrix: torch.Tensor) -> torch.Tensor:
-    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
-    return u @ vh
-
-
-def with_condition(rows: int, cols: int, condition: float) -> torch.Tensor:
-    u, _ = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64))
-    v, _ = torch.linalg.qr(torch.randn(cols, rows, dtype=torch.float64))
-    return (u * torch.logspace(0, -math.log10(condition), rows, dtype=torch.float64)) @ v.T
 
 
 class CountProducts(TorchDispatchMode):
@@ -104,22 +91,6 @@ def test_input_and_dtypes(dtype):
 
 
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("condition", [None, 1.0, 1e4])
-@pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
-def test_singular_values(schedule, dtype, condition, shape):
-    matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
-    rounding = 0.01 if dtype == torch.bfloat16 else 1e-3
-    share, low, high = RANGES[schedule]
-    result = newton_schulz(matrix, schedule=schedule, dtype=dtype)
-    values = torch.linalg.svdvals(result.double())
-    large = int((torch.linalg.svdvals(matrix.double()) / matrix.norm() > share).sum())
-    assert large >= 40
-    assert values[0] < high + rounding
-    assert values[large - 1] > low - rounding
-
-
-@pytest.mark.parametrize("schedule", ns.SCHEDULES)
 def test_bounds_of_the_polynomials(schedule):
     share, low, high = RANGES[schedule]
     s = torch.logspace(math.log10(share), 0, 200_001, dtype=torch.float64)
@@ -127,26 +98,6 @@ def test_bounds_of_the_polynomials(schedule):
         s = a * s + b * s**3 + c * s**5
     assert low <= s.min() < low + 1e-3
     assert high - 1e-3 < s.max() <= high
-
-
-@pytest.mark.parametrize("schedule", ns.SCHEDULES)
-def test_rank_one(schedule):
-    # The whole norm is in one singular value, at the end of the polynomials' interval.
-    matrices = torch.stack([torch.outer(torch.randn(48), torch.randn(80)) for _ in range(20)] + [torch.ones(48, 80)])
-    result = newton_schulz(matrices, schedule=schedule)
-    norms = torch.linalg.matrix_norm(result, 2)
-    assert norms.min() > 0.6
-    assert norms.max() < RANGES[schedule][2] + 0.01
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("condition", [None, 1e1, 1e4])
-@pytest.mark.parametrize("shape", [(96, 96), (96, 384)], ids=str)
-def test_polar_factor(dtype, condition, shape):
-    matrix = torch.randn(shape) if condition is None else with_condition(*shape, condition).float()
-    near = newton_schulz(matrix, "polar-express", dtype=dtype)
-    far = newton_schulz(matrix, dtype=dtype)
-    assert distance(near, polar(matrix)) < 0.95 * distance(far, polar(matrix))
 
 
 def best_quintic(low: float, high: float) -> np.ndarray:
@@ -171,26 +122,19 @@ def test_polar_express_is_minimax():
         np.testing.assert_allclose(stored, fitted / safety**powers, rtol=1e-9)
 
 
-def test_zeros():
-    assert not newton_schulz(torch.zeros(2, 3, 4)).any()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_not_finite(bad):
+def test_not_finite_and_zero(bad):
     matrices = torch.randn(3, 4, 5)
-    matrices[1, 2, 3] = bad
+    matrices[1, 2, 3], matrices[2] = bad, 0.0
     results = ns.orthogonalize(list(matrices))
-    assert results[1].isnan().all()
-    assert results[0].isfinite().all()
-    assert results[2].isfinite().all()
+    assert results[0].isfinite().all() and results[1].isnan().all() and not results[2].any()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 4, 5), (2, 0, 5)], ids=str)
 def test_no_elements(shape):
     assert newton_schulz(torch.randn(shape)).shape == shape
     empty, full = ns.orthogonalize([torch.randn(shape), torch.randn(4, 5)])
-    assert empty.shape == shape
-    assert full.isfinite().all()
+    assert empty.shape == shape and full.isfinite().all()
 
 
 def test_batches_are_one_by_one():
@@ -225,9 +169,6 @@ def test_products_of_gpt2():
     with CountProducts() as products:
         ns.orthogonalize(matrices)
     assert products.count == 3 * 5 * 3  # both projections of the MLP share a batch
-    with CountProducts() as products:
-        ns.orthogonalize(matrices, max_elements=24 * 4 * d * d // 2)
-    assert products.count == 4 * 5 * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The plan that divides matrices among ranks, and the exchange that follows it, among threads that stand for ranks."""
+"""Orthogonalized updates, however a matrix is stored and grouped, and the plan that divides matrices among ranks.
+
+`distributed/test_ranks_in_threads.py` has the exchange that follows the plan.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,300 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gpt2
+from reference import Reference, newton_schulz
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import mars_hf
+from mars_hf import Mars
+from mars_hf import orthogonalize as orthogonalize_module
 from mars_hf.distributed.shards import Slice
-from mars_hf.orthogonalize import Matrix, plan_rounds
+from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
+from mars_hf.orthogonalize import Matrix, NewtonSchulz, Orthogonalizer, compute_directions, flops, plan_rounds
 
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "exchange_on_paper.py"
+SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
+every_type = pytest.mark.parametrize("mars_type", SCALES)
+
+
+def random(shape, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make(*shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(random(shape, index, dtype)) for index, shape in enumerate(shapes)]
+
+
+def changes(model: nn.Module, gradients, **settings) -> dict[str, torch.Tensor]:
+    """Return the change of each parameter of a model over three steps."""
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = mars_hf.create(model, ns_dtype="float32", lr=0.01, **settings)
+    for step in range(3):
+        for name, param in model.named_parameters():
+            param.grad = gradients(name, step)
+        optimizer.step()
+    return {name: param.detach() - before[name] for name, param in model.named_parameters()}
+
+
+def close(found, expected, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> NewtonSchulz:
+    plain = {"coefficients": (QUINTIC,) * 5, "eps": 1e-7, "dtype": torch.bfloat16}
+    return NewtonSchulz(rule=rule, layout=layout or MatrixLayout(), **{**plain, **changed})
+
+
+def test_products_are_shared():
+    momenta = [random((8, 24) if key % 2 else (8, 8), key) for key in range(8)]
+    layouts = [MatrixLayout(transposed=True, parts=(8, 8, 8) if key % 2 else None) for key in range(8)]
+    settings = [settings_of(list(SCALES)[key % 3 == 0], layout) for key, layout in enumerate(layouts)]
+    products = []
+    bmm = torch.bmm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda a, b: products.append(len(a)) or bmm(a, b))
+        compute_directions(momenta, settings, torch.float32)
+    assert products == [4 * 1 + 4 * 3] * 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((6, 18), MatrixLayout(transposed=True, parts=(6, 6, 6))),
+        ((6, 18), MatrixLayout()),
+        ((3, 5, 4), MatrixLayout(batched=True)),
+        ((8, 3, 2, 2), MatrixLayout()),
+    ],
+    ids=str,
+)
+def test_flops(shape, layout):
+    with FlopCounterMode(display=False) as counter:
+        compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=torch.float32)], torch.float32)
+    assert flops(shape, layout, steps=5) == counter.get_total_flops()
+
+
+def test_chunks(monkeypatch):
+    monkeypatch.setattr(orthogonalize_module, "MAX_ELEMENTS_CPU", 64)
+    params = make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4), (40, 40), (40, 40), (4, 8))
+    double = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    layout = {"transposed": True, "parts": (4, 4), "batched": False}
+    mars = Mars([*params[:-1], double], mars_type="mars-m")
+    mars.add_param_group({"params": params[-1:], "role": "matrix", "layout": layout})
+    for param in (*params, double):
+        param.grad = torch.zeros_like(param)
+    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._shards.shapes, None)
+    a, b, c, d, e, big, other, apart, fused = (chunk_of[index] for index in range(9))
+    assert a == c != d  # with the third there would be more than 64 elements
+    assert b == e == fused != a
+    assert big != other
+    assert apart != b
+
+
+def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
+    """Compute directions in float64, with the rows of each matrix written out by `MatrixLayout`'s definition."""
+    found = torch.zeros(m.shape, dtype=torch.float64)
+    source, target = m.double(), found
+    if layout.transposed:
+        source, target = (x.transpose(int(layout.batched), int(layout.batched) + 1) for x in (source, target))
+    pairs = zip(source, target, strict=True) if layout.batched else [(source, target)]
+    for stack, out in pairs:
+        parts = layout.parts or (len(stack),)
+        for index, size in enumerate(parts):
+            first = sum(parts[:index])
+            rows = [row for row in range(len(stack)) if first <= row % sum(parts) < first + size]
+            matrix = stack[rows].reshape(len(rows), -1)
+            out[rows] = (newton_schulz(matrix, 1e-7) * scale(*matrix.shape)).view(out[rows].shape)
+    return found
+
+
+LAYOUTS = [
+    ((6, 4), MatrixLayout()),
+    ((6, 12), MatrixLayout(transposed=True, parts=(4, 4, 4))),
+    ((12, 5), MatrixLayout(parts=(2, 1))),
+    ((3, 5, 4), MatrixLayout(batched=True)),
+    ((3, 4, 8), MatrixLayout(batched=True, transposed=True, parts=(1, 1))),
+    ((8, 3, 2, 2), MatrixLayout()),
+    ((3, 8, 2, 2), MatrixLayout(transposed=True)),
+]
+STRIDED = {
+    "sliced": lambda shape: random((*shape[:-1], 2 * shape[-1]), 0)[..., ::2],
+    "turned": lambda shape: random(tuple(reversed(shape)), 0).permute(*reversed(range(len(shape)))),
+    "one row": lambda shape: random((1, *shape[1:]), 0).expand(shape),
+    "real part": lambda shape: torch.view_as_complex(random((*shape, 2), 0)).real,
+}
+
+
+@pytest.mark.parametrize("rule", SCALES)
+@pytest.mark.parametrize("strides", STRIDED)
+@pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
+def test_directions_of_any_strides(shape, layout, strides, rule):
+    m = STRIDED[strides](shape).double()
+    (found,) = compute_directions([m], [settings_of(rule, layout, dtype=torch.float64)], torch.float64)
+    assert found.shape == m.shape
+    assert all(stride > 0 for stride, size in zip(found.stride(), found.shape, strict=True) if size > 1)
+    # A constant matrix has rank 1: rounding noise in the other singular values grows by up to 485.
+    close(found, straight_line(m, layout, SCALES[rule]), 1e-9)
+
+
+@pytest.mark.parametrize("rule", SCALES)
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        *(((0, 4), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((4, 0), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
+        *(((0, 3, 4), MatrixLayout(batched=True)), ((2, 0, 4), MatrixLayout(batched=True))),
+        *(((0, 4), MatrixLayout(parts=(2, 2))), ((4, 0, 3, 3), MatrixLayout()), ((0, 0), MatrixLayout())),
+    ],
+    ids=str,
+)
+def test_empty_matrices(shape, layout, rule):
+    params = [torch.empty(shape, requires_grad=True), random((5, 4), 0).requires_grad_()]
+    twin = params[1].detach().clone().requires_grad_()
+    optimizers = [Mars([{"params": params[:1], "layout": layout}, {"params": params[1:]}], mars_type=rule)]
+    optimizers.append(Mars([twin], mars_type=rule))
+    for _ in range(2):
+        for param in (*params, twin):
+            param.grad = torch.ones_like(param)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(params[1], twin) and params[0].shape == shape
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@every_type
+def test_fused_projection(mars_type):
+    fused = nn.Module()
+    fused.attn = gpt2(n_embd=16).transformer.h[0].attn
+    apart = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+    # A clip sees the whole parameter before any split, so it is off here.
+    settings = {"mars_type": mars_type, "clip_threshold": None, "weight_decay": 0.0}
+    gradient = [random((16, 48), seed) for seed in range(3)]
+    together = changes(
+        fused,
+        lambda name, step: gradient[step] if name == "attn.c_attn.weight" else None,
+        **settings,
+    )["attn.c_attn.weight"]
+    separate = changes(
+        apart, lambda name, step: gradient[step].split(16, dim=1)[int(name[0])].T.contiguous(), **settings
+    )
+    expected = torch.cat([separate[f"{index}.weight"].T for index in range(3)], dim=1)
+    close(together, expected)
+    unsplit = gpt2(n_embd=16).transformer.h[0].attn
+    whole = changes(
+        unsplit, lambda name, step: gradient[step] if name == "c_attn.weight" else None, split_fused="none", **settings
+    )["c_attn.weight"]
+    assert (whole - together).norm() > 0.1 * together.norm()
+
+
+def test_clip_precedes_the_split():
+    (param,) = make((6, 18), dtype=torch.float64)
+    layout = MatrixLayout(transposed=True, parts=(6, 6, 6))
+    rule = Reference(param, rule="mars-lion", lr=0.0, betas=(0.95, 0.99), clip_threshold=0.3)
+    optimizer = Mars([{"params": [param], "layout": layout}], mars_type="mars-m", clip_threshold=0.3)
+    for step in range(3):
+        param.grad = random((6, 18), step, torch.float64) * 0.1
+        rule.step(param.grad)
+        optimizer.step()
+    close(optimizer.state[param]["exp_avg"], rule.m, 1e-12)
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+@every_type
+@pytest.mark.parametrize(
+    ("options", "coefficients"),
+    [
+        ({"ns_steps": 4}, [QUINTIC] * 4),
+        ({"ns_coefficients": "polar-express"}, POLAR_EXPRESS),
+        ({"ns_coefficients": (3.0, -3.2, 1.2)}, [(3.0, -3.2, 1.2)] * 5),
+        ({"ns_coefficients": list(POLAR_EXPRESS[:3]), "ns_steps": 3}, POLAR_EXPRESS[:3]),
+    ],
+    ids=str,
+)
+def test_options_of_the_iteration(mars_type, options, coefficients):
+    (param,) = make((8, 5), dtype=torch.float64)
+    start = param.detach().clone()
+    optimizer = Mars([{"params": [param], **options}], mars_type=mars_type, lr=0.5, eps=1e-3, betas=(0.9, 0.99))
+    param.grad = random((8, 5), 1, torch.float64)
+    optimizer.step()
+    m = optimizer.state[param]["exp_avg"]
+    eps = 1e-7 if mars_type == "mars-m" else 1e-3 * (1 - 0.9)
+    close(param, start - 0.5 * SCALES[mars_type](8, 5) * newton_schulz(m, eps, coefficients), 1e-11)
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": MatrixLayout(parts=(4,))}, r"shape \(6, 4\): the parts do not fit its 6 outputs"),
+        ({"layout": {"batched": True}}, r"shape \(6, 4\): too few dimensions"),
+        (
+            {"ns_steps": 4, "ns_coefficients": "polar-express"},
+            "'polar-express' is a schedule of 5 steps and ns_steps=4",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Mars([{"params": make((6, 4)), **settings}], mars_type="mars-m")
+
+
+def test_split_fused_without_effect():
+    with pytest.raises(ValueError, match=r"split_fused=.*mars-adamw.*orthogonalizes nothing.*'mars-shampoo', 'mars-m'"):
+        mars_hf.create(gpt2(), split_fused="none")
+    with pytest.raises(ValueError, match=r"split_fused=.*pass the model"):
+        mars_hf.create(make((4, 4)), mars_type="mars-m", split_fused="none")
+    with pytest.raises(ValueError, match="split_fused='all'"):
+        mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all")
+
+
+@pytest.mark.parametrize(
+    ("multiplies", "device", "dtype", "expected"),
+    [
+        (True, "cpu", torch.float32, torch.bfloat16),
+        (False, "cpu", torch.float32, torch.float32),
+        (False, "cpu", torch.bfloat16, torch.float32),
+        (False, "cpu", torch.float64, torch.float64),
+        (False, "meta", torch.float32, torch.bfloat16),  # stands for a GPU
+    ],
+)
+def test_dtype_of_the_iteration(monkeypatch, multiplies, device, dtype, expected):
+    monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
+    param = torch.nn.Parameter(torch.ones(4, 3, dtype=dtype, device=device))
+    (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
+    assert orthogonalize_module.iteration_dtype(group, param, param.device) == expected
+    assert (
+        orthogonalize_module.iteration_dtype({**group, "ns_dtype": "bfloat16"}, param, param.device) == torch.bfloat16
+    )
+    if expected == torch.float32:  # CPU offload: a GPU does the work
+        assert orthogonalize_module.iteration_dtype(group, param, torch.device("meta")) == torch.bfloat16
+
+
+@every_type
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_step_takes_the_dtype_of_the_iteration(monkeypatch, mars_type, multiplies):
+    weights = []
+    for ns_dtype in (None, "bfloat16" if multiplies else "float32", "float32" if multiplies else "bfloat16"):
+        monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
+        param = torch.nn.Parameter(torch.zeros(12, 8))
+        param.grad = random((12, 8), 0)
+        mars_hf.Mars([param], mars_type=mars_type, ns_dtype=ns_dtype).step()
+        weights.append(param.detach())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def rows(shape: tuple[int, ...], ranks: int) -> Any:
@@ -41,8 +333,8 @@ def on_paper() -> Any:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
-@pytest.mark.parametrize("ranks", [2, 3, 6, 8, 24, 48, 100, 512])
-@pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "llama-7b"])
+@pytest.mark.parametrize("ranks", [3, 8, 100, 512])
+@pytest.mark.parametrize("model", ["gpt2", "llama-7b"])
 def test_no_rank_receives_more_than_it_must(on_paper, monkeypatch, capsys, model, ranks, engine):
     shards = 8 if ranks % 8 == 0 else 2 if ranks % 2 == 0 else 1
     command = ["x", "--model", model, "--ranks", str(ranks), "--engine", engine, "--shards", str(shards)]
