@@ -41,17 +41,6 @@ def make(*shapes, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(random(shape, index, dtype)) for index, shape in enumerate(shapes)]
 
 
-def changes(model: nn.Module, gradients, **settings) -> dict[str, torch.Tensor]:
-    """Return the change of each parameter of a model over three steps."""
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = mars_hf.create(model, ns_dtype="float32", lr=0.01, **settings)
-    for step in range(3):
-        for name, param in model.named_parameters():
-            param.grad = gradients(name, step)
-        optimizer.step()
-    return {name: param.detach() - before[name] for name, param in model.named_parameters()}
-
-
 def close(found, expected, atol: float = 1e-6) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
@@ -109,7 +98,7 @@ def test_chunks(monkeypatch):
     assert apart != b
 
 
-def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
+def straight_line(m: torch.Tensor, layout: MatrixLayout, scale, eps=1e-7, coefficients=(QUINTIC,) * 5) -> torch.Tensor:
     """Compute directions in float64, with the rows of each matrix written out by `MatrixLayout`'s definition."""
     found = torch.zeros(m.shape, dtype=torch.float64)
     source, target = m.double(), found
@@ -122,7 +111,7 @@ def straight_line(m: torch.Tensor, layout: MatrixLayout, scale) -> torch.Tensor:
             first = sum(parts[:index])
             rows = [row for row in range(len(stack)) if first <= row % sum(parts) < first + size]
             matrix = stack[rows].reshape(len(rows), -1)
-            out[rows] = (newton_schulz(matrix, 1e-7) * scale(*matrix.shape)).view(out[rows].shape)
+            out[rows] = (newton_schulz(matrix, eps, coefficients) * scale(*matrix.shape)).view(out[rows].shape)
     return found
 
 
@@ -159,9 +148,7 @@ def test_directions_of_any_strides(shape, layout, strides, rule):
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
-        *(((0, 4), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
-        *(((4, 0), MatrixLayout(transposed=transposed)) for transposed in (False, True)),
-        *(((0, 3, 4), MatrixLayout(batched=True)), ((2, 0, 4), MatrixLayout(batched=True))),
+        *(((0, 4), MatrixLayout()), ((4, 0), MatrixLayout(transposed=True)), ((0, 3, 4), MatrixLayout(batched=True))),
         *(((0, 4), MatrixLayout(parts=(2, 2))), ((4, 0, 3, 3), MatrixLayout()), ((0, 0), MatrixLayout())),
     ],
     ids=str,
@@ -179,34 +166,6 @@ def test_empty_matrices(shape, layout, rule):
     assert torch.equal(params[1], twin) and params[0].shape == shape
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
-
-
-@every_type
-def test_fused_projection(mars_type):
-    fused = nn.Module()
-    fused.attn = gpt2(n_embd=16).transformer.h[0].attn
-    apart = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-    # A clip sees the whole parameter before any split, so it is off here.
-    settings = {"mars_type": mars_type, "clip_threshold": None, "weight_decay": 0.0}
-    gradient = [random((16, 48), seed) for seed in range(3)]
-    together = changes(
-        fused,
-        lambda name, step: gradient[step] if name == "attn.c_attn.weight" else None,
-        **settings,
-    )["attn.c_attn.weight"]
-    separate = changes(
-        apart, lambda name, step: gradient[step].split(16, dim=1)[int(name[0])].T.contiguous(), **settings
-    )
-    expected = torch.cat([separate[f"{index}.weight"].T for index in range(3)], dim=1)
-    close(together, expected)
-    unsplit = gpt2(n_embd=16).transformer.h[0].attn
-    whole = changes(
-        unsplit, lambda name, step: gradient[step] if name == "c_attn.weight" else None, split_fused="none", **settings
-    )["c_attn.weight"]
-    assert (whole - together).norm() > 0.1 * together.norm()
-
-
 def test_clip_precedes_the_split():
     (param,) = make((6, 18), dtype=torch.float64)
     layout = MatrixLayout(transposed=True, parts=(6, 6, 6))
@@ -219,9 +178,6 @@ def test_clip_precedes_the_split():
     close(optimizer.state[param]["exp_avg"], rule.m, 1e-12)
 
 
-# --- the update ------------------------------------------------------------------------------------------------------
-
-
 @every_type
 @pytest.mark.parametrize(
     ("options", "coefficients"),
@@ -230,6 +186,7 @@ def test_clip_precedes_the_split():
         ({"ns_coefficients": "polar-express"}, POLAR_EXPRESS),
         ({"ns_coefficients": (3.0, -3.2, 1.2)}, [(3.0, -3.2, 1.2)] * 5),
         ({"ns_coefficients": list(POLAR_EXPRESS[:3]), "ns_steps": 3}, POLAR_EXPRESS[:3]),
+        ({"layout": MatrixLayout(transposed=True, parts=(2, 3))}, [QUINTIC] * 5),
     ],
     ids=str,
 )
@@ -241,7 +198,8 @@ def test_options_of_the_iteration(mars_type, options, coefficients):
     optimizer.step()
     m = optimizer.state[param]["exp_avg"]
     eps = 1e-7 if mars_type == "mars-m" else 1e-3 * (1 - 0.9)
-    close(param, start - 0.5 * SCALES[mars_type](8, 5) * newton_schulz(m, eps, coefficients), 1e-11)
+    direction = straight_line(m, options.get("layout", MatrixLayout()), SCALES[mars_type], eps, coefficients)
+    close(param, start - 0.5 * direction, 1e-11)
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
@@ -252,10 +210,7 @@ def test_options_of_the_iteration(mars_type, options, coefficients):
     [
         ({"layout": MatrixLayout(parts=(4,))}, r"shape \(6, 4\): the parts do not fit its 6 outputs"),
         ({"layout": {"batched": True}}, r"shape \(6, 4\): too few dimensions"),
-        (
-            {"ns_steps": 4, "ns_coefficients": "polar-express"},
-            "'polar-express' is a schedule of 5 steps and ns_steps=4",
-        ),
+        ({"ns_steps": 4, "ns_coefficients": "polar-express"}, "is a schedule of 5 steps and ns_steps=4"),
     ],
     ids=str,
 )

@@ -82,28 +82,6 @@ def test_tensors_that_share_memory():
 
 
 @needs_compiler
-@pytest.mark.parametrize("mars_type", ["mars-shampoo", "mars-m"])
-def test_backends_share_a_chunk_of_matrices(mars_type):
-    """Matrices of one shape are orthogonalized together: whole, with gaps in memory, transposed, of other dtypes."""
-    results = []
-    for fused in (True, False):
-        values = [torch.randn(9, 6, generator=torch.Generator().manual_seed(index)) for index in range(4)]
-        gaps = torch.zeros(9, 11)[:, :6].copy_(values[1])
-        params = [nn.Parameter(x) for x in (values[0], gaps, values[2].t().contiguous().t(), values[3].double())]
-        optimizer = Mars(params, lr=1.0, mars_type=mars_type, ns_dtype="float32", fused=fused)
-        others = "compiled" if fused else "foreach"
-        assert names(optimizer) == [others, "for-loop", others]
-        for step in range(3):
-            for index, param in enumerate(params):
-                generator = torch.Generator().manual_seed(10 * step + index)
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            optimizer.step()
-        results.append(params)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
-
-
-@needs_compiler
 @pytest.mark.parametrize("settings", [{}, {"fused": False}, {"fused": True}], ids=str)
 def test_compiled_training_step(settings):
     """torch.compile traces up to the optimizer's step and calls that eagerly."""

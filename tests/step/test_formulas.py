@@ -452,12 +452,3 @@ def test_metrics_of_a_step(mars_type, clip_threshold, limit, foreach):
                 expected["mars/grad_cosine"] = nn.functional.cosine_similarity(flat(g), last, dim=0)
         assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in expected.items()}
     assert optimizer.pop_metrics() == {}
-
-
-def test_no_metrics_without_a_parameter_under_the_mars_rule():
-    (param,) = parameters(torch.float32, ((6,),))
-    optimizer = Mars([param])
-    optimizer.collect_metrics(True)
-    param.grad = torch.ones(6)
-    optimizer.step()
-    assert optimizer.pop_metrics() == {}

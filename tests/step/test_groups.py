@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -97,20 +98,6 @@ def test_refused_group_leaves_the_optimizer_as_it_was():
         train([*params, new], optimizer)
 
 
-@pytest.mark.parametrize("betas", [torch.tensor([0.9, 0.99]), (torch.tensor(0.9), torch.tensor(0.99))], ids=str)
-def test_betas_are_numbers(betas):
-    params, plain = make(), make()
-    try:
-        optimizer = Mars(params, betas=betas)
-    except ValueError as refused:
-        assert "betas" in str(refused) and "number" in str(refused)
-        return
-    train(params, optimizer, 3)
-    train(plain, Mars(plain, betas=(0.9, 0.99)), 3)
-    for a, b in zip(params, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("limit", [1.0, None])
 def test_added_group_shares_the_global_norm(limit):
     """Also if the owner of the loop has set it since."""
@@ -162,23 +149,22 @@ def warnings_of(call: Callable[[], Any]) -> list[str]:
     return [str(warning.message) for warning in caught if "rate" in str(warning.message)]
 
 
-def test_one_rate_for_all_groups_is_said():
-    """OneCycleLR writes one rate into every group, and lr_1d is half of lr; a list keeps the ratio."""
+@pytest.mark.parametrize(
+    ("schedule", "steps_before"),
+    [
+        (lambda mars, lr: OneCycleLR(mars, max_lr=lr, total_steps=10), 0),
+        (lambda mars, lr: SWALR(mars, swa_lr=lr), 2),  # in the middle of a run
+    ],
+    ids=["OneCycleLR", "SWALR"],
+)
+def test_one_rate_for_all_groups_is_said(schedule, steps_before):
+    """lr_1d is half of lr; a list of rates keeps the ratio."""
     for lr, count in ((0.1, 1), ([0.1, 0.05], 0)):
         params = make()
         optimizer = Mars(params, lr=0.1)
-        OneCycleLR(optimizer, max_lr=lr, total_steps=10)
-        assert len(warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))) == count
-
-
-def test_one_rate_of_averaged_weights_is_said():
-    """SWALR takes all groups to one rate, in the middle of a run."""
-    for lr, count in ((0.1, 1), ([0.1, 0.05], 0)):
-        params = make()
-        optimizer = Mars(params, lr=0.1)
-        assert not warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))
-        SWALR(optimizer, swa_lr=lr)
-        assert len(warnings_of(lambda params=params, optimizer=optimizer: train(params, optimizer, 2))) == count
+        assert not warnings_of(functools.partial(train, params, optimizer, steps_before))
+        schedule(optimizer, lr)
+        assert len(warnings_of(functools.partial(train, params, optimizer, 2))) == count
 
 
 def a_model() -> nn.Module:
