@@ -219,27 +219,24 @@ def test_settings_are_read_from_each_group_at_each_step(name):
             torch.testing.assert_close(param.detach(), line.x, rtol=1e-11, atol=1e-12)
 
 
-SCHEDULERS = {
-    "LambdaLR": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
-    "CosineAnnealingLR": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 6),
-    "OneCycleLR": lambda opt: torch.optim.lr_scheduler.OneCycleLR(
-        opt, [2 * float(g["lr"]) for g in opt.param_groups], 9
-    ),
-}
+def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    rates = [2 * float(group["lr"]) for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, 9)
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name, tensor):
+@pytest.mark.parametrize("kind", [float, lambda lr: torch.tensor(lr, dtype=torch.float64)], ids=["float", "tensor"])
+@pytest.mark.parametrize("schedule", [lambda mars: torch.optim.lr_scheduler.CosineAnnealingLR(mars, 6), cycle])
+def test_schedulers(schedule, kind):
     """Rates are those that torch's SGD gets, in the ratio of matrices and vectors; the step uses them and the betas."""
     params = parameters(torch.float64, ((7, 5), (6,)))
-    rates = [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.01)] if tensor else [0.02, 0.01]
-    optimizer, lines = Mars(params, lr=rates[0], lr_1d=rates[1], fused=False), references(params)
+    optimizer, lines = Mars(params, lr=kind(0.02), lr_1d=kind(0.01), fused=False), references(params)
     sgd = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (0.02, 0.01)], momentum=0.9)
-    schedulers = [SCHEDULERS[name](optimizer), SCHEDULERS[name](sgd)]
+    schedulers = [schedule(optimizer), schedule(sgd)]
     for step in range(6):
-        given = zip(params, lines, gradients(params, step), optimizer.param_groups, sgd.param_groups, strict=True)
-        for param, line, g, group, plain in given:
+        grads = gradients(params, step)
+        for param, line, g, group, plain in zip(
+            params, lines, grads, optimizer.param_groups, sgd.param_groups, strict=True
+        ):
             assert float(group["lr"]) == pytest.approx(plain["lr"], rel=1e-6)
             param.grad, line.lr, line.betas = g, float(group["lr"]), group["betas"]
             line.step(g)
