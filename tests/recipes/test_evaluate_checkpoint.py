@@ -6,40 +6,41 @@ import functools
 import json
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import evaluate_checkpoint
 import numpy as np
-import pretrain_gpt2
 import pytest
 import torch
 from pretraining.data import embedded, token_files
-from test_pretrain_gpt2 import TINY
+from test_pretrain_gpt2 import SCRIPT, launch, run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "recipes" / "evaluate_checkpoint.py"
 END = "<|endoftext|>"
 WORDS = (END, "question", "yes", "no", "maybe", "never", "a", "b")
 # What the model below gives each word, whatever came before.
 SCORES = np.array([-1.0, -1.0, 2.0, 1.0, 0.5, -0.5, -1.0, -2.0])
 LOG_SHARES = SCORES - np.log(np.exp(SCORES).sum())
+VAL, VAL_BYTES = np.random.default_rng(3).integers(0, len(WORDS), 103), 412
 
 
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token a word."""
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=END))
+def save(folder: Path, model: torch.nn.Module, words: tuple[str, ...] = WORDS) -> Path:
+    """Save a model with a tokenizer that has one token a word."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, unk_token=END)
+    if model:
+        model.save_pretrained(folder)
+    end = {"bos_token": END, "eos_token": END, "unk_token": END}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **end).save_pretrained(folder)
+    return folder
 
 
-def small(vocabulary: int = len(WORDS), context: int = 32) -> GPT2LMHeadModel:
+def small(vocabulary: int = len(WORDS)) -> GPT2LMHeadModel:
     torch.manual_seed(1)
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": context, "vocab_size": vocabulary}
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 32, "vocab_size": vocabulary}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -51,30 +52,19 @@ def unigram(tmp_path_factory) -> Path:
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.zero_()[0] = 1.0
         model.transformer.wte.weight[:, 0] = torch.from_numpy(SCORES)
-    folder = tmp_path_factory.mktemp("models") / "unigram"
-    model.save_pretrained(folder)
-    words().save_pretrained(folder)
-    return folder
-
-
-def prepared(folder: Path, tokenizer: PreTrainedTokenizerFast, val: np.ndarray, val_bytes: int) -> Path:
-    """Write a folder as prepare_data.py does."""
-    meta = {"dataset": "words", "tokenizer": "words", "vocab_size": len(tokenizer), "end_of_text": 0}
-    with token_files.writing(folder) as partial:
-        tokenizer.save_pretrained(partial / "tokenizer")
-        for split, ids, size in (("train", val[:9], 9), ("val", val, val_bytes)):
-            meta[split] = token_files.write_tokens(partial / f"{split}.bin", [(ids, size)])
-        token_files.write_meta(partial, meta)
-    return folder
-
-
-VAL = np.random.default_rng(3).integers(0, len(WORDS), 103)
-VAL_BYTES = 412
+    return save(tmp_path_factory.mktemp("models") / "unigram", model)
 
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory) -> Path:
-    return prepared(tmp_path_factory.mktemp("data") / "words", words(), VAL, VAL_BYTES)
+    """Return a folder as prepare_data.py writes it."""
+    folder = tmp_path_factory.mktemp("data")
+    save(folder / "tokenizer", None)
+    meta = {"dataset": "words", "tokenizer": "words", "vocab_size": len(WORDS), "end_of_text": 0}
+    for split, ids, size in (("train", VAL[:9], 9), ("val", VAL, VAL_BYTES)):
+        meta[split] = token_files.write_tokens(folder / f"{split}.bin", [(ids, size)])
+    token_files.write_meta(folder, meta)
+    return folder
 
 
 def evaluated(output: Path, *argv: object) -> dict:
@@ -85,65 +75,54 @@ def evaluated(output: Path, *argv: object) -> dict:
 def refused(tmp_path: Path, *argv: object) -> str:
     """Return the line of a refused evaluation, which leaves no file."""
     output = tmp_path / "refused.json"
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as end:
         evaluated(output, *argv)
-    assert exit.value.code == 2
-    assert not output.exists()
-    return str(exit.value.__context__)
+    assert end.value.code == 2 and not output.exists()
+    return str(end.value.__context__)
 
 
 def test_loss_by_hand(tmp_path, unigram, held_out, capsys):
-    given = ["--model", unigram, "--data_dir", held_out, "--block_size", 10, "--batch_size", 4]
-    found = evaluated(tmp_path / "new" / "f.json", *given)
+    argv = ["--model", unigram, "--data_dir", held_out, "--block_size", 10, "--batch_size", 4]
+    numbers = evaluated(tmp_path / "new" / "f.json", *argv)
     loss = -LOG_SHARES[VAL[:100].reshape(10, 10)[:, 1:]].mean()
-    assert found["loss"] == pytest.approx(loss, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(loss / math.log(2) * len(VAL) / VAL_BYTES, rel=1e-6)
-    assert found["loss_blocks"] == 10 and found["block_size"] == 10
-    assert f"loss          {found['loss']}" in capsys.readouterr().out
-    first = evaluated(tmp_path / "new" / "f.json", *given, "--max_eval_blocks", 3)
+    expected = {"loss": loss, "perplexity": math.exp(loss), "loss_blocks": 10, "block_size": 10}
+    expected["bits_per_byte"] = loss / math.log(2) * len(VAL) / VAL_BYTES
+    assert {key: numbers[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert f"loss          {numbers['loss']}" in capsys.readouterr().out
+    first = evaluated(tmp_path / "new" / "f.json", *argv, "--max_eval_blocks", 3)
     assert first["loss"] == pytest.approx(-LOG_SHARES[VAL[:30].reshape(3, 10)[:, 1:]].mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_loss_is_that_of_the_run(tmp_path, tokens, bf16, monkeypatch):
     output, flag = tmp_path / "runs" / "mars", ["--bf16", str(bf16).lower()]
-    steps = ["--save_strategy", "steps", "--save_steps", "2"]
-    pretrain_gpt2.main(
-        [*TINY, "--data_dir", str(tokens), "--output_dir", str(output), "--max_steps", "2", *steps, *flag]
-    )
-    metrics = json.loads((output / "metrics.json").read_text())
-    made = mock.Mock(return_value=tokens)
-    monkeypatch.setattr(embedded, "prepare", made)
-    given = ["--model", output, "--max_eval_blocks", 8]
-    found = evaluated(tmp_path / "f.json", *given, *flag)
-    made.assert_called_once_with(tmp_path / "runs" / "data", 4096)  # beside the run
-    for key, name in (("loss", "eval_loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits_per_byte")):
-        assert found[key] == pytest.approx(metrics[name], rel=1e-6)
-    assert (found["loss_blocks"], found["block_size"], found["parameters"]) == (8, 32, metrics["parameters"])
-    assert (found["bf16"], found["dtype"], found["data_dir"]) == (bf16, "float32", str(tokens))
-    given[1] = output / "checkpoint-2"
-    one = evaluated(tmp_path / "one.json", *given, *flag, "--batch_size", 3)
-    assert one["loss"] == pytest.approx(found["loss"], rel=1e-6)
-    assert made.call_args.args[0] == tmp_path / "runs" / "data"
-    rounded = evaluated(tmp_path / "rounded.json", *given, "--dtype", "bfloat16")
-    assert rounded["dtype"] == "bfloat16" and rounded["loss"] != found["loss"]
-    assert rounded["loss"] == pytest.approx(found["loss"], rel=1e-2)
+    metrics = run(output, tokens, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "2", *flag)
+    prepare = mock.Mock(return_value=tokens)
+    monkeypatch.setattr(embedded, "prepare", prepare)
+    argv = ["--max_eval_blocks", 8, "--model"]
+    numbers = evaluated(tmp_path / "f.json", *argv, output, *flag)
+    prepare.assert_called_once_with(tmp_path / "runs" / "data", 4096)  # beside the run
+    expected = {"loss": metrics["eval_loss"], "loss_blocks": 8, "block_size": 32}
+    expected |= {key: metrics[key] for key in ("perplexity", "bits_per_byte", "parameters")}
+    assert {key: numbers[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert (numbers["bf16"], numbers["dtype"], numbers["data_dir"]) == (bf16, "float32", str(tokens))
+    one = evaluated(tmp_path / "one.json", *argv, output / "checkpoint-2", *flag, "--batch_size", 3)
+    assert one["loss"] == pytest.approx(numbers["loss"], rel=1e-6)
+    assert prepare.call_args.args[0] == tmp_path / "runs" / "data"
+    rounded = evaluated(tmp_path / "rounded.json", *argv, output, "--dtype", "bfloat16")
+    assert rounded["dtype"] == "bfloat16" and rounded["loss"] != numbers["loss"]
+    assert rounded["loss"] == pytest.approx(numbers["loss"], rel=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_give_the_loss_of_one(tmp_path, unigram, held_out):
     """Eleven blocks divide neither by the batch nor by the processes."""
-    given = ["--model", str(unigram), "--data_dir", str(held_out), "--block_size", "9", "--batch_size", "2"]
-    given += ["--use_cpu", "--output_file"]
-    config = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *config, str(SCRIPT)]
-    done = subprocess.run([*launch, *given, str(tmp_path / "two.json")], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("results are in") == 1
-    evaluate_checkpoint.main([*given, str(tmp_path / "one.json")])
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    argv = ["--model", unigram, "--data_dir", held_out, "--block_size", "9", "--batch_size", "2"]
+    script = SCRIPT.with_name("evaluate_checkpoint.py")
+    ended = launch(*argv, "--use_cpu", "--output_file", tmp_path / "two.json", script=script, config="cpu_ddp")
+    assert ended.stdout.count("results are in") == 1
+    one, two = evaluated(tmp_path / "one.json", *argv), json.loads((tmp_path / "two.json").read_text())
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6) and two["loss_blocks"] == 11
 
 
@@ -157,65 +136,51 @@ QUESTIONS = [
     (["never", "maybe"], 1),  # maybe
     (["no", "maybe"], 1),  # no: wrong; by letters maybe
 ]
-
-
-def describe(folder: Path, name: str, rows: list) -> None:
-    """Write a task of lm-evaluation-harness and its data."""
-    lines = [json.dumps({"choices": choices, "answer": answer}) + "\n" for choices, answer in rows]
-    (folder / f"{name}.jsonl").write_text("".join(lines))
-    (folder / f"{name}.yaml").write_text(
-        f"task: {name}\n"
-        "dataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{validation: {folder / name}.jsonl}}, cache_dir: {folder / 'cache'}}}\n"
-        "validation_split: validation\n"
-        "output_type: multiple_choice\n"
-        "doc_to_text: question\n"
-        "doc_to_choice: choices\n"
-        "doc_to_target: answer\n"
-        "metric_list:\n"
-        "  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
-        "  - {metric: acc_norm, aggregation: mean, higher_is_better: true}\n"
-    )
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory) -> Path:
-    """Return a folder with two tasks and the group of both."""
-    folder = tmp_path_factory.mktemp("tasks")
-    describe(folder, "tiny_choice", QUESTIONS)
-    describe(folder, "tiny_easy", [QUESTIONS[0], QUESTIONS[4]])
-    (folder / "group.yaml").write_text(
-        "group: tiny_group\ntask: [tiny_choice, tiny_easy]\n"
-        "aggregate_metric_list: [{metric: acc, weight_by_size: false}]\n"
-    )
-    return folder
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {folder}/{name}.jsonl}}, cache_dir: {folder}/cache}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+GROUP = (
+    "group: tiny_group\ntask: [tiny_choice, tiny_easy]\naggregate_metric_list: [{metric: acc, weight_by_size: false}]\n"
+)
 
 
 @pytest.fixture
-def only_own_tasks(monkeypatch):
-    """Leave out lm_eval's own tasks, which take ten seconds to read."""
+def tasks(tmp_path, monkeypatch) -> Path:
+    """Return a folder with two tasks and the group of both; lm_eval's own, which take ten seconds to read, are out."""
     manager = pytest.importorskip("lm_eval.tasks").TaskManager
     monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(manager, include_defaults=False))
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, rows in (("tiny_choice", QUESTIONS), ("tiny_easy", [QUESTIONS[0], QUESTIONS[4]])):
+        lines = [json.dumps({"choices": choices, "answer": answer}) + "\n" for choices, answer in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder))
+    (folder / "group.yaml").write_text(GROUP)
+    return folder
 
 
-@pytest.mark.usefixtures("only_own_tasks")
-def test_accuracy_of_a_task_by_hand(tmp_path, unigram, tasks, capsys):
-    found = evaluated(tmp_path / "f.json", "--model", unigram, "--tasks", "tiny_choice", "--include_path", tasks)
-    row = found["tasks"]["results"]["tiny_choice"]
-    assert row["acc,none"] == 4 / 6 and row["acc_norm,none"] == 3 / 6
+def test_tasks_by_hand(tmp_path, unigram, held_out, tasks, capsys):
+    """A group, with the loss in one run; or a task, with a limit and examples."""
+    argv = ["--model", unigram, "--batch_size", 2, "--include_path", tasks, "--tasks"]
+    numbers = evaluated(tmp_path / "f.json", *argv, "tiny_group", "--data_dir", held_out)
+    results = numbers["tasks"]["results"]
+    row = results["tiny_choice"]
+    assert (row["acc,none"], row["acc_norm,none"], results["tiny_group"]["acc,none"]) == (4 / 6, 3 / 6, (4 / 6 + 1) / 2)
     assert row["acc_norm_stderr,none"] == pytest.approx(math.sqrt(0.5 * 0.5 / 5), rel=1e-6)
-    assert "loss" not in found
-    assert "|tiny_choice|" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("only_own_tasks")
-def test_group_limit_examples_and_loss_in_one_run(tmp_path, unigram, held_out, tasks):
-    given = ["--model", unigram, "--data_dir", held_out, "--batch_size", 2, "--include_path", tasks]
-    found = evaluated(tmp_path / "f.json", *given, "--limit", 4, "--num_fewshot", 1, "--tasks", "tiny_group")
-    results = found["tasks"]["results"]
-    assert results["tiny_choice"]["acc,none"] == 3 / 4 and found["tasks"]["n-shot"]["tiny_choice"] == 1
-    assert results["tiny_group"]["acc,none"] == (3 / 4 + 1) / 2
-    assert found["loss"] > 0
+    assert numbers["loss"] > 0 and "tiny_choice" in capsys.readouterr().out
+    numbers = evaluated(tmp_path / "f.json", *argv, "tiny_choice", "--limit", 4, "--num_fewshot", 1)
+    assert numbers["tasks"]["results"]["tiny_choice"]["acc,none"] == 3 / 4 and "loss" not in numbers
+    assert numbers["tasks"]["n-shot"]["tiny_choice"] == 1
 
 
 @pytest.mark.slow
@@ -226,13 +191,12 @@ def test_names_of_tasks():
     assert set(names) <= set(manager.all_tasks)
 
 
-@pytest.mark.usefixtures("only_own_tasks")
 def test_tasks_that_cannot_run(tmp_path, tasks, unigram, held_out, monkeypatch):
     line = refused(tmp_path, "--model", "/nope", "--include_path", tasks, "--tasks", "tiny_choice", "nosuch")
     assert line.startswith("--tasks nosuch: lm_eval has no such task; accepted: paper")
     small().save_pretrained(tmp_path / "model")
-    given = ["--model", tmp_path / "model", "--tasks", "tiny_choice", "--include_path", tasks]
-    assert "comes without one" in refused(tmp_path, *given)
+    argv = ["--model", tmp_path / "model", "--tasks", "tiny_choice", "--include_path", tasks]
+    assert "comes without one" in refused(tmp_path, *argv)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     line = refused(tmp_path, "--model", unigram, "--tasks", "hellaswag")
     assert line == "--tasks needs the package lm_eval: pip install -e '.[eval]'"
@@ -240,42 +204,34 @@ def test_tasks_that_cannot_run(tmp_path, tasks, unigram, held_out, monkeypatch):
 
 
 def test_models_that_cannot_be_evaluated(tmp_path, unigram, held_out, monkeypatch):
-    """They are refused before the embedded corpus is tokenized."""
+    """They are refused before the embedded corpus is tokenized. The model's vocabulary may be padded."""
     monkeypatch.setattr(embedded, "prepare", lambda *given: pytest.fail("tokenized"))
-    assert refused(tmp_path, "--model", "/nope").startswith("/nope: no such folder; give one with config.json")
-    assert "me/nowhere: transformers loads no causal language model" in refused(tmp_path, "--model", "me/nowhere")
     shutil.copytree(unigram, tmp_path / "cut")
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"\0" * 100)
-    assert "loads no causal language model from it" in refused(tmp_path, "--model", tmp_path / "cut")
     bert = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     BertModel(bert).save_pretrained(tmp_path / "bert")
-    line = refused(tmp_path, "--model", tmp_path / "bert")
-    assert "lacks" in line and "of BertLMHeadModel (first: cls." in line
-    model = small()
+    for model, words in (
+        ("/nope", "/nope: no such folder; give one with config.json"),
+        ("me/nowhere", "me/nowhere: transformers loads no causal language model"),
+        (tmp_path / "cut", "cut: transformers loads no causal language model from it"),
+        (tmp_path / "bert", "of BertLMHeadModel (first: cls."),
+    ):
+        assert words in refused(tmp_path, "--model", model)
+    broken = small()
     with torch.no_grad():
-        model.transformer.wte.weight[3] = math.inf
-    model.save_pretrained(tmp_path / "broken")
-    line = refused(tmp_path, "--model", tmp_path / "broken", "--data_dir", held_out)
-    assert "the loss is nan; are its weights finite?" in line
-
-
-def test_models_and_data(tmp_path, unigram, held_out):
-    """The vocabulary of the model may be padded, but has the data's tokens."""
-    given = ["--data_dir", held_out, "--model"]
-    small(vocabulary=16).save_pretrained(tmp_path / "padded")
-    words().save_pretrained(tmp_path / "padded")
-    assert evaluated(tmp_path / "f.json", *given, tmp_path / "padded")["loss"] == pytest.approx(math.log(16), rel=0.2)
+        broken.transformer.wte.weight[3] = math.inf
+    broken.save_pretrained(tmp_path / "broken")
     small(vocabulary=7).save_pretrained(tmp_path / "few")
-    assert "few has another tokenizer than" in refused(tmp_path, *given, tmp_path / "few")
-    small().save_pretrained(tmp_path / "other")
-    swapped = json.loads(words().backend_tokenizer.to_str())
-    vocabulary = swapped["model"]["vocab"]
-    vocabulary["yes"], vocabulary["no"] = vocabulary["no"], vocabulary["yes"]
-    end = {"bos_token": END, "eos_token": END, "unk_token": END}
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(swapped)), **end)
-    other.save_pretrained(tmp_path / "other")
-    assert "other has another tokenizer than" in refused(tmp_path, *given, tmp_path / "other")
-    line = refused(tmp_path, *given, unigram, "--block_size", 33)
-    assert line == "blocks of 33 tokens are longer than the model's context; give at most 32"
-    assert "batch_size=0" in refused(tmp_path, *given, unigram, "--batch_size", 0)
-    assert "nowhere has no meta.json" in refused(tmp_path, "--model", unigram, "--data_dir", "nowhere")
+    save(tmp_path / "other", small(), words=(*WORDS[:2], "no", "yes", *WORDS[4:]))
+    data = ["--data_dir", held_out, "--model"]
+    for model, argv, words in (
+        (tmp_path / "broken", [], "the loss is nan; are its weights finite?"),
+        (tmp_path / "few", [], "few has another tokenizer than"),
+        (tmp_path / "other", [], "other has another tokenizer than"),
+        (unigram, ["--block_size", 33], "blocks of 33 tokens are longer than the model's context; give at most 32"),
+        (unigram, ["--batch_size", 0], "batch_size=0"),
+        (unigram, ["--data_dir", "nowhere"], "nowhere has no meta.json"),
+    ):
+        assert words in refused(tmp_path, *data, model, *argv)
+    padded = evaluated(tmp_path / "f.json", *data, save(tmp_path / "padded", small(vocabulary=16)))
+    assert padded["loss"] == pytest.approx(math.log(16), rel=0.2)
