@@ -1,4 +1,4 @@
-"""First moments where lag, noise and variances have closed forms, the passes of a run, and the command."""
+"""First moments where lag, noise and variances have closed forms, the passes of a run, the command and its result."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 import copy
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import measure_tracking
-import pretrain_gpt2
 import pytest
 import torch
 from helpers import gpt2
 from pretraining.compare import tracking
 from pretraining.compare.tracking import Moment, ShadowMoments, TrackingProbe, grid
-from safetensors.torch import load_file
-from test_pretrain_gpt2 import TINY
+from test_pretrain_gpt2 import TINY, equal_weights, run
 from torch import nn
 from transformers import TrainerControl, TrainerState, default_data_collator
 
@@ -73,24 +73,6 @@ def test_closed_forms(moving, moment):
     assert measured["noise_scale"] == pytest.approx(4 * VARIANCE / truth**2, rel=0.04)
 
 
-def test_clipped_moments():
-    """In many dimensions the norm of a corrected gradient is a constant, and clipping scales by it."""
-    clipped, plain = Moment(0.9, 0.05, "approx", 50.0), Moment(0.9, 0.05, "approx", None)
-    generator = torch.Generator().manual_seed(0)
-    shadow = ShadowMoments([clipped, plain], [SIZE])
-    for _ in range(60):
-        shadow.update(1 + NOISE * torch.randn(2, SIZE, generator=generator), None, samples=4)
-    measured = dict(zip(shadow.moments, shadow.measure(torch.ones(2, SIZE), WHOLE), strict=True))
-    weight = clipped.weight
-    factor = 50 / math.sqrt(SIZE * (1 + ((1 + weight) ** 2 + weight**2) * VARIANCE))
-    assert measured[clipped]["lag"] == pytest.approx((1 - factor) ** 2, rel=0.02)
-    assert measured[clipped]["noise"] == pytest.approx(noise_of(plain) * VARIANCE * factor**2, rel=0.04)
-    assert measured[plain]["noise"] == pytest.approx(noise_of(plain) * VARIANCE, rel=0.04)
-    loose = Moment(0.9, 0.05, "approx", 1e9)
-    unclipped = follow([loose, plain], speed=SPEED, steps=5)
-    assert unclipped[loose] == pytest.approx(unclipped[plain])  # clipping never lengthens
-
-
 @pytest.mark.parametrize("form", ["approx", "exact"])
 @pytest.mark.parametrize("clip", [None, 3.0])
 def test_moments_are_those_of_the_optimizer(form, clip):
@@ -122,27 +104,20 @@ def test_moments_are_those_of_the_optimizer(form, clip):
         torch.testing.assert_close(shadow.value(moment).mean(0), averages / (1 - 0.9 ** (step + 1)))
 
 
-def test_grid_has_each_moment_once():
+def test_grid_and_halves():
     assert [str(moment) for moment in grid((0.9,), (0.0, 0.1, 0.1), (0.0, 1.0, 1.0))] == [
         *("beta1 0.9 gamma 0", "beta1 0.9 gamma 0.1 approx", "beta1 0.9 gamma 0.1 exact"),
         *("beta1 0.9 gamma 0 clip 1", "beta1 0.9 gamma 0.1 approx clip 1", "beta1 0.9 gamma 0.1 exact clip 1"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "halves"),
-    [
-        ((4,), ([[0, 1]], [[2, 3]])),
-        ((2, 4), ([[0, 1], [10]], [[11, 12], [13]])),
-        ((3,), ([[0]], [[1]])),  # the last of an odd number is left out
-        ((1, 1), ([[0]], [[10]])),
-        ((1,), ([], [])),
-    ],
-)
-def test_split(sizes, halves):
-    batches = [{"labels": 10 * index + torch.arange(size)} for index, size in enumerate(sizes)]
-    parts = tracking.split(batches, 2)
-    assert [[part["labels"].tolist() for part in half] for half in parts] == list(halves)
+    for sizes, halves in (
+        ((4,), [[[0, 1]], [[2, 3]]]),
+        ((2, 4), [[[0, 1], [10]], [[11, 12], [13]]]),
+        ((3,), [[[0]], [[1]]]),  # the last of an odd number is left out
+        ((1,), [[], []]),
+    ):
+        batches = [{"labels": 10 * index + torch.arange(size)} for index, size in enumerate(sizes)]
+        parts = tracking.split(batches, 2)
+        assert [[part["labels"].tolist() for part in half] for half in parts] == halves
 
 
 def trainer_of(model: nn.Module, size: int = 4) -> SimpleNamespace:
@@ -217,30 +192,27 @@ def row(step: int, gamma: float, error: float) -> dict:
     return {"step": step, "scope": "all", "beta1": 0.9, "gamma": gamma, "form": "approx", "clip": None, **numbers}
 
 
-def test_steps_whose_gradient_drowns_in_noise_are_left_out():
+def test_conclusion():
+    """Steps that drown in noise are left out; moments without clipping are compared at the beta1 of the run."""
+    best = "would have tracked the gradient best here: error"
     rows = [row(step, 0.0, error) for step, error in enumerate((1.0, math.nan, 2.0, 0.5))]
     rows += [row(step, 0.1, math.nan) for step in range(4)]
     assert tracking.medians(rows)[Moment(0.9, 0.0, "approx", None)]["error"] == 1.0
-    assert tracking.conclusion(rows, 0.9) == "beta1 0.9 gamma 0 would have tracked the gradient best here: error 1"
+    assert tracking.conclusion(rows, 0.9) == f"beta1 0.9 gamma 0 {best} 1"
     assert tracking.conclusion(rows[4:], 0.9).startswith("the gradient drowned in its noise: measure with more")
     assert "At 4 of the measured steps the gradient drowned in its noise." in tracking.table(rows[4:])
-
-
-def test_conclusion_compares_moments_without_clipping_at_the_beta1_of_the_run():
     rows = [row(1, 0.0, 0.9), row(1, 0.05, 0.7), row(1, 0.1, 0.8), {**row(1, 0.1, 0.1), "beta1": 0.99}]
     rows.append({**row(1, 0.1, 0.01), "clip": 1.0})
-    best = "would have tracked the gradient best here: error"
     assert tracking.conclusion(rows, 0.9) == f"beta1 0.9 gamma 0.05 approx {best} 0.7 (beta1 0.9 gamma 0 0.9)"
     assert tracking.conclusion(rows, 0.5).startswith(f"beta1 0.99 gamma 0.1 approx {best} 0.1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["mars_adamw", "muon"])
-def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer):
-    output, beta1 = tmp_path / "measured", "0.9" if optimizer == "mars_adamw" else "0.95"
-    argv = [*TINY, "--data_dir", str(tokens), "--optimizer", optimizer, "--max_steps", "8"]
+@pytest.mark.parametrize(("optimizer", "beta1"), [("mars_adamw", "0.9"), ("muon", "0.95")])
+def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer, beta1):
+    output, argv = tmp_path / "measured", ["--optimizer", optimizer]
     grid = ["--every", "4", "--batches", "4", "--betas", "0.9", "0.95", "--gammas", "0", "0.05", "--clips", "0"]
-    measured = [*grid, *argv, "--output_dir", str(output)]
+    measured = [*grid, *TINY, "--data_dir", str(tokens), *argv, "--output_dir", str(output)]
     measure_tracking.main(measured)
     result = json.loads((output / "tracking.json").read_text())
     assert result["conclusion"].startswith(f"beta1 {beta1} gamma ")
@@ -250,9 +222,8 @@ def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer):
     assert result["conclusion"] in page and "| beta1 0.95 gamma 0.05 exact |" in page and "## embedding" in page
     assert (output / "tracking.png").stat().st_size > 10_000
 
-    pretrain_gpt2.main([*argv, "--output_dir", str(tmp_path / "plain")])
-    changed, plain = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "plain"))
-    assert all(torch.equal(changed[name], plain[name]) for name in plain)
+    run(tmp_path / "plain", tokens, *argv)
+    assert equal_weights(output, tmp_path / "plain")
     with pytest.raises(SystemExit):
         measure_tracking.main(measured)  # a finished run is not measured again
 
@@ -273,3 +244,46 @@ def test_wrong_arguments(tmp_path, monkeypatch, argv, processes, line, capsys):
         measure_tracking.main([*argv, "--output_dir", str(tmp_path / "run")])
     assert end.value.code == 2
     assert f"measure_tracking.py: {line}" in capsys.readouterr().err
+
+
+# --- the shipped result ----------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
+PAGE = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8").replace("\\\n ", "")
+ROWS = [
+    {name: math.nan if value is None and name != "clip" else value for name, value in one.items()}
+    for one in RESULT["rows"]
+]
+
+
+def test_result_has_the_whole_grid():
+    settings, _ = measure_tracking.parse([])
+    moments = tracking.grid(settings.betas, settings.gammas, settings.clips)
+    assert set(tracking.medians(ROWS)) == set(moments) and len(moments) == 54
+    assert {"matrix", "embedding", "vector", "layer 0", "layer 3"} <= set(RESULT["medians"])
+    assert len({row["step"] for row in ROWS}) == 10
+    flags = RESULT["arguments"].removeprefix("--").split(" --")
+    assert [flag for flag in flags if f"--{flag}" not in PAGE] == []
+
+
+def test_page_shows_moments_without_clipping():
+    assert tracking.conclusion(ROWS, 0.9) == RESULT["conclusion"]
+    shown = [line for line in tracking.table(ROWS).splitlines() if line.startswith("| beta1") and " clip " not in line]
+    wanted = [line for line in shown if " 0.0125" not in line and " gamma 0.05" not in line]
+    assert len(wanted) == 15
+    assert [line for line in wanted if line not in PAGE] == []
+
+
+def test_page_shows_every_role():
+    """The errors at beta1 0.9 and the noise scale, in samples."""
+
+    def line(name: str, medians: list[dict[str, Any]]) -> str:
+        errors = {(m["gamma"], m["form"]): m for m in medians if m["beta1"] == 0.9 and m["clip"] is None}
+        columns = [(0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")]
+        cells = " | ".join(f"{errors[column]['error']:.3f}" for column in columns)
+        return f"| {name} | {cells} | {errors[columns[0]]['noise_scale']:.0f} |"
+
+    whole = [{**moment._asdict(), **numbers} for moment, numbers in tracking.medians(ROWS).items()]
+    rows = [line("all", whole), *(line(role, RESULT["medians"][role]) for role in ("embedding", "vector", "matrix"))]
+    assert [one for one in rows if one not in PAGE] == []

@@ -2,9 +2,10 @@
 """Kill runs of the recipe, resume them, and compare each to the bit with a run that nobody touched.
 
     python tests/soak/kill.py --runs 40 --output_file kills.json
+    python tests/soak/kill.py --steps 20000     # one long run against one with five stops, and its memory
 
-A trial starts a small run, kills it once or twice, resumes it with --resume_from_checkpoint true (or starts over if
-there is no checkpoint yet), and lets it finish. Each kill has an aim:
+A trial starts a small run, kills it once or twice, resumes it with --resume_from_checkpoint auto, and lets it finish.
+Each kill has an aim:
 
     anytime     SIGKILL to all of its processes, at a random time
     checkpoint  the same, up to 60 ms after a checkpoint's folder appears: while it is written
@@ -12,7 +13,8 @@ there is no checkpoint yet), and lets it finish. Each kill has an aim:
     launcher    SIGKILL to `accelerate launch` alone, at a random time; its worker must end by itself
     term        SIGTERM, at a random time: the run saves and ends
 
-Weights, results and log lines (all but their times) must be those of the run that was not killed.
+Weights, results and log lines (all but their times) must be those of the run that was not killed. Memory is the
+process's resident set, sampled from outside; its growth is the median of the last quarter less that of the second.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,102 +56,65 @@ SMALL = [
     *("--max_steps", str(STEPS), "--warmup_steps", "2", "--logging_steps", "3", "--eval_steps", "10"),
     *("--max_eval_blocks", "8", "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"),
     *("--sample_tokens", "0", "--cpu_threads", "1", "--disable_tqdm", "true", "--dropout", "0.1"),
-    *("--save_strategy", "steps", "--save_steps", "4"),
+    *("--save_strategy", "steps", "--save_steps", "4", "--resume_from_checkpoint", "auto"),
 ]
-TIMED = ("runtime", "per_second")
+TINY = ["--n_embd", "16", "--n_head", "1", "--block_size", "8", "--per_device_train_batch_size", "2", "--dropout", "0"]
+TINY += ["--warmup_steps", "100", "--logging_steps", "500", "--eval_steps", "5000", "--save_total_limit", "2"]
 _PATIENCE = 600.0
 
 
-class Trial:
-    """One run, killed and resumed.
-
-    Args:
-        folder: where it works.
-        number: seed of its aims and times.
-        data: folder of the token files.
-        reference: the untouched run of the same optimizer.
-        seconds: what a start of that took.
-    """
-
-    def __init__(self, folder: Path, number: int, data: Path, reference: Path, seconds: float) -> None:
-        self.output = folder / "run"
-        self.random = random.Random(number)
-        self.optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
-        self.aims = [AIMS[number % len(AIMS)], *self.random.choices(AIMS, k=self.random.randint(0, 1))]
-        self.log = folder / "log.txt"
-        self._data, self._reference, self._seconds = data, reference, seconds
-        self.starts = 0
-
-    def run(self) -> dict[str, Any]:
-        """Return what happened, with `verdict`: `to the bit`, or what differs."""
-        for aim in self.aims:
-            if self._start(aim):
-                break  # too fast for that kill
-        for _ in range(3):
-            if self._start(None):
-                break
-        passed_over = self.log.read_text().count(" is passed over: ")
-        row = {"optimizer": self.optimizer, "aims": self.aims, "starts": self.starts, "passed_over": passed_over}
-        return {**row, "verdict": difference(self._reference, self.output) or "to the bit"}
-
-    def _start(self, aim: str | None) -> bool:
-        """Start or resume the run, kill it as told, and return whether it finished."""
-        self.starts += 1
-        argv = [*SMALL, *OPTIMIZERS[self.optimizer], "--data_dir", str(self._data), "--output_dir", str(self.output)]
-        if (self.output / "run.json").is_file():
-            argv += ["--resume_from_checkpoint", "true"]
-        launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if aim == "launcher" else []
-        with self.log.open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, *launcher, str(SCRIPT), *argv],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-            )
-        family = _family(process.pid) if aim is None else self._kill(process, aim)
-        process.wait(_PATIENCE)
-        _, alive = psutil.wait_procs(family, timeout=120)
-        if alive:
-            raise RuntimeError(f"processes {[one.pid for one in alive]} of {self.output} outlive their launcher")
-        if process.returncode == 2 and "no checkpoint in" in self.log.read_text()[-2000:]:
-            shutil.rmtree(self.output)  # as a user would, or without the flag
-        return process.returncode == 0 and (self.output / "metrics.json").is_file()
-
-    def _kill(self, process: subprocess.Popen[bytes], aim: str) -> list[psutil.Process]:
-        ready: dict[str, Callable[[], bool]] = {
-            "checkpoint": self._is_writing,
-            "result": lambda: (self.output / f"checkpoint-{STEPS}" / "manifest.json").exists(),
-        }
-        if aim in ready:
-            delay = self.random.uniform(0, 0.06 if aim == "checkpoint" else 0.6)
-            self._skipped = self.random.randrange(STEPS // 4)
-            while process.poll() is None and not ready[aim]():
-                time.sleep(0.001)
-        else:
-            delay = self.random.uniform(0, 1.1 * self._seconds)
-        deadline = time.monotonic() + delay
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        family = _family(process.pid)
-        if process.poll() is None:
-            if aim == "launcher":
-                process.kill()
-            else:
-                os.killpg(process.pid, signal.SIGTERM if aim == "term" else signal.SIGKILL)
-        return family
-
-    def _is_writing(self) -> bool:
-        """Return whether a checkpoint is begun and not sealed; a random one of those to come."""
-        begun = [path for path in self.output.glob("checkpoint-*") if not (path / "manifest.json").exists()]
-        return any(int(path.name.partition("-")[2]) > 4 * self._skipped for path in begun)
+def start(output: Path, data: Path, argv: Sequence[str], launcher: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start or resume a run in a session of its own; what it prints goes to OUTPUT.log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [*launcher, SCRIPT, *SMALL, *argv, "--data_dir", data, "--output_dir", output]
+    with output.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *words], stdout=log, stderr=log, start_new_session=True, env=environment
+        )
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def family(pid: int) -> list[psutil.Process]:
+    """Return the processes below one."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def end(process: subprocess.Popen[bytes], below: list[psutil.Process], timeout: float = _PATIENCE) -> int:
+    """Wait for a process and those below it, and return its exit code."""
+    process.wait(timeout)
+    _, alive = psutil.wait_procs(below, timeout=120)
+    if alive:
+        raise RuntimeError(f"processes {[one.pid for one in alive]} outlive their launcher")
+    return process.returncode
+
+
+def kill(process: subprocess.Popen[bytes], output: Path, aim: str, chance: random.Random, seconds: float) -> int:
+    """Kill a run as told, unless it ends before, and return its exit code; `seconds` is what a whole one takes."""
+    skipped = chance.randrange(STEPS // 4)
+
+    def is_writing() -> bool:
+        """Return whether a checkpoint is begun and not sealed; a random one of those to come."""
+        begun = [path for path in output.glob("checkpoint-*") if not (path / "manifest.json").exists()]
+        return any(int(path.name.partition("-")[2]) > 4 * skipped for path in begun)
+
+    moments: dict[str, tuple[float, Callable[[], bool]]] = {
+        "checkpoint": (0.06, is_writing),
+        "result": (0.6, lambda: (output / f"checkpoint-{STEPS}" / "manifest.json").exists()),
+    }
+    latest, is_ready = moments.get(aim, (1.1 * seconds, lambda: True))
+    while process.poll() is None and not is_ready():
+        time.sleep(0.001)
+    deadline = time.monotonic() + chance.uniform(0, latest)
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    below = family(process.pid)
+    if process.poll() is None and aim == "launcher":
+        process.kill()
+    elif process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM if aim == "term" else signal.SIGKILL)
+    return end(process, below)
 
 
 def difference(reference: Path, output: Path) -> str | None:
@@ -158,23 +124,29 @@ def difference(reference: Path, output: Path) -> str | None:
     first, second = (load_file(folder / "model.safetensors") for folder in (reference, output))
     if first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first):
         return "other weights"
-    for name in ("metrics.json", "trainer_state.json"):
-        one, two = (_without_times(json.loads((folder / name).read_text())) for folder in (reference, output))
-        if name == "trainer_state.json":
-            one, two = one["log_history"], two["log_history"]
-        if one != two:
+    for name, key in (("metrics.json", None), ("trainer_state.json", "log_history")):
+        one, two = (json.loads((folder / name).read_text()) for folder in (reference, output))
+        if _without_times(one[key] if key else one) != _without_times(two[key] if key else two):
             return f"another {name}"
     return None
 
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if not k.endswith(TIMED) and "second" not in k}
+        return {k: _without_times(v) for k, v in value.items() if "runtime" not in k and "second" not in k}
     return [_without_times(one) for one in value] if isinstance(value, list) else value
 
 
+def prepare(folder: Path) -> Path:
+    """Return the folder of the embedded corpus, which is made in `folder`."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    from pretraining.data import embedded
+
+    return embedded.prepare(folder, vocab_size=512)
+
+
 def trials(count: int, folder: Path, *, jobs: int, first: int = 0) -> list[dict[str, Any]]:
-    """Run the trials, and return a row for each.
+    """Run the trials, and return a row for each, with `verdict`: `to the bit`, or what differs.
 
     Args:
         count: number of trials.
@@ -182,69 +154,100 @@ def trials(count: int, folder: Path, *, jobs: int, first: int = 0) -> list[dict[
         jobs: trials at a time.
         first: number of the first trial.
     """
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from pretraining.data import embedded
+    data, references = prepare(folder), {}
 
-    tokens = embedded.prepare(folder, vocab_size=512)
-    references: dict[str, tuple[Path, float]] = {}
+    def untouched(optimizer: str) -> None:
+        output, began = folder / f"untouched-{optimizer}", time.monotonic()
+        if end(start(output, data, OPTIMIZERS[optimizer]), []):
+            raise RuntimeError(output.with_suffix(".log").read_text()[-3000:])
+        references[optimizer] = output, time.monotonic() - began
 
-    def one(number: int) -> dict[str, Any]:
-        own = folder / f"trial-{number}"
-        own.mkdir()
-        trial = Trial(own, number, tokens, *references[list(OPTIMIZERS)[number % len(OPTIMIZERS)]])
-        row = {"trial": number, **trial.run()}
-        if row["verdict"] == "to the bit":
-            shutil.rmtree(own)
-        return row
-
-    def untouched(name: str) -> None:
-        output = folder / f"untouched-{name}"
-        began = time.monotonic()
-        subprocess.run(
-            [sys.executable, SCRIPT, *SMALL, *OPTIMIZERS[name], "--data_dir", tokens, "--output_dir", output],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        references[name] = output, time.monotonic() - began
+    def trial(number: int) -> dict[str, Any]:
+        output, chance = folder / f"trial-{number}", random.Random(number)
+        optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
+        aims = [AIMS[number % len(AIMS)], *chance.choices(AIMS, k=chance.randint(0, 1))]
+        reference, seconds = references[optimizer]
+        for aim in [*aims, None]:
+            launcher = (
+                ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"] if aim == "launcher" else []
+            )
+            process = start(output, data, OPTIMIZERS[optimizer], launcher)
+            code = end(process, []) if aim is None else kill(process, output, aim, chance, seconds)
+            if code == 0 and (output / "metrics.json").is_file():
+                break  # too fast for that kill, or the end
+        passed_over = output.with_suffix(".log").read_text().count(" is passed over: ")
+        verdict = difference(reference, output) or "to the bit"
+        if verdict == "to the bit":
+            shutil.rmtree(output)
+        row = {"trial": number, "optimizer": optimizer, "aims": aims}
+        return {**row, "passed_over": passed_over, "verdict": verdict}
 
     numbers = range(first, first + count)
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(untouched, {list(OPTIMIZERS)[number % len(OPTIMIZERS)] for number in numbers}))
-        return list(tqdm(pool.map(one, numbers), total=count, unit="run"))
+        return list(tqdm(pool.map(trial, numbers), total=count, unit="run"))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return kills and verdicts by aim as a Markdown table; a run with two kills counts for its first."""
-    lines = [
-        "| first kill | runs | kills | checkpoints passed over | bit-for-bit | not |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+    lines = ["| first kill | runs | kills | checkpoints passed over | bit-for-bit | not |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
     for aim in (*AIMS, "all"):
-        own = [row for row in rows if aim in ("all", row["aims"][0])]
-        good = sum(row["verdict"] == "to the bit" for row in own)
-        bad = Counter(row["verdict"] for row in own if row["verdict"] != "to the bit")
-        said = ", ".join(f"{count} {verdict}" for verdict, count in bad.items()) or "-"
-        kills = sum(len(row["aims"]) for row in own)
-        passed_over = sum(row["passed_over"] for row in own)
-        lines.append(f"| {aim} | {len(own)} | {kills} | {passed_over} | {good} | {said} |")
+        chosen = [row for row in rows if aim in ("all", row["aims"][0])]
+        verdicts = Counter(row["verdict"] for row in chosen)
+        good = verdicts.pop("to the bit", 0)
+        bad = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "-"
+        kills, passed_over = (
+            sum(counts) for counts in ([len(r["aims"]) for r in chosen], [r["passed_over"] for r in chosen])
+        )
+        lines.append(f"| {aim} | {len(chosen)} | {kills} | {passed_over} | {good} | {bad} |")
     return "\n".join(lines)
 
 
+def long(folder: Path, steps: int, stops: int = 5) -> dict[str, Any]:
+    """Train in one go and again with stops, SIGTERM and SIGKILL in turn, at random times.
+
+    Returns:
+        The growth of memory in bytes, and what differs between the runs (None: nothing).
+    """
+    data, chance, began = prepare(folder), random.Random(0), time.monotonic()
+    argv = [*TINY, "--max_steps", str(steps), "--save_steps", str(steps // 40)]
+    process, samples = start(folder / "whole", data, argv), []
+    while process.poll() is None:
+        time.sleep(0.5)
+        samples.append(psutil.Process(process.pid).memory_info().rss)
+    seconds = time.monotonic() - began
+    for stop in range(stops):
+        process = start(folder / "stopped", data, argv)
+        time.sleep(chance.uniform(0.3, 1.0) * seconds / stops)
+        process.send_signal((signal.SIGTERM, signal.SIGKILL)[stop % 2])
+        process.wait()
+    end(start(folder / "stopped", data, argv), [])
+    quarter = len(samples) // 4
+    growth = statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter])
+    verdict = difference(folder / "whole", folder / "stopped")
+    return {"steps": steps, "stops": stops, "seconds": seconds, "growth_bytes": int(growth), "difference": verdict}
+
+
 def main() -> None:
-    """Run the trials of the command line."""
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time; default: %(default)s")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial, to repeat one")
-    parser.add_argument("--output_file", type=Path, help="JSON with a row for each trial")
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, help="of a long run with stops, in place of trials")
+    parser.add_argument("--output_file", type=Path, help="JSON with a row for each trial, or the long run's result")
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    rows = trials(arguments.runs, folder, jobs=arguments.jobs, first=arguments.first)
-    if arguments.output_file:
-        arguments.output_file.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"\n{table(rows)}")
-    if any(row["verdict"] != "to the bit" for row in rows):
+    result: Any = (
+        long(folder, options.steps)
+        if options.steps
+        else trials(options.runs, folder, jobs=options.jobs, first=options.first)
+    )
+    if options.output_file:
+        options.output_file.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if options.steps else f"\n{table(result)}")
+    if result["difference"] if options.steps else any(row["verdict"] != "to the bit" for row in result):
         raise SystemExit(f"what differs is in {folder}")
     shutil.rmtree(folder)
 

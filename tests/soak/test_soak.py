@@ -1,22 +1,20 @@
-"""Short forms of the soak: kills, long runs, and processes that lose one of their number."""
+"""Short forms of the soak: kills, a long run, and processes that lose one of their number."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
-import kill  # noqa: E402
-import long  # noqa: E402
+import kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
@@ -36,64 +34,40 @@ def test_killed_runs_end_to_the_bit(tmp_path, kills):
 
 def test_a_difference_is_seen(tmp_path):
     """The comparison that the soaks rest on."""
-    for name, loss in (("one", 1.0), ("two", 2.0)):
+    for name, loss, weight in (("one", 1.0, 0.0), ("two", 2.0, 0.0), ("three", 1.0, 1.0)):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "metrics.json").write_text(json.dumps({"eval_loss": loss, "tokens_per_second": loss}))
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"loss": 1.0, "train_runtime": loss}]}))
-        kill.torch.save({}, folder / "unused")
-        from safetensors.torch import save_file
-
-        save_file({"w": kill.torch.zeros(2)}, folder / "model.safetensors")
-    assert kill.difference(tmp_path / "one", tmp_path / "two") == "another metrics.json"
-    assert kill.difference(tmp_path / "one", tmp_path / "one") is None
-    assert kill.difference(tmp_path / "one", tmp_path / "nowhere") == "not finished"
+        save_file({"w": torch.full((2,), weight)}, folder / "model.safetensors")
+    verdicts = {name: kill.difference(tmp_path / "one", tmp_path / name) for name in ("one", "two", "three", "none")}
+    assert verdicts == {"one": None, "two": "another metrics.json", "three": "other weights", "none": "not finished"}
 
 
 @pytest.mark.soak
 def test_twenty_thousand_steps(tmp_path):
-    result = long.soak(tmp_path, 20_000, 5)
-    assert result["difference"] is None
-    assert result["growth_bytes"] < 8 * 2**20
+    result = kill.long(tmp_path, 20_000)
+    assert result["difference"] is None and result["growth_bytes"] < 8 * 2**20
 
 
 def test_the_others_end_when_one_of_three_is_killed(tmp_path):
     """They end with an error within a minute, and the run goes on from its last checkpoint."""
-    sys.path.insert(0, str(kill.ROOT / "recipes"))
-    from pretraining.data import embedded
-    from pretraining.run import checkpoints
-
-    tokens = embedded.prepare(tmp_path, vocab_size=512)
-    config = kill.ROOT / "accelerate_configs" / "cpu_ddp.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "3"]
-    output = tmp_path / "run"
-    argv = [kill.SCRIPT, *kill.SMALL, "--use_cpu", "true", "--max_steps", "4000", "--save_steps", "10"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with (tmp_path / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [*launch, *argv, "--data_dir", tokens, "--output_dir", output], stdout=log, stderr=log, env=environment
-        )
-        deadline = time.monotonic() + 300
-        while not list(output.glob("checkpoint-*/manifest.json")):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-            time.sleep(0.2)
-        family = psutil.Process(process.pid).children(recursive=True)
-        workers = [one for one in family if one.environ().get("RANK")]
-        assert len(workers) == 3
-        killed = time.monotonic()
-        next(one for one in workers if one.environ()["RANK"] == "2").kill()
-        assert process.wait(60) != 0
-        _, alive = psutil.wait_procs(family, timeout=60 - (time.monotonic() - killed))
-        assert not alive
-    step = checkpoints.read(checkpoints.checkpoints(output)[-1]).step
-    resumed = subprocess.run(
-        [
-            *(*launch, *argv[:-4], "--max_steps", str(step + 5), "--data_dir", tokens, "--output_dir", output),
-            *("--resume_from_checkpoint", "true"),
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    data, output = kill.prepare(tmp_path), tmp_path / "run"
+    config = str(kill.ROOT / "accelerate_configs" / "cpu_ddp.yaml")
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "3"]
+    argv = ["--use_cpu", "true", "--save_steps", "10", "--max_steps"]
+    process, deadline = kill.start(output, data, [*argv, "4000"], launcher), time.monotonic() + 300
+    while not list(output.glob("checkpoint-*/manifest.json")):
+        assert process.poll() is None and time.monotonic() < deadline, output.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.2)
+    workers = [one for one in kill.family(process.pid) if one.environ().get("RANK")]
+    assert len(workers) == 3
+    killed = time.monotonic()
+    next(one for one in workers if one.environ()["RANK"] == "2").kill()
+    assert process.wait(60) != 0
+    _, alive = psutil.wait_procs(workers, timeout=60 - (time.monotonic() - killed))
+    assert not alive
+    step = max(int(path.parent.name.partition("-")[2]) for path in output.glob("checkpoint-*/manifest.json"))
+    code = kill.end(kill.start(output, data, [*argv, str(step + 5)], launcher), [])
+    assert code == 0, output.with_suffix(".log").read_text()[-3000:]
     assert json.loads((output / "metrics.json").read_text())["steps"] == step + 5
