@@ -79,36 +79,42 @@ def first(trainer):
     return next(row for row in trainer.state.log_history if "eval_loss" in row)
 
 
-def assert_same_logits(output, trainer):
+def assert_only_adapters_train(trainer, count, base, output):
+    """Other weights are the base's, A and B of `count` layers a block train, and the saved adapters are those."""
+    before, trained = GPT2LMHeadModel.from_pretrained(base).state_dict(), set()
+    for name, param in trainer.model.named_parameters():
+        if param.requires_grad:
+            trained.add(name)
+            assert "lora_" in name and param.abs().max() > 0  # B is zero at first
+        else:
+            original = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            assert torch.equal(param, before[original]), name
+    groups = trainer.optimizer.optimizer.param_groups
+    assert len(trained) == 2 * 2 * count and {name for group in groups for name in group["param_names"]} == trained
     loaded, ids = AutoPeftModelForCausalLM.from_pretrained(output).eval(), torch.arange(10)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
 
 
 def test_all_weights_train(base, data, tmp_path):
-    trainer, found = tune(base, data, tmp_path / "run", "--learning_rate", "1e-2")
-    assert found["eval_loss"] < first(trainer)["eval_loss"] - 1
-    assert found["trainable_parameters"] == found["parameters"]
+    trainer, numbers = tune(base, data, tmp_path / "run", "--learning_rate", "1e-2")
+    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 1
+    assert numbers["trainable_parameters"] == numbers["parameters"]
     before = GPT2LMHeadModel.from_pretrained(base).state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     for name, param in trainer.model.named_parameters():
         assert not torch.equal(param, before[name]) and torch.equal(param, saved[name]), name
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert "mars-adamw" in card and (tmp_path / "run" / "mars.json").is_file()
-    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]), rel=1e-4)
-    assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == found
+    assert "mars-adamw" in (tmp_path / "run" / "README.md").read_text() and (tmp_path / "run" / "mars.json").is_file()
+    assert numbers["eval_perplexity"] == pytest.approx(math.exp(numbers["eval_loss"]), rel=1e-4)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == numbers
 
 
 def test_only_adapters_train(base, data, tmp_path):
     argv = ["--use_peft", "true", "--learning_rate", "2e-2", "--lora_target_modules", "c_attn,c_proj"]
-    trainer, found = tune(base, data, tmp_path / "run", *argv, "--optim", "mars_m")
-    assert found["eval_loss"] < first(trainer)["eval_loss"] - 0.05
-    trained = {name for name, param in trainer.model.named_parameters() if param.requires_grad}
-    assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)  # A and B of three layers a block
-    optimizer = trainer.optimizer.optimizer
-    assert isinstance(optimizer, mars_hf.Mars)
-    assert {name for group in optimizer.param_groups for name in group["param_names"]} == trained
-    assert_same_logits(tmp_path / "run", trainer)
+    trainer, numbers = tune(base, data, tmp_path / "run", *argv, "--optim", "mars_m")
+    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.05
+    assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
+    assert_only_adapters_train(trainer, 3, base, tmp_path / "run")
 
 
 def test_documents_are_cut_into_blocks(tokens):
@@ -116,10 +122,12 @@ def test_documents_are_cut_into_blocks(tokens):
     texts = ["def one():\n    return 1\n", "x", "", "class Two:\n    pass  # nothing\n"]
     for end in ([tokenizer.eos_token_id], []):
         stream = [token for each in texts for token in [*tokenizer(each)["input_ids"], *end]]
-        found = finetune_lm.blocks(datasets.Dataset.from_dict({"body": texts, "other": texts}), "body", tokenizer, 5)
-        assert len(found) == len(stream) // 5 > 2
-        assert list(found["input_ids"]) == [stream[5 * i : 5 * i + 5] for i in range(len(found))]
-        assert list(found["labels"]) == [[-100, *ids[1:]] for ids in found["input_ids"]]
+        sequences = finetune_lm.blocks(
+            datasets.Dataset.from_dict({"body": texts, "other": texts}), "body", tokenizer, 5
+        )
+        assert len(sequences) == len(stream) // 5 > 2
+        assert list(sequences["input_ids"]) == [stream[5 * i : 5 * i + 5] for i in range(len(sequences))]
+        assert list(sequences["labels"]) == [[-100, *ids[1:]] for ids in sequences["input_ids"]]
         tokenizer.eos_token = None
 
 
@@ -149,24 +157,13 @@ def test_finished_run_is_not_overwritten_and_divergence_is_named(base, data, tmp
 
 def test_instructions(base, data, tmp_path):
     argv = ["--model_name_or_path", str(base), "--dataset_name", str(data / "instructions"), "--learning_rate", "2e-2"]
-    trainer, found = sft_lora.main([*FEW, *argv, "--output_dir", str(tmp_path / "run")])
+    trainer, numbers = sft_lora.main([*FEW, *argv, "--output_dir", str(tmp_path / "run")])
     assert len(trainer.train_dataset) == 95 and len(trainer.eval_dataset) == 5
-    assert found["eval_loss"] < first(trainer)["eval_loss"] - 0.2
+    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.2
     assert trainer.args.max_length == 32  # the model's context
-    before = GPT2LMHeadModel.from_pretrained(base).state_dict()
-    trained = set()
-    for name, param in trainer.model.named_parameters():
-        if param.requires_grad:
-            trained.add(name)
-            assert param.abs().max() > 0  # B is zero at first
-        else:
-            original = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            assert torch.equal(param, before[original]), name
-    assert len(trained) == 2 * 4 * 2 and all("lora_" in name for name in trained)  # A and B of four layers a block
     groups = trainer.optimizer.optimizer.param_groups
     assert {(group["role"], group["mars_type"]) for group in groups} == {("matrix", "mars-adamw")}
-    assert {name for group in groups for name in group["param_names"]} == trained
-    assert_same_logits(tmp_path / "run", trainer)
+    assert_only_adapters_train(trainer, 4, base, tmp_path / "run")
     row = trainer.data_collator([trainer.train_dataset[0]])
     text = trainer.processing_class.decode(row["input_ids"][0][row["labels"][0] != -100])
     assert text.startswith("return None") and "say" not in text  # only completions count
@@ -186,8 +183,8 @@ def test_functions_and_docstrings():
 
         async def wait(*, seconds: float = 1): "Wait."
     '''
-    found = list(sft_lora.described_functions(["not python (", textwrap.dedent(source)]))
-    assert found == [
+    rows = list(sft_lora.described_functions(["not python (", textwrap.dedent(source)]))
+    assert rows == [
         {"prompt": "async def wait(*, seconds: float=1):\n", "completion": '    """Wait."""\n'},
         {"prompt": "def put(self, item, block=True):\n", "completion": '    """Put an item."""\n'},
     ]
@@ -203,30 +200,19 @@ def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sft_lora, "_BASE_SETTINGS", [*tiny, *more, "--sample_tokens", "0"])
     for run_name in ("first", "second"):
         argv = [*FEW, "--max_steps", "30", "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "runs" / run_name)]
-        trainer, found = sft_lora.main(argv)
-        assert found["eval_loss"] < first(trainer)["eval_loss"] - 0.02
+        trainer, numbers = sft_lora.main(argv)
+        assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.02
     assert capsys.readouterr().out.count("pretraining a small GPT-2") == 1
 
 
-VIT = [
-    "--max_steps",
-    "120",
-    "--eval_strategy",
-    "no",
-    "--logging_steps",
-    "20",
-    "--disable_tqdm",
-    "true",
-    "--use_cpu",
-    "1",
-]
+VIT = "--max_steps 120 --eval_strategy no --logging_steps 20 --disable_tqdm true --use_cpu 1".split()
 
 
 def test_images(data, tmp_path):
     """The digits, and a folder of images with the model of the digits."""
-    trainer, found = finetune_vit.main([*VIT, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "digits")])
+    trainer, numbers = finetune_vit.main([*VIT, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "digits")])
     assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 1797
-    assert first(trainer)["eval_accuracy"] < 0.25 and found["eval_accuracy"] > 0.35
+    assert first(trainer)["eval_accuracy"] < 0.25 and numbers["eval_accuracy"] > 0.35
     assert "pipeline_tag: image-classification" in (tmp_path / "digits" / "README.md").read_text()
     optimizer = trainer.optimizer.optimizer
     assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-m"}
@@ -241,16 +227,16 @@ def test_images(data, tmp_path):
     assert np.mean(hits) > 0.3
 
     argv = ["--dataset_name", str(data / "images"), "--max_steps", "20", "--output_dir"]
-    more, found = finetune_vit.main([*VIT, *argv, str(tmp_path / "new")])
-    assert (len(more.eval_dataset), found["eval_accuracy"]) == (8, 1)
+    more, numbers = finetune_vit.main([*VIT, *argv, str(tmp_path / "new")])
+    assert (len(more.eval_dataset), numbers["eval_accuracy"]) == (8, 1)
     assert more.model.config.id2label == {0: "bright", 1: "dark"}
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    argv = [*argv, str(tmp_path / "more"), "--model_name_or_path", str(tmp_path / "digits"), "--max_steps", "3"]
-    more, found = finetune_vit.main([*VIT, *argv])
-    assert found["learning_rate"] == 6.4e-5
-    assert more.model.classifier.weight.shape == (2, 64)
     name = "vit.embeddings.patch_embeddings.projection.weight"
-    assert 0 < (more.model.state_dict()[name] - before[name]).abs().max() < 1e-3
+    before = trainer.model.state_dict()[name].clone()
+    argv = [*argv, str(tmp_path / "more"), "--model_name_or_path", str(tmp_path / "digits"), "--max_steps", "3"]
+    more, numbers = finetune_vit.main([*VIT, *argv])
+    assert numbers["learning_rate"] == 6.4e-5
+    assert more.model.classifier.weight.shape == (2, 64)
+    assert 0 < (more.model.state_dict()[name] - before).abs().max() < 1e-3
     assert AutoImageProcessor.from_pretrained(tmp_path / "more").size == {"height": 8, "width": 8}
 
 
@@ -299,16 +285,16 @@ def test_wrong_input(recipe, words, line, base, data, tmp_path, monkeypatch, cap
 
 def test_metrics_by_hand():
     combined = evaluate.combine([metrics.Accuracy(), metrics.MacroF1()])
-    found = combined.compute(predictions=[0, 0, 1, 2, 3], references=[0, 1, 1, 2, 2])
+    numbers = combined.compute(predictions=[0, 0, 1, 2, 3], references=[0, 1, 1, 2, 2])
     # F1: of 0 2/3, of 1 2/3, of 2 2/3, of 3 (never right) 0
-    assert found == {"accuracy": 3 / 5, "macro_f1": pytest.approx(2 / 3 * 3 / 4)}
+    assert numbers == {"accuracy": 3 / 5, "macro_f1": pytest.approx(2 / 3 * 3 / 4)}
     assert metrics.Perplexity().compute(losses=[1.0, 2.0, 3.0]) == {"perplexity": pytest.approx(math.e**2)}
     assert metrics.Perplexity().compute(losses=[1e9])["perplexity"] == math.exp(700)
     arguments = metrics.classification()
     labels = torch.tensor([1, 0, 0])
     predictions = arguments["preprocess_logits_for_metrics"](torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.0, 1.0]]), labels)
-    found = arguments["compute_metrics"](EvalPrediction(predictions.numpy(), labels.numpy()))
-    assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx(2 / 3)}
+    numbers = arguments["compute_metrics"](EvalPrediction(predictions.numpy(), labels.numpy()))
+    assert numbers == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx(2 / 3)}
 
 
 @pytest.mark.parametrize("by_batch", [False, True])
@@ -328,7 +314,7 @@ def test_metrics_of_a_language_model_in_trainer(tmp_path, by_batch):
     args = TrainingArguments(str(tmp_path / "out"), **settings)
     trainer = Trainer(model, args, data_collator=collate, eval_dataset=rows, **metrics.language_modeling())
     for _ in range(2):  # an evaluation leaves nothing for the next
-        found = trainer.evaluate()
+        numbers = trainer.evaluate()
     hits, losses = [], []
     model.eval()
     with torch.no_grad():
@@ -338,5 +324,5 @@ def test_metrics_of_a_language_model_in_trainer(tmp_path, by_batch):
                 hits.append(scores.argmax().item() == row[place])
                 losses.append(-scores[row[place]].item())
     assert len(losses) == 3 + 2 + 1
-    assert found["eval_accuracy"] == pytest.approx(np.mean(hits))
-    assert found["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert numbers["eval_accuracy"] == pytest.approx(np.mean(hits))
+    assert numbers["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
