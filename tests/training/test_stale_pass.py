@@ -139,8 +139,8 @@ class FirstGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
         states = optimizer.optimizer.state
-        found = [(param.grad.clone(), states[param].get("last_grad")) for param in model.parameters() if param.ndim > 1]
-        self.pairs.append([(grad, stale.clone()) for grad, stale in found if stale is not None])
+        params = [param for param in model.parameters() if "last_grad" in states[param]]
+        self.pairs.append([(param.grad.clone(), states[param]["last_grad"].clone()) for param in params])
 
 
 def still_run(folder: Path, model: nn.Module, **settings: Any) -> Trainer:
@@ -164,14 +164,10 @@ CHECKPOINTING = next(
 def test_gradients_at_equal_parameters_are_equal(tmp_path, max_grad_norm, checkpointing):
     """Both passes have the same dropout masks and the same gradient scaling."""
     noted = FirstGradients()
-    settings = {"max_grad_norm": max_grad_norm, CHECKPOINTING: checkpointing}
-    run = still_run(
-        tmp_path, gpt2(**dropout(0.1)), max_steps=3, gradient_accumulation_steps=4, callbacks=[noted], **settings
-    )
-    run.train()
+    settings = {"max_grad_norm": max_grad_norm, CHECKPOINTING: checkpointing, "gradient_accumulation_steps": 4}
+    still_run(tmp_path, gpt2(**dropout(0.1)), max_steps=3, callbacks=[noted], **settings).train()
     assert [len(pairs) for pairs in noted.pairs] == [0, 10, 10]  # the first step has none
-    for pairs in noted.pairs:
-        assert all(torch.equal(grad, stale) for grad, stale in pairs)
+    assert all(torch.equal(grad, stale) for pairs in noted.pairs for grad, stale in pairs)
     assert not torch.equal(noted.pairs[1][0][0], noted.pairs[2][0][0])
 
 
@@ -272,9 +268,9 @@ class Metered(mars_hf.MarsTrainer):
         self._total_train_tokens = 0
         self.running_loss = torch.zeros(())
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, *args, **kwargs):
         inputs["input_ids"].add_(inputs.pop("extra")["shift"].pop()).remainder_(64)
-        loss = super().compute_loss(model, dict(inputs), return_outputs, num_items_in_batch)
+        loss = super().compute_loss(model, dict(inputs), *args, **kwargs)
         self._total_train_tokens += inputs["input_ids"].numel()
         self._metrics["train"]["num_tokens"].append(self._total_train_tokens)
         self.running_loss += loss.detach()
@@ -286,27 +282,25 @@ class Metered(mars_hf.MarsTrainer):
 class Unmetered(mars_hf.MarsTrainer):
     """Compute the same loss and nothing else."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, *args, **kwargs):
         shifted = (inputs["input_ids"] + inputs["extra"]["shift"][0]) % 64
-        inputs = {"input_ids": shifted, "labels": inputs["labels"]}
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return super().compute_loss(model, {"input_ids": shifted, "labels": inputs["labels"]}, *args, **kwargs)
 
 
 def test_metrics_and_inputs_are_untouched(tmp_path):
-    runs = []
-    for kind in (Metered, Unmetered):
-        run = exact_run(tmp_path, gpt2(), kind=kind, max_steps=4, gradient_accumulation_steps=2)
+    metered, unmetered = (
+        exact_run(tmp_path, gpt2(), kind=kind, max_steps=4, gradient_accumulation_steps=2)
+        for kind in (Metered, Unmetered)
+    )
+    metrics = metered._metrics
+    for run in (metered, unmetered):
         run.data_collator = lambda rows: default_data_collator(rows) | {"extra": {"shift": [torch.tensor(3)]}}
-        metrics = vars(run).get("_metrics")
         run.train()
-        assert vars(run).get("_metrics") is metrics
-        runs.append(run)
-    metered, unmetered = runs
     inside = [row["inside"] for row in metered.state.log_history if "inside" in row]
-    assert len(inside) == 8
-    assert metered._metrics["train"]["num_tokens"] == [24 * (1 + i) for i in range(8)]
+    assert len(inside) == 8 and metered._metrics is metrics
+    assert metrics["train"]["num_tokens"] == [24 * (1 + i) for i in range(8)]
     assert metered.running_loss.item() == pytest.approx(sum(inside), rel=1e-5)
-    assert all(torch.equal(a, b) for a, b in zip(metered.model.parameters(), unmetered.model.parameters(), strict=True))
+    assert all(map(torch.equal, metered.model.parameters(), unmetered.model.parameters()))
 
 
 class Sampling(mars_hf.MarsTrainer):
