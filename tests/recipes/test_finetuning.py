@@ -208,6 +208,7 @@ def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, ca
 VIT = "--max_steps 120 --eval_strategy no --logging_steps 20 --disable_tqdm true --use_cpu 1".split()
 
 
+@pytest.mark.slow
 def test_images(data, tmp_path):
     """The digits, and a folder of images with the model of the digits."""
     trainer, numbers = finetune_vit.main([*VIT, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "digits")])
