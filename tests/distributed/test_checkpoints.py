@@ -24,11 +24,8 @@ from launching import Launches, Run, import_deepspeed, leave
 from test_parity import BAR, apart, check_same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import default_data_collator
-from transformers.trainer_utils import SaveStrategy
-from workload import CASES, STEPS, Case, Tokens, build_model
+from workload import CASES, STEPS, Case, build_model
 
-import mars_hf
 from mars_hf import __main__ as command_line
 from mars_hf import universal
 
@@ -109,14 +106,8 @@ def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = N
         config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
     model = build_model(case)
     with train.fresh_accelerate():
-        arguments = train.training_arguments(str(folder), case, config)
-        arguments.save_strategy, arguments.save_steps = SaveStrategy.STEPS, HALF
-        trainer = mars_hf.MarsTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=Tokens(),
-            data_collator=default_data_collator,
-            optimizers=(case.create(model), None),
+        trainer = train.make_trainer(
+            "trainer", model, case, str(folder), config, save_strategy="steps", save_steps=HALF
         )
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}

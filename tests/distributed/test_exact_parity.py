@@ -20,23 +20,16 @@ from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from launching import Launches, Run, import_deepspeed, leave
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from train import Fsdp2Trainer, check_wrapper, fresh_accelerate
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainingArguments,
-    default_data_collator,
-)
+from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, training_arguments
+from transformers import GPT2LMHeadModel, default_data_collator
+from workload import CASES, MICRO_BATCH, STEPS, build_llama
+from workload import build_model as build_gpt2
 
 import mars_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
-STEPS = 8
 ROWS = 48
-MICRO_BATCH = 4  # rows of a micro-batch, over all ranks
 SETTINGS = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.1, "clip_threshold": 0.3}
 LR_1D = 1e-3
 # Flags of runs with another rule.
@@ -63,25 +56,7 @@ class Rows(Dataset):
 
 def build_model() -> GPT2LMHeadModel:
     """Return a model with odd sizes, so that shards are uneven."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": 61}
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
-
-
-def build_llama() -> LlamaForCausalLM:
-    """Return a Llama with heads for two ranks."""
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-
-
-def divided(folder: Path) -> LlamaForCausalLM:
-    """Return the Llama over all ranks; transformers divides while it loads."""
-    if dist.get_rank() == 0:
-        build_llama().save_pretrained(folder / "llama")
-    dist.barrier()
-    return LlamaForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32, tp_plan="auto")
+    return GPT2LMHeadModel(build_gpt2(CASES["adamw"]).config)
 
 
 class DividedTrainer(mars_hf.MarsTrainer):
@@ -93,23 +68,13 @@ class DividedTrainer(mars_hf.MarsTrainer):
 
 
 def make_trainer(
-    engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, **settings: Any
+    engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, zero: Any = None, **settings: Any
 ) -> mars_hf.MarsTrainer:
-    model = divided(folder) if engine == "tp" else build_model()
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO_BATCH // (1 if engine == "tp" else dist.get_world_size()),
-        gradient_accumulation_steps=accumulation,
-        train_sampling_strategy="sequential",
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        logging_strategy="no",
-        **{"save_strategy": "no", **settings},
-    )
+    model = build_llama(divided=True) if engine == "tp" else build_model()
+    settings |= {"gradient_accumulation_steps": accumulation, "lr_scheduler_type": "constant"}
+    if engine == "tp":
+        settings["per_device_train_batch_size"] = MICRO_BATCH
+    arguments = training_arguments(str(folder), CASES["adamw"], zero, **settings)
     mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
     kind = {"fsdp2": Fsdp2Trainer, "tp": DividedTrainer}.get(engine, mars_hf.MarsTrainer)
     return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
@@ -139,14 +104,10 @@ def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
 def refused(folder: Path) -> str:
     """Return the error of MarsTrainer under DeepSpeed."""
     import_deepspeed()
-    zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
-    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
-    trainer = make_trainer("ddp", 1, folder, deepspeed={**zero, **sizes})
-    try:
+    trainer = make_trainer("ddp", 2, folder, zero=deepspeed_config("zero2", dist.get_world_size()))
+    with pytest.raises(NotImplementedError) as refusal:
         trainer.train()
-    except NotImplementedError as error:
-        return str(error)
-    raise RuntimeError("nothing was refused")
+    return str(refusal.value)
 
 
 def run(spec: str, file: Path) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from train import deepspeed_config, fresh_accelerate, training_arguments
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
+from train import deepspeed_config, fresh_accelerate, make_trainer
+from transformers import LlamaConfig, LlamaForCausalLM
 from workload import CASES, Tokens, build_model
 
 import mars_hf
@@ -52,42 +52,21 @@ def no_compilation(builder: Any) -> Any:
     return SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
 
 
-def make_trainer(way: str, model: nn.Module, folder: str, config: str) -> Trainer:
-    """Return a Trainer that gets MARS in one of the ways; all but `optim` and `own` with a LastGradientCallback."""
-    engine, more = DEEPSPEED[config]
-    zero = {**deepspeed_config(engine, dist.get_world_size()), **more}
-    zero["gradient_clipping"] = "auto"
-    settings = CASE.hyperparameters()
-    shared: dict[str, Any] = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator}
-    if way == "optim":
-        mars_hf.register()
-        return Trainer(args=training_arguments(folder, CASE, zero, optim="mars_adamw"), **shared)
-    if way == "own":
-        return mars_hf.MarsTrainer(args=training_arguments(folder, CASE, zero), **shared)
-    half = {config: True} if config in ("fp16", "bf16") else {}
-    args = training_arguments(folder, CASE, zero, **half)
-    if way == "factory":
-        callbacks = [mars_hf.LastGradientCallback()]
-        return Trainer(
-            args=args, optimizer_cls_and_kwargs=mars_hf.factory(args, **settings), callbacks=callbacks, **shared
-        )
-    mars = mars_hf.create(model, **settings)
-    if way == "mars_trainer":
-        return mars_hf.MarsTrainer(args=args, optimizers=(mars, None), **shared)
-    callbacks = [mars_hf.LastGradientCallback(mars)]
-    return Trainer(args=args, optimizers=(mars, None), callbacks=callbacks, **shared)
-
-
 def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
     import_deepspeed(fp16=True)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    engine, more = DEEPSPEED[config]
+    zero = {**deepspeed_config(engine, dist.get_world_size()), **more, "gradient_clipping": "auto"}
+    half = {config: True} if config in ("fp16", "bf16") else {}
     with (
         fresh_accelerate(),
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(CPUAdamBuilder, "load", no_compilation),
     ):
-        make_trainer(way, model, folder, config).train()
+        # An unused optimizer is noticed without a callback where MARS was registered, or the trainer is MARS's.
+        callbacks = [mars_hf.LastGradientCallback()] if way in ("factory", "instance") else []
+        make_trainer(way, model, CASE, folder, zero, callbacks, **half).train()
 
 
 def train_with_autotp(stage: int, *, bf16: bool) -> None:
@@ -186,17 +165,17 @@ UNSCALED = r'fp16 under DeepSpeed without ZeRO.*"stage": 1'
 SWAPS = {
     # Plain Trainer keeps no instance under DeepSpeed.
     **dict.fromkeys(("instance/zero2", "instance/zero3"), DROPPED),
-    **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "own", "mars_trainer")},
-    **{f"{way}/zero2_offload_forced": REPLACED for way in ("instance", "factory", "optim", "mars_trainer")},
+    **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "own", "trainer")},
+    **{f"{way}/zero2_offload_forced": REPLACED for way in ("instance", "factory", "optim", "trainer")},
     "factory/zero3_offload_forced": REPLACED,
-    **dict.fromkeys(("factory/fp16", "mars_trainer/fp16"), UNSCALED),
+    **dict.fromkeys(("factory/fp16", "trainer/fp16"), UNSCALED),
 }
 # Launched last: DeepSpeed keeps the process groups of tensor parallelism.
 DIVIDED = dict.fromkeys(
     ("autotp/zero0", "autotp/zero0_bf16", "autotp/zero1"), r"has marked as one part.*ZeRO without AutoTP"
 )
-KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "mars_trainer/zero2_offload")
-BF16_WITHOUT_ZERO = "mars_trainer/bf16"
+KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "trainer/zero2_offload")
+BF16_WITHOUT_ZERO = "trainer/bf16"
 LAYOUTS = {
     f"layout/{layout.__name__}": (layout, message)
     for layout, message in (

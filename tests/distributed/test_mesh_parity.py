@@ -20,7 +20,6 @@ Flags:
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from train import TorchRun
-from transformers import LlamaConfig, LlamaForCausalLM
-from workload import ACCUMULATION, BLOCK, CLIP_THRESHOLD, MAX_GRAD_NORM, STEPS, VOCAB
+from workload import ACCUMULATION, BLOCK, CLIP_THRESHOLD, MAX_GRAD_NORM, STEPS, VOCAB, build_llama
 from workload import CASES as SETTINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
@@ -98,23 +96,6 @@ def build_model(flags: set[str]) -> Model:
             nn.init.normal_(module.weight, std=0.2 if isinstance(module, nn.Embedding) else 0.15)
     if "tied" in flags:
         model.lm_head.weight = model.embedding.weight
-    return model
-
-
-def build_llama(engine: str) -> nn.Module:
-    """Build a Llama, with the same weights at every call; transformers divides while it loads."""
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 28, "num_hidden_layers": 1}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=2))
-    if engine == "single":
-        return model
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        dist.broadcast_object_list(folders)
-        model.save_pretrained(folders[0])  # the first rank writes
-        dist.barrier()
-        model = LlamaForCausalLM.from_pretrained(folders[0], dtype=torch.float32, tp_plan="auto")
-        dist.barrier()
     return model
 
 
@@ -182,7 +163,7 @@ class MeshRun(TorchRun):
                 size = mesh[name].size()
                 self.part, self.parts = self.part * size + mesh[name].get_local_rank(), self.parts * size
         if "llama" in self.flags:
-            return build_llama(self.engine)
+            return build_llama(divided=self.engine != "single")
         model = build_model(self.flags)
         if mesh is not None:
             parallelize(model, mesh, self.flags)

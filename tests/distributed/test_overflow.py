@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
 from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, shard, training_arguments
 from transformers import default_data_collator
-from workload import ACCUMULATION, CASES, LONGEST, MAX_GRAD_NORM, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
+from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
 from mars_hf.distributed.shards import local
@@ -144,7 +144,7 @@ def run(spec: str, file: Path) -> None:
     if engine.startswith("trainer_"):
         return leave(file, from_all_ranks(train_on_poisoned_data(engine.removeprefix("trainer_"), case)))
     make: Callable[..., Any] = Torch if engine in ("ddp", "fsdp2") else DeepSpeed
-    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens(LONGEST)
+    rank, world, tokens = dist.get_rank(), dist.get_world_size(), Tokens(ATTEMPTS)
 
     def batch(attempt: int) -> list[Tensor]:
         return [tokens.micro_batch(attempt, micro, rank, world) for micro in range(ACCUMULATION)]
@@ -230,9 +230,8 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
     outcome: dict[str, Any] = {"reports": reports.lines, "error": None}
     with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
         args = training_arguments(
-            folder, CASES["adamw"], zero, remove_unused_columns=False, bf16=engine.endswith("bf16")
+            folder, CASES["adamw"], zero, max_steps=STEPS, remove_unused_columns=False, bf16=engine.endswith("bf16")
         )
-        args.max_steps = STEPS
         trainer = (Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer)(
             model,
             args,

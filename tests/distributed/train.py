@@ -418,24 +418,22 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
 # --- the ways in: Trainer and accelerate -------------------------------------------------------------------------
 
 
-def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **settings: Any) -> Any:
-    return TrainingArguments(
-        output_dir=folder,
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO_BATCH // dist.get_world_size(),
-        gradient_accumulation_steps=ACCUMULATION,
-        train_sampling_strategy="sequential",
-        learning_rate=case.hyperparameters()["lr"],
-        lr_scheduler_type="cosine",
-        max_grad_norm=MAX_GRAD_NORM,
-        use_cpu=True,
-        deepspeed=zero,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        logging_strategy="no",
-        **settings,
-    )
+def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **settings: Any) -> TrainingArguments:
+    defaults = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": MICRO_BATCH // dist.get_world_size(),
+        "gradient_accumulation_steps": ACCUMULATION,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": case.hyperparameters()["lr"],
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": MAX_GRAD_NORM,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    return TrainingArguments(output_dir=folder, deepspeed=zero, **{**defaults, **settings})
 
 
 def train_way_in(engine: str, case: Case) -> Results:
@@ -453,21 +451,32 @@ def train_way_in(engine: str, case: Case) -> Results:
         return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
 
 
-def make_trainer(way: str, model: nn.Module, case: Case, folder: str, zero: dict[str, Any] | None) -> Any:
-    settings = case.hyperparameters()
-    shared = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator}
+def make_trainer(
+    way: str,
+    model: nn.Module,
+    case: Case,
+    folder: str,
+    zero: dict[str, Any] | None,
+    callbacks: Any = None,
+    **settings: Any,
+) -> Trainer:
+    """Return a Trainer that gets MARS in one of the ways; further settings are TrainingArguments."""
+    shared = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator, "callbacks": callbacks}
+    hyperparameters = case.hyperparameters()
+    others = {key: value for key, value in hyperparameters.items() if key != "lr"}
     if way == "optim":
         mars_hf.register()
-        text = ",".join(f"{key}={value}" for key, value in settings.items() if key not in ("lr", "mars_type"))
-        arguments = training_arguments(folder, case, zero, optim="mars_adamw", optim_args=text)
-        return Trainer(args=arguments, **shared)
-    arguments = training_arguments(folder, case, zero)
+        text = ",".join(f"{key}={value}" for key, value in others.items() if key != "mars_type")
+        settings |= {"optim": "mars_adamw", "optim_args": text}
+    args = training_arguments(folder, case, zero, **settings)
+    if way == "optim":
+        return Trainer(args=args, **shared)
     if way == "own":
-        own = {key: value for key, value in settings.items() if key != "lr"}
-        return mars_hf.MarsTrainer(args=arguments, mars_kwargs=own, **shared)
+        return mars_hf.MarsTrainer(args=args, mars_kwargs=others, **shared)
     if way == "factory":
-        return Trainer(args=arguments, optimizer_cls_and_kwargs=mars_hf.factory(arguments, **settings), **shared)
-    return mars_hf.MarsTrainer(args=arguments, optimizers=(mars_hf.create(model, **settings), None), **shared)
+        return Trainer(args=args, optimizer_cls_and_kwargs=mars_hf.factory(args, **hyperparameters), **shared)
+    kind = {"instance": Trainer, "trainer": mars_hf.MarsTrainer}[way]
+    return kind(args=args, optimizers=(mars_hf.create(model, **hyperparameters), None), **shared)
 
 
 class AccelerateRun:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mars_hf
 
 STEPS = 8
-LONGEST = 20  # of runs that are longer
 ACCUMULATION = 2
 MICRO_BATCH = 4  # sequences of one micro-batch, over all ranks
 BLOCK = 12
@@ -132,6 +133,23 @@ def build_model(case: Case) -> TinyGPT2:
     )
     model = TinyGPT2(config)
     model.transformer.wpe.weight.requires_grad_(not case.frozen)
+    return model
+
+
+def build_llama(divided: bool = False) -> LlamaForCausalLM:
+    """Build a Llama with heads for two ranks, over which transformers divides it by its own plan while it loads."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 28, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    if not divided:
+        return model
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [temporary]
+        dist.broadcast_object_list(folders)
+        model.save_pretrained(folders[0])  # the first rank writes
+        dist.barrier()
+        model = LlamaForCausalLM.from_pretrained(folders[0], dtype=torch.float32, tp_plan="auto")
+        dist.barrier()
     return model
 
 
