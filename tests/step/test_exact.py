@@ -59,12 +59,16 @@ def ahead(params, optimizer, steps: range) -> None:
         optimizer.update_last_grad()
 
 
-def straight_line(steps: int, mars_type: str, maximize: bool) -> list[torch.Tensor]:
+def straight_line(steps: int, mars_type: str, maximize: bool, clip: float | None) -> list[torch.Tensor]:
     x = [param.detach().clone() for param in make_params()]
     rules = [
         Reference(
             tensor,
-            **(SETTINGS if tensor.ndim > 1 else {"lr": 5e-3, "betas": (0.9, 0.95), "eps": 1e-6}),
+            **(
+                {**SETTINGS, "clip_threshold": clip}
+                if tensor.ndim > 1
+                else {"lr": 5e-3, "betas": (0.9, 0.95), "eps": 1e-6}
+            ),
             rule=mars_type if tensor.ndim > 1 else "adamw",
         )
         for tensor in x
@@ -84,17 +88,16 @@ def straight_line(steps: int, mars_type: str, maximize: bool) -> list[torch.Tens
     return x
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(("maximize", "clip"), [(False, 0.5), (True, 0.5), (False, None)])
 @pytest.mark.parametrize("foreach", [False, True], indirect=True)
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"])
 @pytest.mark.parametrize("loop", [behind, ahead])
-def test_exact_steps(loop, mars_type, foreach, maximize):
+def test_exact_steps(loop, mars_type, foreach, maximize, clip):
     params = make_params()
-    optimizer = Mars(
-        params, **SETTINGS, mars_type=mars_type, lr_1d=5e-3, is_approx=False, fused=False, maximize=maximize
-    )
+    settings = {**SETTINGS, "mars_type": mars_type, "lr_1d": 5e-3, "clip_threshold": clip, "maximize": maximize}
+    optimizer = Mars(params, **settings, is_approx=False, fused=False)
     loop(params, optimizer, range(8))
-    for param, expected in zip(params, straight_line(8, mars_type, maximize), strict=True):
+    for param, expected in zip(params, straight_line(8, mars_type, maximize, clip), strict=True):
         torch.testing.assert_close(param.detach(), expected, rtol=1e-10, atol=1e-10)
 
 

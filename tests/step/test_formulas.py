@@ -285,11 +285,15 @@ def test_norms_above_the_range_of_float16(fused, implementation):
     assert torch.isfinite(param).all() and (param.double() - before.double()).norm() > 1e-2
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_threshold": None}, {"max_grad_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"clip_threshold": None}, {"clip_threshold": None, "amsgrad": True}, {"max_grad_norm": 1.0}],
+    ids=str,
+)
 @pytest.mark.parametrize("mars_type", TYPES)
 @every_implementation
 def test_nan_shows_in_the_parameter(fused, implementation, mars_type, settings):
-    """Where the gradient has it, as in torch.optim.AdamW; without norms and products nowhere else."""
+    """Where the gradient has it, as in torch.optim.AdamW; clipped, everywhere."""
     params = parameters(torch.bfloat16, ((6, 5), (7,)))
     optimizer = Mars(params, mars_type=mars_type, **settings, **fused)
     for step in range(3):
@@ -299,8 +303,12 @@ def test_nan_shows_in_the_parameter(fused, implementation, mars_type, settings):
                 param.grad[..., 2] = torch.nan
         optimizer.step()
     assert all(param[..., 2].isnan().all() for param in params)
-    if settings == {"clip_threshold": None} and mars_type in TYPES[:2]:
+    if "clip_threshold" not in settings:
+        assert params[0].isnan().all()
+    elif mars_type in TYPES[:2]:
         assert all(param.isnan().sum() == param[..., 2].numel() for param in params)
+    for peak in [state["max_exp_avg_sq"] for state in optimizer.state.values() if "max_exp_avg_sq" in state]:
+        assert peak[..., 2].isnan().all()
 
 
 def test_step_that_a_scaler_skips_changes_nothing():

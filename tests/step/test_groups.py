@@ -91,6 +91,10 @@ def test_refused_group_leaves_the_optimizer_as_it_was():
         with pytest.raises(ValueError):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
+    of_vectors = Mars(params[1:])
+    with pytest.raises(ValueError, match="more than one"):  # of the vector, after the matrix has its group
+        of_vectors.add_param_group({"params": [new, params[1]]})
+    assert len(of_vectors.param_groups) == 1
     with pytest.raises(TypeError, match="must be a dict"):
         optimizer.add_param_group([new])
     with pytest.raises(ValueError, match="max_grad_norm"):
