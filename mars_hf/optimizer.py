@@ -485,9 +485,8 @@ class Mars(torch.optim.Optimizer):
             param.requires_grad for group in self.param_groups for param in group["params"]
         ):
             raise RuntimeError(
-                "no parameter of this optimizer requires a gradient any more: all were frozen after it was made "
-                "(another adapter was made active, LoRA was applied). Make the optimizer from the model as it is "
-                "trained, with mars_hf.create(model, ...), or leave step() out while its parameters are frozen"
+                "all parameters of this optimizer are frozen (another adapter active? LoRA applied afterwards?). Make "
+                "a new one with mars_hf.create(model), or skip step() while they are frozen"
             )
         if dist.is_available() and dist.is_initialized() and not self.state:
             warnings.warn(

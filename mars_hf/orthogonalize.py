@@ -472,8 +472,8 @@ def _matrices(
             end = end + part.length if part.start == end else -1
         if end != shapes[index].numel():
             raise RuntimeError(
-                f"the ranks do not hold each element of parameter {index}, of shape {tuple(shapes[index])}, once: this "
-                "engine lays parameters out in a way that mars_hf does not know"
+                f"unsupported sharding of parameter {index} (shape {tuple(shapes[index])}): the ranks' pieces overlap "
+                "or leave gaps. Supported are DDP, FSDP2, tensor parallelism and ZeRO-1/2/3"
             )
         home = next(iter(parts)) if len(parts) == 1 else None
         matrices.append(matrix(index, place, shapes[index], parts.get, home))

@@ -142,7 +142,7 @@ def param_groups(
         )
     if lr_embeddings is not None and not any(param.requires_grad for param in tables):
         raise ValueError(
-            f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; leave it out"
+            f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 

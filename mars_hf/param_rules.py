@@ -28,10 +28,10 @@ def rules_of(value: Any) -> list[Rule]:
     """Return rules from pairs, or from mappings with a `pattern`; settings are not checked.
 
     Raises:
-        ValueError: something of another form, an empty pattern, or one that is there twice.
+        ValueError: something of another form, an empty pattern, or a duplicated one.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"param_rules={value!r} is no list of rules; {_ACCEPTED}")
+        raise ValueError(f"param_rules={value!r} is not a list of rules; {_ACCEPTED}")
     rules: list[Rule] = []
     for index, entry in enumerate(value):
         if isinstance(entry, Mapping) and "pattern" in entry:
@@ -39,11 +39,11 @@ def rules_of(value: Any) -> list[Rule]:
         elif isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], Mapping):
             pattern, settings = entry[0], dict(entry[1])
         else:
-            raise ValueError(f"param_rules[{index}]={entry!r} is no rule; {_ACCEPTED}")
+            raise ValueError(f"param_rules[{index}]={entry!r} is not a rule; {_ACCEPTED}")
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"param_rules[{index}]: pattern={pattern!r} is not a shell pattern of names; {_ACCEPTED}")
         if any(pattern == rule.pattern for rule in rules):
-            raise ValueError(f"param_rules: {pattern!r} is there twice; put its settings into one rule")
+            raise ValueError(f"param_rules: {pattern!r} is duplicated; put its settings into one rule")
         rules.append(Rule(pattern, settings))
     return rules
 
@@ -105,12 +105,12 @@ def _why_unused(pattern: str, earlier: Iterable[str], frozen: Sequence[str], tra
     if earlier:
         return (
             f"param_rules: {pattern!r} decides nothing: {', '.join(map(repr, earlier))} before it match the same "
-            "parameters, and the first match wins; put it first, or leave it out"
+            "parameters, and the first match wins; put it first, or remove it"
         )
     if frozen:
         return (
             f"param_rules: {pattern!r} matches frozen parameters only, such as {', '.join(map(repr, frozen[:3]))}; set "
-            "requires_grad=True on those to be trained, or leave it out"
+            "requires_grad=True on those to be trained, or remove the rule"
         )
     plain = "".join(letter for letter in pattern if letter not in "*?[]!")
     near = ", ".join(map(repr, difflib.get_close_matches(plain, trainable, n=3, cutoff=0.0)))

@@ -75,8 +75,8 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{where}: its {FILE} cannot be read ({error!r}); save the run's settings again") from None
     if arguments is None:
         raise ValueError(
-            f"{where}: its {FILE} holds no arguments of create: the optimizer was made as Mars(params), or a loaded "
-            "checkpoint had settings that no call of create gives; give the settings in its 'groups' yourself"
+            f"{where}: its {FILE} has no create() arguments: the run used Mars(params), or took its settings from a "
+            "checkpoint. Copy the settings you want from its 'groups'"
         )
     try:
         reject_unknown(arguments, KEPT, "create")

@@ -132,10 +132,9 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         if "role" not in saved:
             raise ValueError(
-                f"param group {index} of this state has no 'role', so another optimizer than Mars saved it (its keys: "
-                f"{', '.join(saved)}). To train on from its weights with a fresh Mars, load the checkpoint as the "
-                "model, with from_pretrained, or, without DeepSpeed, resume from a copy of it without optimizer.pt and "
-                "scheduler.pt, which also starts the schedule anew"
+                f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
+                "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
+                "copy without optimizer.pt and scheduler.pt"
             )
         patterns = [one.get("pattern") for one in (saved, group)]
         if None not in patterns and patterns[0] != patterns[1]:
@@ -186,15 +185,13 @@ def _last_grad_error(param: Tensor, group: Mapping[str, Any]) -> RuntimeError:
     shape = tuple(param.shape)
     if "gamma_of_average" in group:
         return RuntimeError(
-            f"clip_threshold={group['clip_threshold']!r} and second_moment={group['second_moment']!r} need the last "
-            f"gradient of a parameter of shape {shape}, and the steps before did without it: keep clip_threshold=None "
-            "and their second_moment, or build Mars with clip_threshold=1e30, which clips nothing and keeps the last "
-            "gradient"
+            f"a parameter of shape {shape} has no last gradient, which clip_threshold={group['clip_threshold']!r} and "
+            f"second_moment={group['second_moment']!r} need and the steps before did not. Set both back, or start the "
+            "run with clip_threshold=1e30 (keeps last gradients, never clips)"
         )
     return RuntimeError(
-        f"the state of a parameter of shape {shape} has a first moment and no last gradient: it was loaded by code "
-        "that knows Adam's states only. For DeepSpeed's universal checkpoints, convert with "
-        "python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+        f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own converter "
+        "drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
     )
 
 

@@ -489,9 +489,9 @@ def _check_gamma(group: Mapping[str, Any]) -> None:
     gamma, before = group["gamma"], group.get("gamma_of_average", group["gamma"])
     if gamma != before:
         raise RuntimeError(
-            f"gamma={gamma} after steps with {before}: without clipping this rule keeps no last gradient, "
-            "which the next step needs then; keep gamma, or build Mars with clip_threshold=1e30, which "
-            "clips nothing and keeps the last gradient"
+            f"gamma={gamma} after steps with {before}: without clipping the state has no last gradients, which "
+            "another gamma needs. Keep gamma, or start the run with clip_threshold=1e30 (keeps last gradients, never "
+            "clips)"
         )
 
 

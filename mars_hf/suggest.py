@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> str:
     adamw = AdamW(options.adamw_lr, tuple(options.adamw_betas), options.adamw_weight_decay)
     check({"lr": adamw.lr, "betas": adamw.betas, "weight_decay": adamw.weight_decay})
     if not adamw.lr > 0:
-        raise ValueError(f"--adamw-lr {adamw.lr!r} leaves nothing to match; accepted: a finite number > 0")
+        raise ValueError(f"--adamw-lr {adamw.lr!r} is not a learning rate; accepted: a finite number > 0")
     tokens, tuned_tokens = options.batch_tokens, options.adamw_batch_tokens or options.batch_tokens
     if tuned_tokens and not tokens:
         raise ValueError("--adamw-batch-tokens says where AdamW was tuned; give --batch-tokens of the MARS run too")

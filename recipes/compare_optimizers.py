@@ -167,9 +167,9 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]
     stated = {name for settings in preset.arms.values() for name in settings}
     for name in (word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")):
         if name in presets.RESERVED:
-            raise ValueError(f"--{name} differs between the runs; leave it out: {presets.RESERVED[name]}")
+            raise ValueError(f"--{name} differs between the runs; remove it: {presets.RESERVED[name]}")
         if name in stated:
-            raise ValueError(f"--{name}: the arms state it themselves; leave it out, or write a preset of your own")
+            raise ValueError(f"--{name}: the arms state it themselves; remove the flag, or write a preset of your own")
     for arm in preset.arms:
         launch.settings_of([*rest, *preset.argv(arm)])  # wrong arguments end the comparison before its first run
     arguments.output_dir = arguments.output_dir or f"runs/{Path(arguments.preset or 'compare').stem}"

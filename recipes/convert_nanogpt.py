@@ -75,7 +75,7 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
     try:
         model = _to_gpt2(checkpoint["model_args"], checkpoint["model"], activation_function)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is no GPT-2 as nanoGPT's model.py has it: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} is not a GPT-2 of nanoGPT's model.py: {type(error).__name__}: {error}") from error
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f"{output.name}.partial-") as partial:
         folder = Path(partial) / "whole"

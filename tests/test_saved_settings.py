@@ -124,8 +124,8 @@ def refusal(like) -> str:
         ({"lr": "fast"}, "lr='fast' is not valid; accepted: a finite number >= 0"),
         ({"mars_type": ["mars-m"]}, "mars_type=['mars-m'] is not valid; did you mean 'mars-m'"),
         ({"param_rules": [["a.*", {"gama": 1}]]}, "unknown 'gama'"),
-        ({"param_rules": [["a.*"]]}, "is no rule"),
-        ({"param_rules": "a.*"}, "is no list of rules"),
+        ({"param_rules": [["a.*"]]}, "is not a rule"),
+        ({"param_rules": "a.*"}, "is not a list of rules"),
         ({"warp": 9}, ", of mars_hf '9.1': create: unknown 'warp'; accepted: lr, "),
         ({"max_grad_norm": 1.0}, "unknown 'max_grad_norm'"),
     ],
@@ -145,8 +145,8 @@ def test_wrong_files(tmp_path, text):
 def test_optimizer_made_by_hand(tmp_path):
     leave(tmp_path, mars_hf.Mars(Tiny().parameters(), lr=1e-3))
     line = refusal(tmp_path)
-    assert "its mars.json holds no arguments of create: the optimizer was made as Mars(params)" in line
-    assert "give the settings in its 'groups' yourself" in line
+    assert "its mars.json has no create() arguments: the run used Mars(params)" in line
+    assert "Copy the settings you want from its 'groups'" in line
 
 
 def test_no_settings(tmp_path):

@@ -179,7 +179,7 @@ def test_several_optim_args():
         ("betas=0.9", "unknown 'betas'.*beta1"),
         ("layout=none", "unknown 'layout'"),
         ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
-        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is no rule"),
+        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not a rule"),
         ("gamma=much", "gamma='much' is not valid; accepted: a finite number >= 0"),
         ("gamma=" + 6000 * "9", "gamma='999.*accepted"),
         ("gamma=1e999", "gamma=inf is not valid"),

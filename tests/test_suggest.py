@@ -144,7 +144,7 @@ def test_forms(rule, batch, capsys, tmp_path):
     ("argv", "part"),
     [
         ("", "the following arguments are required: --adamw-lr"),
-        ("--adamw-lr 0", "--adamw-lr 0.0 leaves nothing to match"),
+        ("--adamw-lr 0", "--adamw-lr 0.0 is not a learning rate"),
         ("--adamw-lr nan", "lr=nan is not valid"),
         ("--adamw-lr 1e-3 --adamw-betas 0.9 1", "betas=(0.9, 1.0) is not valid"),
         ("--adamw-lr 1e-3 --adamw-weight-decay -1", "weight_decay=-1.0 is not valid"),

@@ -64,9 +64,8 @@ class WholeSums:
             if partly and message is None:
                 message = (
                     f"{len(ranks_of(group))} ranks bring gradients for {partly[0][1]:.4f} of parameter {partly[0][0]} "
-                    f"(and part of {len(partly) - 1} others): give every rank gradients for the same parameters in "
-                    "every step. Where they have them, this engine lays parameters out in a way that mars_hf does not "
-                    "know"
+                    f"(and part of {len(partly) - 1} others). Give every rank gradients for the same parameters in "
+                    "every step; if they have them, the engine's sharding is not supported"
                 )
         if message is not None:
             raise RuntimeError(message) from error

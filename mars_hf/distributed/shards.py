@@ -121,10 +121,9 @@ def reject_parts(param: Tensor) -> None:
     """
     if any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel")):
         raise RuntimeError(
-            f"a parameter of shape {tuple(shape_of(param))} that DeepSpeed's AutoTP or Megatron has marked as one part "
-            "(tensor_model_parallel): MARS needs norms over whole parameters, and only DTensors say where the other "
-            'parts are. Use torch\'s tensor parallelism (tp_plan="auto" in from_pretrained, or parallelize_module), or '
-            "ZeRO without AutoTP"
+            f"a parameter of shape {tuple(shape_of(param))} that AutoTP or Megatron has marked as one part: "
+            "MARS cannot find the others. Use torch's tensor parallelism (tp_plan='auto' in from_pretrained, or "
+            "parallelize_module), or ZeRO without AutoTP"
         )
     if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
         raise RuntimeError(
@@ -198,9 +197,8 @@ class Shards:
             # An unknown engine would have flattened matrices too.
             if self._originals or (is_known and self._roles[index] != "vector"):
                 raise RuntimeError(
-                    f"a flat tensor of shape {tuple(param.shape)} that is none of the parameters Mars was built with: "
-                    "the norm of a corrected gradient cannot be taken over a piece of unknown origin. Supported are "
-                    "DDP, FSDP2 and DeepSpeed ZeRO-1/2/3, with Mars built from the model's own parameters"
+                    f"unknown flat tensor of shape {tuple(param.shape)}: MARS cannot tell which matrix it is a piece "
+                    "of. Use DDP, FSDP2 or DeepSpeed ZeRO, and build Mars from the model's own parameters"
                 )
         elif is_known and param.shape != self.shapes[index]:
             self._find_originals(model)  # rejects an engine's copy of a part
@@ -401,9 +399,9 @@ def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
     if ranks not in _made or not ranks_of(_made[ranks]):
         if mesh.size() < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise RuntimeError(
-                f"parameters sharded over dimensions {tuple(dims)} of mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, "
-                f"which has {mesh.size()} of {dist.get_world_size()} ranks: their process group cannot be split from "
-                "one with a bound device without the other ranks; leave device_id out of init_process_group"
+                f"no process group over dimensions {tuple(dims)} of mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, "
+                f"with {mesh.size()} of {dist.get_world_size()} ranks, can be made: init_process_group got a "
+                "device_id, which pipeline stages do not allow. Remove device_id"
             )
         # Ranks outside the mesh, of other pipeline stages, know nothing of it.
         _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)

@@ -71,7 +71,7 @@ def find_compiler() -> list[str]:
         # A path with spaces is a file; a command with arguments is not.
         commands = [[cxx] if shutil.which(cxx) else shlex.split(cxx)] if cxx else [[name] for name in COMPILERS]
     except ValueError as error:
-        raise RuntimeError(f"CXX={cxx!r} is no command ({error}); accepted: such as 'ccache g++ -O2'") from None
+        raise RuntimeError(f"CXX={cxx!r} is not a command ({error}); accepted: such as 'ccache g++ -O2'") from None
     for name, *arguments in commands:
         if path := shutil.which(name):
             return [path, *arguments]

@@ -110,8 +110,7 @@ def require_parameters(optimizer: Any, model: nn.Module) -> None:
     name, shape = missing[0]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise RuntimeError(
-        f"the optimizer has {len(trainable) - len(missing) or 'none'} of the model's {len(trainable)} trainable "
-        f"parameters; it lacks {name} of shape {shape}{more}. They came after the optimizer was made (LoRA, a new "
-        "head, another copy of the model), or were frozen then. Use optimizer_cls_and_kwargs=mars_hf.factory(...), or "
-        "create(model) after the change; set requires_grad=False on parameters that are not to be trained"
+        f"the optimizer holds {len(trainable) - len(missing)} of the model's {len(trainable)} trainable parameters "
+        f"(missing: {name} of shape {shape}{more}). Make it after LoRA or other changes to the model: create(model) "
+        "last, or optimizer_cls_and_kwargs=mars_hf.factory(...). Freeze what is not to be trained"
     )

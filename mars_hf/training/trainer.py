@@ -67,7 +67,7 @@ class TrainerWithMars(_Base):
         if self._mars_kwargs:
             raise ValueError(
                 f"mars_kwargs={self._mars_kwargs!r} and an optimizer are both given; give the settings where the "
-                "optimizer is made, or leave the optimizer out"
+                "optimizer is made, or remove the optimizer"
             )
         return None
 

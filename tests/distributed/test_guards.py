@@ -184,7 +184,7 @@ LAYOUTS = {
         (fully_shard_after_create, "has replaced .* parameters of the model after create.*would not train"),
         (zero_redundancy_optimizer, "ZeroRedundancyOptimizer.*fully_shard"),
         (partial_sums, r"Partial\(sum\).*a placement other than Shard and Replicate is not supported"),
-        (flat_buffer, "a flat tensor of shape .* none of the parameters Mars was built with"),
+        (flat_buffer, "unknown flat tensor of shape .* build Mars from the model's own parameters"),
     )
 }
 STOPPED = {**SWAPS, **DIVIDED, **{run: message for run, (_, message) in LAYOUTS.items()}}

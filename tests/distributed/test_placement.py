@@ -182,7 +182,7 @@ def test_group_that_other_ranks_would_have_to_help_with(monkeypatch):
         mesh = mesh[mesh.mesh_dim_names[1:]]
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cpu"))))
         shards._made.clear()
-        with pytest.raises(RuntimeError, match=r"4 of 8 ranks.*leave device_id out of init_process_group"):
+        with pytest.raises(RuntimeError, match=r"4 of 8 ranks.*init_process_group got a device_id.*Remove device_id"):
             shards._group_over(mesh, (0, 1))
 
 

@@ -264,7 +264,7 @@ def test_compiles_for_the_process_without_a_private_folder(cache, source, runs, 
     ("cxx", "message"),
     [
         ("/no/such/compiler", r"no C\+\+ compiler \(/no/such/compiler\) is on the PATH"),
-        ("g++ 'unclosed", r"CXX=.* is no command \(No closing quotation\)"),
+        ("g++ 'unclosed", r"CXX=.* is not a command \(No closing quotation\)"),
         ("false", r"false -std.*failed with status 1"),
         ("sh -c 'echo no_such_thing; exit 3'", r"failed with status 3: .*no_such_thing"),
         ("sh -c 'exec sleep 9'", "the compiler cannot be run: .* timed out"),

@@ -145,7 +145,7 @@ def test_preset_of_a_file(tmp_path):
         ("arms: {a: adamw}", "mine.yaml: 'str' object is not a mapping"),
         ("arms: {a: {optimizer: adamw}}\nbaseline: b", "unknown arm 'b'; accepted: a"),
         ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),
-        ("arms: {a: {seed: 5}}", "a: seed differs between the runs of an arm; leave it out: give --seeds"),
+        ("arms: {a: {seed: 5}}", "a: seed differs between the runs of an arm; remove it: give --seeds"),
         ("arms: {a: {}", "mine.yaml: while parsing"),
     ],
 )
@@ -370,9 +370,9 @@ def test_other_settings_and_folders_are_refused(tmp_path, started, capsys):
     ("argv", "message"),
     [
         (["--optimizers", "sgd"], "invalid choice: 'sgd'"),
-        (["--optimizer", "adamw"], "--optimizer: the arms state it themselves; leave it out"),
+        (["--optimizer", "adamw"], "--optimizer: the arms state it themselves; remove the flag"),
         (["--preset", "batch", "--max-steps=7"], "--max_steps: the arms state it themselves"),
-        (["--seed=3"], "--seed differs between the runs; leave it out: give --seeds"),
+        (["--seed=3"], "--seed differs between the runs; remove it: give --seeds"),
         (["--resume_from_checkpoint", "true"], "an interrupted comparison goes on by itself"),
         (["--preset", "gamma", "--optimizers", "adamw"], "argument --optimizers: not allowed with argument --preset"),
         (["--optimizers", "adamw", "--gamma", "0.1"], "optimizer adamw has no gamma"),

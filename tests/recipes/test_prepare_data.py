@@ -358,7 +358,7 @@ def message(folder, **settings):
         (lambda folder: (folder / "meta.json").unlink(), " has no meta.json: make token files with prepare_data.py"),
         (
             edit("meta.json", lambda content: content.replace(b"c.jsonl", b"c\\n")),
-            r"/meta.json: dataset 'c\n' is no name",
+            r"/meta.json: dataset 'c\n' is not a name",
         ),
         *(
             (edit("meta.json", lambda _, content=content: content), "/meta.json is damaged (")

@@ -155,7 +155,7 @@ def test_no_checkpoint_is_whole(killed, tokens, capsys):
     for name in names(killed):
         truncate(killed / name)
     before = sorted(killed.rglob("*"))
-    with refused(r"no checkpoint in .* is whole, of 2; give auto, or leave it out, to start again"):
+    with refused(r"no checkpoint in .* is whole, of 2; give auto, or remove the flag, to start again"):
         run(killed, tokens, *RESUME)
     assert capsys.readouterr().out.count("is passed over") == 2 and sorted(killed.rglob("*")) == before
     run(killed, tokens, "--resume_from_checkpoint", "auto", "--max_steps", "2")

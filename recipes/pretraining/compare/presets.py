@@ -55,7 +55,7 @@ class Preset:
                 raise ValueError(f"unknown arm {name!r}; accepted: {', '.join(self.arms)}")
         for arm, settings in self.arms.items():
             for name in RESERVED.keys() & settings.keys():
-                raise ValueError(f"{arm}: {name} differs between the runs of an arm; leave it out: {RESERVED[name]}")
+                raise ValueError(f"{arm}: {name} differs between the runs of an arm; remove it: {RESERVED[name]}")
 
     def argv(self, arm: str) -> list[str]:
         """Return the recipe's arguments of an arm."""

@@ -44,7 +44,7 @@ def load_named(
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"--dataset {name!r:.200}, --dataset_config {config}, --train_split {split}: {str(error)!r:.200}; it needs "
-            "a network or a cached copy (HF_HOME), and some need a login (hf auth login); local files go with --files"
+            "a network or a cached copy (HF_HOME), and some need a login (hf auth login); local files need --files"
         ) from error
     return _text_only(dataset, text_column, f"--dataset {name}")
 

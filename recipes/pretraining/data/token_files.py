@@ -57,7 +57,7 @@ def load(directory: Path, *, verify: bool = False) -> Data:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r:.200}); {_AGAIN}") from error
     if not (isinstance(meta["dataset"], str) and meta["dataset"].isprintable()):  # it goes to terminals and cards
-        raise ValueError(f"{path}: dataset {meta['dataset']!r:.200} is no name; give one of printable characters")
+        raise ValueError(f"{path}: dataset {meta['dataset']!r:.200} is not a name; give one of printable characters")
     if changed:
         raise ValueError(f"{directory}/tokenizer: {changed!r:.200} is missing or not what was prepared; {_AGAIN}")
     tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer", trust_remote_code=False)

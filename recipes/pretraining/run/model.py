@@ -25,7 +25,7 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
     """
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
         raise ValueError(
-            f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; leave it out to use that"
+            f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; remove the setting"
         )
     heads, kv_heads = arguments.n_head, arguments.n_kv_head or arguments.n_head
     if arguments.n_embd % heads or heads % kv_heads:

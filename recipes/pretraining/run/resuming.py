@@ -169,7 +169,7 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
     if folder is None:
         message = f"no checkpoint in {output} is whole, of {len(passed_over)}"
         if wanted.lower() == "true":
-            raise ValueError(f"--resume_from_checkpoint true: {message}; give auto, or leave it out, to start again")
+            raise ValueError(f"--resume_from_checkpoint true: {message}; give auto, or remove the flag, to start again")
         print(f"--resume_from_checkpoint auto: {message}, so a new run begins")
         return Start(begin(output, settings))
     if result.exists():
