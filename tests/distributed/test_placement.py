@@ -223,6 +223,15 @@ def test_part_that_torch_would_not_cut():
             Shards([{"params": [odd], "role": "matrix"}]).spec_of(odd, 0)
 
 
+def test_parameter_with_another_index():
+    """As after a group was removed."""
+    with one_of(2, 1):
+        params = [nn.Parameter(distribute_tensor(torch.ones(6, 4), make_mesh(2), [Shard(0)])) for _ in range(2)]
+        layout = Shards([{"params": params, "role": "matrix"}])
+        for index in (1, 0):
+            assert [shard.param_index for shard in layout.spec_of(params[1], index).shards] == [index]
+
+
 @pytest.mark.parametrize(
     ("shape", "placements", "message"),
     [
