@@ -8,7 +8,7 @@
         --config gpt2-small --output_dir runs/compare-small
 
 All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
-`optimizers` of a config; recipes/presets holds whole comparisons. The result, comparison.md, .json and .png in the
+`optimizers` of a config; recipes/presets holds whole comparisons. The result, comparison.md and .json in the
 output folder, is there from the first runs on. Start an interrupted comparison again to resume it.
 """
 
@@ -113,11 +113,11 @@ def main(argv: list[str] | None = None) -> None:
         jobs = []
         for seed in dict.fromkeys(arguments.seeds or preset.seeds):
             for arm in preset.arms:
-                words = [*shared, *preset.argv(arm), *steps.get(arm, []), "--seed", str(seed)]
+                words = [*shared, *presets.words(preset.arms[arm]), *steps.get(arm, []), "--seed", str(seed)]
                 jobs.append(_Job(arm, seed, output / f"{launch.folder_name(arm)}-{seed}", launcher, words))
         for job in jobs:
             job.refuse_other_runs()
-        print(f"\n{_run(jobs, arguments.jobs, preset, rest, output)}\n\ncomparison.json, .md and .png are in {output}")
+        print(f"\n{_run(jobs, arguments.jobs, preset, rest, output)}\n\ncomparison.json and .md are in {output}")
 
 
 def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence[str], output: Path) -> str:
@@ -129,9 +129,8 @@ def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence
         if not any(job.arm == preset.baseline for job in finished):
             return ""
         data = [run.settings["data"] for job in finished if (run := resuming.read_run(job.folder))]
-        distinct = [one for index, one in enumerate(data) if one not in data[:index]]
         results, missing = [runs[job.folder] for job in finished], len(jobs) - len(finished)
-        return page.write(output, preset, results, missing=missing, data=distinct, arguments=arguments)
+        return page.write(output, preset, results, missing=missing, data=data, arguments=arguments)
 
     with tqdm(total=len(jobs), initial=len(runs), unit="run") as progress, ThreadPoolExecutor(at_once) as pool:
         futures = {pool.submit(job.run): job.folder for job in jobs if job.folder not in runs}
@@ -171,7 +170,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]
         if name in stated:
             raise ValueError(f"--{name}: the arms state it themselves; remove the flag, or write a preset of your own")
     for arm in preset.arms:
-        launch.settings_of([*rest, *preset.argv(arm)])  # wrong arguments end the comparison before its first run
+        launch.settings_of([*rest, *presets.words(preset.arms[arm])])  # wrong ones end the comparison at once
     arguments.output_dir = arguments.output_dir or f"runs/{Path(arguments.preset or 'compare').stem}"
     return arguments, preset, rest
 

@@ -123,13 +123,15 @@ def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
         )
         return model, AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     size, patch = (32, 4) if args.dataset_name else (8, 2)
-    widths: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = ViTConfig(image_size=size, patch_size=patch, **widths, **names)
+    config = ViTConfig(
+        image_size=size,
+        patch_size=patch,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        **names,
+    )
     return ViTForImageClassification(config), ViTImageProcessor(size={"height": size, "width": size})
 
 

@@ -6,22 +6,20 @@
     python recipes/measure_tracking.py --output_dir runs/mine --data_dir data/mine --config gpt2-small --every 500
 
 Any argument of pretrain_gpt2.py may follow. The run is the one without the measurement; it takes about four times as
-long. Table, picture and every number go to tracking.md, .png and .json in the output folder.
+long. The table and every number go to tracking.md and .json in the output folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from matplotlib import pyplot as plt
 from pretraining import files
-from pretraining.compare import page, tracking
-from pretraining.compare.tracking import Moment, TrackingProbe
+from pretraining.compare import tracking
+from pretraining.compare.tracking import TrackingProbe
 from pretraining.run import arguments
 from pretraining.run.errors import one_line_errors
 from transformers import Trainer
@@ -45,40 +43,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(rows: list[dict[str, Any]], conclusion: str, output: Path) -> None:
-    """Write the table, the numbers and the picture, and print the table."""
+    """Write the table and the numbers, and print the table."""
     text = [
         "# Which first moment tracks the gradient",
         conclusion + ".",
         "Medians over the measured steps. error, lag and noise are relative to the squared norm of the gradient of the "
         "whole training set.",
-        "![Error along the run](tracking.png)",
     ]
     for scope in dict.fromkeys(row["scope"] for row in rows):
         text.append(f"## {scope}\n\n{tracking.table(rows, scope)}")
     files.write_text(output / "tracking.md", "\n\n".join(text) + "\n")
     files.write_json(output / "tracking.json", {"conclusion": conclusion, "rows": rows})
-    draw(tracking.medians(rows), output / "tracking.png")
-    print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md, .json and .png are in {output}")
-
-
-def draw(medians: Mapping[Moment, Mapping[str, float]], path: Path) -> None:
-    """Draw error, lag and noise over gamma without clipping, for each beta1 and form, as a PNG file."""
-    figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), layout="constrained")
-    for axes, name in zip(panels, ("error", "lag", "noise"), strict=True):
-        for index, beta1 in enumerate(sorted({moment.beta1 for moment in medians})):
-            for form, dashes in (("approx", "--"), ("exact", "-")):
-                line = {
-                    moment.gamma: numbers[name]
-                    for moment, numbers in sorted(medians.items(), key=lambda item: item[0].gamma)
-                    if (moment.beta1, moment.clip) == (beta1, None) and (moment.form == form or not moment.gamma)
-                }
-                label = f"beta1 {beta1:g}, {form}"
-                axes.plot(list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=label)
-        axes.set(title=name, xlabel="gamma")
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("share of the gradient's squared norm")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    page.save(figure, path)
+    print(f"\n{tracking.table(rows)}\n\n{conclusion}\ntracking.md and .json are in {output}")
 
 
 def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -63,9 +63,12 @@ def main(argv: list[str] | None = None) -> None:
             name, documents = load(args, Path(scratch))
             print(f"data  {len(documents):,} documents of {name}")
             parts = sources.split(documents, test_size=args.test_size, seed=args.seed, cache_dir=Path(scratch))
-            limits = {"train": args.max_tokens, "val": None}
             entries = {
-                split: token_files.write_tokens(partial / f"{split}.bin", tokenize(part, args.num_proc), limits[split])
+                split: token_files.write_tokens(
+                    partial / f"{split}.bin",
+                    tokenize(part, args.num_proc),
+                    max_tokens=args.max_tokens if split == "train" else None,
+                )
                 for split, part in parts.items()
             }
         settings = ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
@@ -111,7 +114,7 @@ def load(args: argparse.Namespace, scratch: Path) -> tuple[str, datasets.Dataset
         files = sources.find_files(args.files)
         documents = sources.load_files(files, text_column=args.text_column, cache_dir=scratch)
     else:
-        name = Path(args.dataset).resolve().name if sources.is_saved(args.dataset) else args.dataset
+        name = args.dataset
         documents = sources.load_named(
             args.dataset,
             config=args.dataset_config,
@@ -140,11 +143,7 @@ def tokenize(documents: datasets.Dataset, num_threads: int) -> Iterator[tuple[np
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        ValueError: an argument would be ignored, or the output is inside the input.
-    """
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="prepare_data.py",
         description=__doc__,
@@ -155,7 +154,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--dataset",
-        help=f"{', '.join(sources.ALIASES)}, any data set's name on the Hub, or a folder of save_to_disk",
+        help=f"{', '.join(sources.ALIASES)}, or any data set's name on the Hub",
     )
     source.add_argument(
         "--files",
@@ -185,11 +184,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset in sources.ALIASES:
         args.dataset, config = sources.ALIASES[args.dataset]
         args.dataset_config = args.dataset_config or config
-    if args.files and (args.dataset_config or args.train_split != "train"):
-        raise ValueError("--dataset_config and --train_split go with --dataset, not with --files; leave them out")
-    for path in map(Path, args.files or ()):
-        if path.is_dir() and args.output_dir.resolve().is_relative_to(path.resolve()):
-            raise ValueError(f"--output_dir {args.output_dir} is inside --files {path}; choose a folder outside")
     return args
 
 

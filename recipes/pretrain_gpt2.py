@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,20 +156,20 @@ def embedded_corpus(output: Path, settings: arguments.DataArguments) -> Path:
 
 def print_settings(run: RunArguments, name: str, train_set: TokenDataset, network: Any, optimizer: Any) -> None:
     """Print the run's settings."""
-    steps, per_step = run.training.max_steps, run.count_tokens()
-    print(f"config      {run.config}")
-    print(f"data        {name}: {len(train_set.tokens):,} training tokens")
-    print(f"model       {network.num_parameters():,} parameters, {dataclasses.asdict(run.model)}")
-    print(f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens")
     make, settings = optimizer
     made = make()(network, **settings)
+    steps, per_step = run.training.max_steps, run.count_tokens()
+    about = f"optimizer   {made}"
     if isinstance(made, mars_hf.Mars):
-        approx = made.param_groups[0]["is_approx"]
-        print(f"mars        is_approx={approx}: {'one gradient' if approx else 'two gradients'} a step")
-        print(summary(made.param_groups))
-    else:
-        print(f"optimizer   {made}")
-    sys.stdout.flush()
+        gradients = "one gradient" if made.param_groups[0]["is_approx"] else "two gradients"
+        about = f"mars        is_approx={gradients == 'one gradient'}: {gradients} a step\n{summary(made.param_groups)}"
+    print(
+        f"config      {run.config}\n"
+        f"data        {name}: {len(train_set.tokens):,} training tokens\n"
+        f"model       {network.num_parameters():,} parameters, {dataclasses.asdict(run.model)}\n"
+        f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens\n{about}",
+        flush=True,
+    )
 
 
 def print_stopped(trainer: PretrainingTrainer, reason: str) -> None:
@@ -178,18 +177,20 @@ def print_stopped(trainer: PretrainingTrainer, reason: str) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
     folder = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
     saved = "is saved" if folder.is_dir() else "is not saved, because the step was not finite"
-    print(f"\nstopped by {reason} after step {step} of {steps}; {folder} {saved}: go on with", end=" ")
-    print("--resume_from_checkpoint true")
+    where = f"stopped by {reason} after step {step} of {steps}; {folder} {saved}"
+    print(f"\n{where}: go on with --resume_from_checkpoint true")
 
 
 def print_results(output: Path, metrics: dict[str, Any]) -> None:
     """Print the run's results."""
     first = metrics["eval_loss_at_step_0"]
-    print(f"\nheld-out loss     {metrics['eval_loss']:.4f}" + (f"  (step 0: {first:.4f})" if first else ""))
-    print(f"perplexity        {metrics['perplexity']:.2f}")
-    print(f"bits per byte     {metrics['bits_per_byte']:.4f}")
-    print(f"tokens per second {metrics['tokens_per_second']:,.0f}")
-    print(f"checkpoint, model card and metrics.json are in {output}")
+    print(
+        f"\nheld-out loss     {metrics['eval_loss']:.4f}{f'  (step 0: {first:.4f})' if first else ''}\n"
+        f"perplexity        {metrics['perplexity']:.2f}\n"
+        f"bits per byte     {metrics['bits_per_byte']:.4f}\n"
+        f"tokens per second {metrics['tokens_per_second']:,.0f}\n"
+        f"checkpoint, model card and metrics.json are in {output}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))
-import measure_tracking  # noqa: E402 (needs the line above)
-from pretraining.compare import page, presets, tracking  # noqa: E402
+from pretraining.compare import page, presets, tracking  # noqa: E402 (needs the line above)
 from pretraining.compare.comparison import Run, by_contender  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
@@ -49,10 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         figure.savefig(output / name, dpi=120)
         plt.close(figure)
         print(output / name)
-    betas = page.lines_of(runs("betas_embedded"), presets.load("betas"))
-    page.draw_along_axis(betas, "beta1", output / "betas.png")
-    rows = json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"]
-    measure_tracking.draw(tracking.medians(rows), output / "tracking.png")
 
 
 def runs(name: str) -> list[Run]:
@@ -81,6 +76,49 @@ def draw_controls() -> Figure:
         axes.set(title=title, xlabel="held-out loss (nats per token)", ylim=(len(NAMES) - 0.5, -0.7))
         axes.grid(alpha=0.3, axis="x")
     panels[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
+    return figure
+
+
+def draw_betas() -> Figure:
+    """Show final losses over beta1, one line an optimizer: means, and a dot for each seed."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    lines = page.lines_of(runs("betas_embedded"), presets.load("betas"))
+    for index, (name, line) in enumerate(lines.items()):
+        color = page.COLORS.get(name.split()[0], f"C{index}")
+        betas = [beta1 for beta1, losses in line for _ in losses]
+        axes.scatter(betas, [loss for _, losses in line for loss in losses], s=8, color=color, alpha=0.6)
+        means = sorted((beta1, float(np.mean(losses))) for beta1, losses in line)
+        dashes = "--" if " " in name else "-"
+        axes.plot(*zip(*means, strict=True), marker=".", linestyle=dashes, color=color, label=name)
+    places = sorted({beta1 for line in lines.values() for beta1, _ in line})
+    # By the length of the average.
+    axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
+    axes.set_xticks(places, [f"{beta1:g}" for beta1 in places])
+    axes.minorticks_off()
+    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token)", title="mean of seeds; dots: seeds")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def draw_tracking() -> Figure:
+    """Show error, lag and noise over gamma without clipping, for each beta1 and form."""
+    medians = tracking.medians(json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"])
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), layout="constrained")
+    for axes, name in zip(panels, ("error", "lag", "noise"), strict=True):
+        for index, beta1 in enumerate(sorted({moment.beta1 for moment in medians})):
+            for form, dashes in (("approx", "--"), ("exact", "-")):
+                line = {
+                    moment.gamma: numbers[name]
+                    for moment, numbers in sorted(medians.items(), key=lambda item: item[0].gamma)
+                    if (moment.beta1, moment.clip) == (beta1, None) and (moment.form == form or not moment.gamma)
+                }
+                label = f"beta1 {beta1:g}, {form}"
+                axes.plot(list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=label)
+        axes.set(title=name, xlabel="gamma")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of the gradient's squared norm")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -250,6 +288,8 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 FIGURES = {
+    "betas.png": draw_betas,
+    "tracking.png": draw_tracking,
     "controls.png": draw_controls,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,

@@ -88,9 +88,13 @@ class LoraArguments:
 
     def lora_config(self) -> LoraConfig:
         """Return PEFT's configuration."""
-        names = self.lora_target_modules
-        modules = names if names == "all-linear" else names.split(",")
-        return LoraConfig(r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
+        modules: Any = self.lora_target_modules
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            target_modules=modules if modules == "all-linear" else modules.split(","),
+            task_type="CAUSAL_LM",
+        )
 
 
 def small_gpt2(folder: Path, settings: Sequence[str]) -> str:
@@ -124,6 +128,10 @@ def train(trainer: Any, name: str, **card: Any) -> dict[str, Any]:
     args, output = trainer.args, Path(trainer.args.output_dir)
     if (output / "metrics.json").exists():
         raise ValueError(f"{output} holds a finished run; give another --output_dir, or delete it")
+    if metric := args.metric_for_best_model:
+        measured = trainer.evaluate()
+        if f"eval_{metric.removeprefix('eval_')}" not in measured:
+            raise ValueError(f"--metric_for_best_model {metric} is none of {', '.join(measured)}")
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     evaluation = trainer.evaluate()
     if not math.isfinite(evaluation["eval_loss"]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,8 +19,6 @@ def load(name: str, dtype: str = "float32") -> Any:
     Raises:
         ValueError: there is none, or some of its weights are missing.
     """
-    if (os.path.isabs(name) or name.startswith((".", "~"))) and not Path(name).is_dir():
-        raise ValueError(f"{name}: no such folder; give one with config.json and weights, or a name on the Hub")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, output_loading_info=True

@@ -220,7 +220,6 @@ def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer, be
     assert {row["step"] for row in result["rows"]} == {4, 8}
     page = (output / "tracking.md").read_text()
     assert result["conclusion"] in page and "| beta1 0.95 gamma 0.05 exact |" in page and "## embedding" in page
-    assert (output / "tracking.png").stat().st_size > 10_000
 
     run(tmp_path / "plain", tokens, *argv)
     assert equal_weights(output, tmp_path / "plain")

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from pretraining import files
-from pretraining.compare.presets import Preset
+from pretraining.compare.presets import Preset, words
 from pretraining.run import resuming
 from pretraining.run.arguments import read
 
@@ -95,10 +95,10 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
     Speeds are medians of short runs, arm after arm in turn, so that a machine that slows down slows all of them.
     speeds.json keeps them, so that a resumed comparison agrees.
     """
-    argv = {arm: [*shared, *preset.argv(arm)] for arm in preset.arms}
-    settings = {arm: settings_of(words) for arm, words in argv.items()}
+    argv = {arm: [*shared, *words(preset.arms[arm])] for arm in preset.arms}
+    settings = {arm: settings_of(flags) for arm, flags in argv.items()}
     steps = settings[preset.baseline]["max_steps"]
-    file, commands = output / "speeds.json", {arm: [*launcher, *words] for arm, words in argv.items()}
+    file, commands = output / "speeds.json", {arm: [*launcher, *flags] for arm, flags in argv.items()}
     saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if saved.get("commands") != commands:
         measured: dict[str, list[float]] = {arm: [] for arm in preset.arms}

@@ -28,7 +28,7 @@ class Preset:
         arms: name to the settings of its runs, by flag without dashes.
         baseline: the arm that all others are compared with; empty: adamw, or the first.
         pairs: further pairs to compare, each an arm and the one that it is measured against.
-        axis: the setting that the picture's lines run over; None: the picture has a bar for each arm.
+        axis: the setting that the table's columns run over; None: there is no such table.
         lines: the setting that names a line; "name": the arm's name without its last word.
         equal_seconds: True trains arms for as many steps as take the time of the baseline's.
         seeds: seeds if none are given.
@@ -53,13 +53,6 @@ class Preset:
         for name in (self.baseline, *itertools.chain(*self.pairs)):
             if name not in self.arms:
                 raise ValueError(f"unknown arm {name!r}; accepted: {', '.join(self.arms)}")
-        for arm, settings in self.arms.items():
-            for name in RESERVED.keys() & settings.keys():
-                raise ValueError(f"{arm}: {name} differs between the runs of an arm; remove it: {RESERVED[name]}")
-
-    def argv(self, arm: str) -> list[str]:
-        """Return the recipe's arguments of an arm."""
-        return words(self.arms[arm])
 
     def only(self, names: Sequence[str]) -> Preset:
         """Return the comparison of some of the arms with the baseline."""

@@ -319,8 +319,8 @@ def conclusion(rows: Sequence[Row], beta1: float) -> str:
         rows: of a TrackingProbe.
         beta1: what the run trained with; only its moments are compared, if it is in the grid.
     """
-    errors = {moment: numbers["error"] for moment, numbers in medians(rows).items() if moment.clip is None}
-    errors = {moment: error for moment, error in errors.items() if math.isfinite(error)}
+    items = ((one, numbers["error"]) for one, numbers in medians(rows).items() if one.clip is None)
+    errors = {one: error for one, error in items if math.isfinite(error)}
     errors = {moment: error for moment, error in errors.items() if moment.beta1 == beta1} or errors
     if not errors:
         return "the gradient drowned in its noise: measure with more --batches"
@@ -328,6 +328,6 @@ def conclusion(rows: Sequence[Row], beta1: float) -> str:
     for moment in sorted(errors, key=errors.__getitem__):
         best.setdefault(moment.form if moment.gamma else "none", moment)
     winner, *others = best.values()
-    line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
     rivals = "; ".join(f"{moment} {errors[moment]:.3g}" for moment in others)
-    return f"{line} ({rivals})" if rivals else line
+    best_line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
+    return best_line + (f" ({rivals})" if rivals else "")

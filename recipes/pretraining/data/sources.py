@@ -1,4 +1,4 @@
-"""Documents to tokenize, by the readers of datasets: the Hub, a saved data set, or local files."""
+"""Documents to tokenize, by the readers of datasets: the Hub, or local files."""
 
 from __future__ import annotations
 
@@ -19,28 +19,16 @@ ALIASES = {
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
-def is_saved(name: str) -> bool:
-    """Return whether a name is a folder of `save_to_disk`, of a data set or of one with splits."""
-    return any(Path(name, file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
-
-
 def load_named(
     name: str, *, config: str | None, split: str, text_column: str, num_proc: int | None = None
 ) -> datasets.Dataset:
-    """Load a data set of the Hub, or of its local cache, or a folder of `save_to_disk`, with one column, `text`.
+    """Load a data set of the Hub, or of its local cache, with one column, `text`.
 
     Raises:
         ValueError: neither cached nor reachable, or no such configuration, split or column.
     """
     try:
-        if is_saved(name):
-            saved = datasets.load_from_disk(name)
-            splits = saved if isinstance(saved, datasets.DatasetDict) else {split: saved}
-            if split not in splits:
-                raise ValueError(f"no such split, but {list(splits)}")
-            dataset = splits[split]
-        else:
-            dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+        dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"--dataset {name!r:.200}, --dataset_config {config}, --train_split {split}: {str(error)!r:.200}; it needs "

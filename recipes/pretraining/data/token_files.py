@@ -146,17 +146,12 @@ def write_tokens(
         path: the file.
         documents: token ids below 2**16, and the bytes of the document's text in UTF-8.
         max_tokens: end after the last whole document within so many tokens; None writes all.
-
-    Raises:
-        ValueError: the first document alone has more than `max_tokens` tokens.
     """
     entry = {"tokens": 0, "documents": 0, "bytes": 0}
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for ids, text_bytes in documents:
             if max_tokens is not None and entry["tokens"] + len(ids) > max_tokens:
-                if not entry["documents"]:
-                    raise ValueError(f"--max_tokens {max_tokens}: the first document has {len(ids)}; give more")
                 break
             data = ids.astype(DTYPE).tobytes()
             file.write(data)

@@ -66,7 +66,6 @@ class _Optimizer:
     """
 
     optimizer: str = _option("mars_adamw", "mars_adamw, mars_lion, mars_shampoo, mars_m, adamw, nadamw or muon.")
-    momentum_decay: float | None = _option(None, "Of nadamw; left out: beta1 counts whole from the first step.")
     adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = _option(
         None, "Scale of muon: match_rms_adamw, that of mars_m, when left out; original, the paper's."
     )
@@ -102,7 +101,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "mars_lion": tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS),
     **{rule.replace("-", "_"): _MARS for rule in ORTHOGONAL_TYPES},
     "adamw": _ADAM,
-    "nadamw": (*_ADAM, "momentum_decay"),
+    "nadamw": _ADAM,
     "muon": (*_MUON, "adjust_lr_fn"),
 }
 
@@ -229,7 +228,8 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
 
     parser = _parser()
     program, parser.prog = parser.prog, path.name  # for errors in the file
-    values = parser.parse_args(_words(settings))
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    values = parser.parse_args([f"--{name}={word}" for name, word in words.items() if word != "null"])
     parser.prog = program
     values = parser.parse_args(argv, values)
     _check_names(values)
@@ -270,16 +270,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no settings; write them as 'key: value', one a line")
     return settings
-
-
-def _words(settings: dict[str, Any]) -> list[str]:
-    """Return settings of a file as the words of a command line, so that one parser checks both."""
-    words = []
-    for name, value in settings.items():
-        if value is not None:
-            text = value if isinstance(value, str) else json.dumps(value)
-            words.append(f"--{name}={text}")
-    return words
 
 
 def _check_names(values: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ import mars_hf
 from pretraining import files
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class Manifest(NamedTuple):
@@ -134,12 +132,12 @@ def rotate(output: Path, limit: int | None, keep: Path | None = None) -> None:
 
 def checkpoints(output: Path) -> list[Path]:
     """Return the folders named checkpoint-STEP, oldest first."""
-    return sorted((path for path in output.glob("checkpoint-*") if path.is_dir() and _step(path) >= 0), key=_step)
+    folders = (path for path in output.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdecimal())
+    return sorted(folders, key=_step)
 
 
 def _step(folder: Path) -> int:
-    match = _NAME.fullmatch(folder.name)
-    return int(match[1]) if match else -1
+    return int(folder.name.removeprefix("checkpoint-"))
 
 
 def _sha256(path: Path) -> str:

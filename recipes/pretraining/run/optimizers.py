@@ -13,7 +13,8 @@ from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
 from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
 
 _RULE_OF_TORCH = {"role", "lr", "weight_decay"}  # what a rule of param_rules may state there
-# NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. This one takes all of it from step 1.
+# NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. With this one it takes all of it from
+# the first step, as optax does.
 _WHOLE_MOMENTUM = 1e6
 
 
@@ -26,7 +27,6 @@ class TorchFactory:
         *,
         optimizer: str,
         lr: float,
-        momentum_decay: float | None = None,
         fused: bool | None = None,
         adjust_lr_fn: str = SCALES[0],
         **settings: Any,
@@ -37,7 +37,6 @@ class TorchFactory:
             model: whose matrices decay, and whose vectors do not, unless muon has a `weight_decay_1d`.
             optimizer: `adamw`, `nadamw` or `muon`.
             lr: learning rate, in Trainer's place in case a wrapper reads it.
-            momentum_decay: of torch.optim.NAdam; None takes beta1 whole from the first step, as optax does.
             fused: of torch.optim.AdamW.
             adjust_lr_fn: of torch.optim.Muon, for matrices as (out, in).
             **settings: of `mars_hf.create`, for the groups and their betas.
@@ -64,8 +63,8 @@ class TorchFactory:
             own = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
             return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **own)
         if optimizer == "nadamw":
-            decay = _WHOLE_MOMENTUM if momentum_decay is None else momentum_decay
-            return torch.optim.NAdam(groups, lr=lr, eps=eps, momentum_decay=decay, decoupled_weight_decay=True)
+            settings = {"momentum_decay": _WHOLE_MOMENTUM, "decoupled_weight_decay": True}
+            return torch.optim.NAdam(groups, lr=lr, eps=eps, **settings)
         return torch.optim.AdamW(groups, lr=lr, eps=eps, fused=fused)
 
 

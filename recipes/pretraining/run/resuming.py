@@ -200,7 +200,7 @@ def _compare(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
         kind = "training" if section == "training" else "others"
         for key, value in values.items():
             if (old := saved.get(section, {}).get(key, value)) != value:
-                changes[kind].append(f"{key}={_text(old)} (now {_text(value)})")
+                changes[kind].append(f"{key}={old!s:.80} (now {value!s:.80})")
     if changes["others"]:
         raise ValueError(
             f"{where} was trained with {', '.join(changes['others'])}; resume with the same settings, or start a new "
@@ -208,7 +208,3 @@ def _compare(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
         )
     if changes["training"]:
         print(f"resuming: {where} was trained with {', '.join(changes['training'])}")
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)[:80]
