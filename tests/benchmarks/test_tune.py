@@ -181,7 +181,8 @@ def test_default_job_has_the_best_settings_of_controls(optimizer):
     arm = min(lowest, key=lambda arm: lowest[arm])
     assert arm == (f"{optimizer}, gamma 1 - beta1" if "mars" in optimizer else optimizer)
     run, tuned = (
-        arguments.parse([*argv, "--output_dir", "out"]) for argv in (["--optimizer", optimizer], preset.argv(arm))
+        arguments.parse([*argv, "--output_dir", "out"])
+        for argv in (["--optimizer", optimizer], presets.words(preset.arms[arm]))
     )
     assert run.optimizer == tuned.optimizer
     assert run.training.learning_rate == tuned.training.learning_rate

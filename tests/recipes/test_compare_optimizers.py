@@ -58,7 +58,7 @@ def test_page(tmp_path, runs, missing, lines):
     text = "\n".join(" ".join(line.split()) for line in (tmp_path / "comparison.md").read_text().splitlines())
     numbers = json.loads((tmp_path / "comparison.json").read_text())
     assert [line for line in lines if line not in text] == [] and "nan" not in text
-    assert numbers["machine"]["cpu"] in text and (tmp_path / "comparison.png").stat().st_size > 10_000
+    assert numbers["machine"]["cpu"] in text
     losses = [one["eval_loss"] for one in numbers["runs"]]
     assert losses == [None if math.isnan(one.eval_loss) else one.eval_loss for one in runs]
     if runs == RUNS:
@@ -109,12 +109,12 @@ def test_shipped_presets_are_runs_of_the_recipe(name):
     preset = presets.load(name)
     assert preset.about and len(preset.arms) > 2
     for arm, settings in preset.arms.items():
-        values = launch.settings_of(preset.argv(arm))
+        values = launch.settings_of(presets.words(preset.arms[arm]))
         assert {key: values[key] for key in settings if key in values} == {
             key: value for key, value in settings.items() if key in values
         }
         assert values["learning_rate"] > 5e-5  # not the default of TrainingArguments
-    assert len({tuple(preset.argv(arm)) for arm in preset.arms}) == len(preset.arms)
+    assert len({tuple(presets.words(preset.arms[arm])) for arm in preset.arms}) == len(preset.arms)
 
 
 def preset(tmp_path, text):
@@ -130,9 +130,9 @@ def test_preset_of_a_file(tmp_path):
         "pairs: [[b 0.95, a]]\nbaseline: b 0.95\nseeds: [3, 4]\naxis: beta1\nlines: name\n",
     )
     shared = ["--beta1", "0.8", "--optimizer", "adamw"]
-    assert mine.argv("a") == [*shared, "--learning_rate", "0.00200000041", "--bf16", "true"]
-    assert mine.argv("b 0.95")[:4] == ["--beta1", "0.95", "--optimizer", "mars_adamw"]
-    assert json.loads(mine.argv("b 0.95")[-1]) == {"min_lr": 1e-4}
+    assert presets.words(mine.arms["a"]) == [*shared, "--learning_rate", "0.00200000041", "--bf16", "true"]
+    assert presets.words(mine.arms["b 0.95"])[:4] == ["--beta1", "0.95", "--optimizer", "mars_adamw"]
+    assert json.loads(presets.words(mine.arms["b 0.95"])[-1]) == {"min_lr": 1e-4}
     assert (mine.baseline, mine.pairs, mine.seeds) == ("b 0.95", [("b 0.95", "a")], [3, 4])
     assert (mine.place("a"), mine.place("b 0.95")) == (("", 0.8), ("b", 0.95))
 
@@ -145,7 +145,6 @@ def test_preset_of_a_file(tmp_path):
         ("arms: {a: adamw}", "mine.yaml: 'str' object is not a mapping"),
         ("arms: {a: {optimizer: adamw}}\nbaseline: b", "unknown arm 'b'; accepted: a"),
         ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),
-        ("arms: {a: {seed: 5}}", "a: seed differs between the runs of an arm; remove it: give --seeds"),
         ("arms: {a: {}", "mine.yaml: while parsing"),
     ],
 )
@@ -178,7 +177,7 @@ def test_other_presets_have_the_rates_of_the_controls(name, ending, share):
         return tuple(settings.get(key) for key in ("optimizer", "gamma", "is_approx"))
 
     def rates(preset, arm, share=1):
-        values = launch.settings_of(preset.argv(arm))
+        values = launch.settings_of(presets.words(preset.arms[arm]))
         shares = dict.fromkeys(("learning_rate", "lr_embeddings", "lr_1d"), share)
         shares |= dict.fromkeys(("weight_decay", "weight_decay_1d", "beta1", "beta2"), 1)
         return {key: None if values[key] is None else factor * float(values[key]) for key, factor in shares.items()}
@@ -281,8 +280,7 @@ def test_preset_two_runs_at_a_time(tmp_path, started):
     compared = [(gap["contender"], gap["against"]) for gap in result["differences"]]
     assert compared == [*((name, names[1]) for name in names if name != names[1]), ("mars_m 0.002", "mars_m 0.001")]
     page = (tmp_path / "compare" / "comparison.md").read_text()
-    assert page.startswith("Which rate?\n\n| learning_rate | ") and "![Losses along the axis](axis.png)" in page
-    assert (tmp_path / "compare" / "axis.png").is_file()
+    assert page.startswith("Which rate?\n\n| learning_rate | ")
     run = tmp_path / "compare" / "mars_m_0.001-7" / "run.json"
     run.write_text(run.read_text().replace("words", "others"))
     some = compare(tmp_path, "--preset", str(path), "--arms", "mars_m 0.001")

@@ -211,7 +211,7 @@ def test_models_that_cannot_be_evaluated(tmp_path, unigram, held_out, monkeypatc
     bert = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     BertModel(bert).save_pretrained(tmp_path / "bert")
     for model, words in (
-        ("/nope", "/nope: no such folder; give one with config.json"),
+        ("/nope", "/nope: transformers loads no causal language model"),
         ("me/nowhere", "me/nowhere: transformers loads no causal language model"),
         (tmp_path / "cut", "cut: transformers loads no causal language model from it"),
         (tmp_path / "bert", "of BertLMHeadModel (first: cls."),

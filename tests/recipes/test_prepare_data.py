@@ -74,10 +74,6 @@ def write_corpus(folder, form):
         path.write_text(json.dumps([{"text": text} for text in TEXTS]))
     elif form == "parquet":
         rows.to_parquet(path, batch_size=7)
-    elif form == "saved":
-        rows.save_to_disk(path)
-    elif form == "splits":
-        datasets.DatasetDict(test=datasets.Dataset.from_dict({"text": ["x"]}), train=rows).save_to_disk(path)
     else:
         path = folder / "[folder]"
         (path / "below").mkdir(parents=True)
@@ -133,12 +129,12 @@ def assert_prepared(folder, parts):
 # --- the script ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "folder", "saved", "splits"])
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "folder"])
 def test_sources_equal_reference(tmp_path, form, capsys):
     path, texts = write_corpus(tmp_path / "corpus", form), TEXTS
     if form == "folder":  # sorted by path
         texts = [TEXTS[n] for n in sorted(range(len(TEXTS)), key=lambda n: f"{'below/' if n % 2 else ''}{n:04d}")]
-    run("--dataset" if form in ("saved", "splits") else "--files", path, "--output_dir", tmp_path / "out")
+    run("--files", path, "--output_dir", tmp_path / "out")
     meta = assert_prepared(tmp_path / "out", reference_split(texts))
     assert (meta["dataset"], meta["tokenizer"], meta["vocab_size"], meta["end_of_text"]) == (
         path.name,
@@ -274,13 +270,10 @@ def test_bad_files(tmp_path, capsys, name, content, expected):
     [
         ("--files none*.txt", "none*.txt': no .txt, .jsonl, .json, .parquet file there"),
         ("--files *", "['.jsonl', '.txt']; give files of one kind"),
-        ("--files .", "is inside --files"),
         ("--files a.txt --dataset b", "not allowed with argument"),
-        ("--files a.txt --train_split b", "--dataset_config and --train_split go with --dataset"),
         ("--files b.jsonl --test_size 0", "test_size=0.0 should be either positive"),
         ("--files b.jsonl --seed -1", "expected non-negative integer"),
         ("--files b.jsonl --num_proc 0", "max_workers must be greater than 0"),
-        ("--dataset corpus/corpus.splits --train_split dev", "no such split, but ['test', 'train']"),
         ("--dataset someone/none", "needs a network or a cached copy (HF_HOME), and some need a login (hf auth login)"),
     ],
 )
@@ -288,7 +281,6 @@ def test_bad_options(tmp_path, capsys, monkeypatch, options, expected):
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("b.jsonl"))
     Path("a.txt").write_text("x")
-    write_corpus(Path("corpus"), "splits")
     assert expected in refused(capsys, *options.split(), "--output_dir", "out")
     assert not Path("out").exists()
 
@@ -384,8 +376,6 @@ def test_verify_reads_everything(folder, monkeypatch):
 
 
 def test_tokens_that_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match="--max_tokens 2: the first document has 3; give more"):
-        token_files.write_tokens(tmp_path / "train.bin", [(np.arange(3), 1)], 2)
     with pytest.raises(ValueError, match="a vocabulary of 65,537 does not fit uint16; give one of at most 65,536"):
         token_files.write_meta(tmp_path, {"vocab_size": 2**16 + 1})
 

@@ -260,7 +260,7 @@ def test_finished_run_is_made_longer(copied, tokens, capsys):
     changes = ("--per_device_train_batch_size", "2", "--seed", "3", "--max_grad_norm", "0.5", "--max_steps", "10")
     run(copied, tokens, *RESUME, *changes)
     printed = capsys.readouterr().out
-    assert f"resuming: {copied} was trained with max_steps=8 (now 10), max_grad_norm=1 (now 0.5), " in printed
+    assert f"resuming: {copied} was trained with max_steps=8 (now 10), max_grad_norm=1.0 (now 0.5), " in printed
     assert "per_device_train_batch_size=4 (now 2)" in printed and "seed=1 (now 3)\n" in printed
     assert "metrics-earlier.json" in printed
     steps = [json.loads((copied / f"{name}.json").read_text())["steps"] for name in ("metrics", "metrics-earlier")]
