@@ -262,19 +262,12 @@ def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest():
         assert torch.equal(one, other)
 
 
-def test_muon_resumes_and_follows_a_schedule():
-    model, argv = gpt2(), ("--config", "plain.yaml", "--optimizer", "muon")
-    steps, other, whole = gradients(model), copy.deepcopy(model), copy.deepcopy(model)
-    expected = train(whole, make(whole, *argv), steps)
-    first, second = make(model, *argv), make(other, *argv)
-    train(model, first, steps[:2])
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for one, two in zip(train(other, second, steps[2:]), expected, strict=True):
-        assert torch.equal(one, two)
-    torch.optim.lr_scheduler.LambdaLR(second, lambda _: 0.0)
-    for one, two in zip(train(other, second, steps[:1]), expected, strict=True):
-        assert torch.equal(one, two)
+def test_muon_follows_a_schedule():
+    model = gpt2()
+    before = [param.detach().double() for param in model.parameters()]
+    optimizer = make(model, "--config", "plain.yaml", "--optimizer", "muon")
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
+    assert all(map(torch.equal, train(model, optimizer, gradients(model, 1)), before))
 
 
 def test_mars_m_without_clipping_at_gamma_one_minus_beta1_is_muon():

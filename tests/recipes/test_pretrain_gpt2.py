@@ -146,15 +146,6 @@ def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
         processes.check(SimpleNamespace(world_size=1))
 
 
-def test_paper_config(tokens, tmp_path):
-    argv = ["--config", "gpt2-small", "--bf16", "false", "--tf32", "false", "--use_cpu", "true", "--vocab_size", "576"]
-    argv += ["--dataloader_num_workers", "0", "--gradient_accumulation_steps", "2", "--tokens_per_step", "256"]
-    assert run(tmp_path / "run", tokens, *argv)["tokens"] == 8 * 4 * 32 * 2
-    trained = weights(tmp_path / "run")
-    assert trained["transformer.wte.weight"].shape[0] == 576
-    assert not any(value.any() for name, value in trained.items() if name.endswith(".bias"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_llama(tokens, tmp_path, kind):

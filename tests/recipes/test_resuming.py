@@ -85,6 +85,7 @@ ACCUMULATED = "--dropout 0.1 --gradient_accumulation_steps 2"
         "--optimizer mars_adamw",
         "--optimizer mars_adamw --is_approx false",
         "--optimizer mars_shampoo",
+        "--optimizer muon",
         f"--optimizer mars_m {ACCUMULATED}",
         f"--optimizer adamw {ACCUMULATED}",
     ],
@@ -299,6 +300,7 @@ def test_kill_while_an_earlier_run_is_moved_loses_nothing(whole, copied, monkeyp
     now = resuming.read_run(copied)
     newest, _ = checkpoints.newest_whole(copied, now.id)
     assert (now == earlier) == (newest is not None)  # one run or the other, never both
+    assert now == earlier or not (copied / "metrics.json").exists()
     resuming.begin(copied, {})
     assert {path.name for path in copied.glob("earlier-*/*")} == {path.name for path in whole.iterdir()}
 
