@@ -96,9 +96,14 @@ class _Job(NamedTuple):
             return Run(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
         metrics = launch.metrics_of(self.folder)
         history = json.loads((self.folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        curve = tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row)
-        speed = metrics["tokens_per_second"]
-        return Run(self.arm, self.seed, metrics["learning_rate"], metrics["eval_loss"], speed, curve)
+        return Run(
+            self.arm,
+            self.seed,
+            metrics["learning_rate"],
+            metrics["eval_loss"],
+            metrics["tokens_per_second"],
+            curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
+        )
 
 
 @one_line_errors("compare_optimizers.py")
@@ -159,8 +164,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]
     add("--output_dir", help="default: runs/compare, or runs/PRESET")
     add("--launcher", default="", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
-    optimizers = Preset({name: ARMS[name] for name in arguments.optimizers or _DEFAULT})
-    preset = presets.load(arguments.preset) if arguments.preset else optimizers
+    arms = {name: ARMS[name] for name in arguments.optimizers or _DEFAULT}
+    preset = presets.load(arguments.preset) if arguments.preset else Preset(arms)
     if arguments.arms:
         preset = preset.only(arguments.arms)
     stated = {name for settings in preset.arms.values() for name in settings}

@@ -70,8 +70,7 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what a damaged or hostile file raises, no list covers
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: {reason}") from error
+        raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: {error!s:.200}") from error
     try:
         model = _to_gpt2(checkpoint["model_args"], checkpoint["model"], activation_function)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:

@@ -170,8 +170,12 @@ def run_tasks(args: Arguments, model: Any, tokenizer: Any, names: list[str], man
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import make_table
 
-    dtype = "bfloat16" if args.bf16 else None
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size, mixed_precision_dtype=dtype)
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=args.batch_size,
+        mixed_precision_dtype="bfloat16" if args.bf16 else None,
+    )
     settings: dict[str, Any] = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
     scores: Any = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, **settings)
     print(make_table(scores))

@@ -105,8 +105,8 @@ def digits() -> datasets.DatasetDict:
     """Return scikit-learn's 1,797 handwritten digits, 8 x 8 pixels of 17 shades of grey."""
     bunch = load_digits()
     images = [Image.fromarray(shades) for shades in (bunch.images * (255 / 16)).astype(np.uint8)]
-    names = [str(digit) for digit in bunch.target_names]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    labels = datasets.ClassLabel(names=[str(digit) for digit in bunch.target_names])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
     return datasets.DatasetDict(train=datasets.Dataset.from_dict({"image": images, "label": bunch.target}, features))
 
 
@@ -116,8 +116,7 @@ def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
         "id2label": dict(enumerate(labels)),
         "label2id": {label: index for index, label in enumerate(labels)},
     }
-    if args.model_name_or_path:
-        path = args.model_name_or_path
+    if path := args.model_name_or_path:
         model = AutoModelForImageClassification.from_pretrained(
             path, ignore_mismatched_sizes=True, trust_remote_code=False, **names
         )

@@ -75,10 +75,12 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         "--clips", nargs="+", type=float, default=[1.0], help="clip thresholds besides none, 0 for no other; default: 1"
     )
     settings, rest = parser.parse_known_args(argv)
-    if settings.every < 1 or settings.batches < 2 or settings.batches % 2:
-        raise ValueError(f"--every {settings.every} --batches {settings.batches}: give 1 or more, and an even number")
-    if not all(0 <= beta1 < 1 for beta1 in settings.betas):
-        raise ValueError(f"--betas {settings.betas}: give numbers from 0 to below 1")
+    is_even = settings.batches >= 2 and settings.batches % 2 == 0
+    if settings.every < 1 or not is_even or not all(0 <= beta1 < 1 for beta1 in settings.betas):
+        raise ValueError(
+            f"--every {settings.every} --batches {settings.batches} --betas {settings.betas}: give 1 or more, an even "
+            "number, and numbers from 0 to below 1"
+        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(f"{os.environ['WORLD_SIZE']} processes: a measurement runs in one; start one")
     run, _ = arguments.read(rest)

@@ -71,10 +71,12 @@ def main(argv: list[str] | None = None) -> None:
                 )
                 for split, part in parts.items()
             }
-        settings = ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
         meta = {
             "dataset": name,
-            "settings": {key: getattr(args, key) for key in settings},
+            "settings": {
+                key: getattr(args, key)
+                for key in ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
+            },
             "tokenizer": "gpt2",
             "vocab_size": len(tokenizer),
             "end_of_text": tokenizer.eos_token_id,

@@ -58,7 +58,8 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # Data.
     with training.main_process_first(desc="preparing data"):
-        directory = Path(run.data.data_dir) if run.data.data_dir else embedded_corpus(output, run.data)
+        beside, size, corpus = output.absolute().parent / "data", run.data.embedded_vocab_size, run.data.embedded_corpus
+        directory = Path(run.data.data_dir) if run.data.data_dir else embedded.prepare(beside, size, corpus)
         source = token_files.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     train_set = TokenDataset(directory, "train", run.model.block_size)
     eval_set = TokenDataset(directory, "val", run.model.block_size, run.data.max_eval_blocks)
@@ -146,12 +147,6 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         text = report.sample(network, source.tokenizer, training.sample_prompt, training.sample_tokens, training.seed)
         print(f"\n--- sample ---\n{text}\n--------------")
     trainer.accelerator.end_training()
-
-
-def embedded_corpus(output: Path, settings: arguments.DataArguments) -> Path:
-    """Return the folder of the embedded corpus, beside the run's; it is made unless it is there."""
-    folder = output.absolute().parent / "data"
-    return embedded.prepare(folder, settings.embedded_vocab_size, settings.embedded_corpus)
 
 
 def print_settings(run: RunArguments, name: str, train_set: TokenDataset, network: Any, optimizer: Any) -> None:

@@ -230,8 +230,12 @@ def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer, be
 @pytest.mark.parametrize(
     ("argv", "processes", "line"),
     [
-        (["--batches", "3"], "1", "--every 50 --batches 3: give 1 or more, and an even number"),
-        (["--betas", "1.5"], "1", "--betas [1.5]: give numbers from 0 to below 1"),
+        (
+            ["--batches", "3"],
+            "1",
+            "--every 50 --batches 3 --betas [0.9, 0.95, 0.99]: give 1 or more, an even number, and",
+        ),
+        (["--betas", "1.5"], "1", "--every 50 --batches 64 --betas [1.5]: give 1 or more, an even number, and numbers"),
         (["--max_steps", "4"], "1", "--every 50: the run has 4 steps; give that or fewer"),
         (["--resume_from_checkpoint", "true"], "1", "resume_from_checkpoint: checkpoints hold no averages"),
         ([], "2", "2 processes: a measurement runs in one; start one"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -21,8 +22,7 @@ from tqdm.auto import tqdm
 import mars_hf
 from pretraining import files
 from pretraining.compare.presets import Preset, words
-from pretraining.run import resuming
-from pretraining.run.arguments import read
+from pretraining.run import arguments, resuming
 
 SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 # The messages of mars_hf.NonFiniteError and of the fine-tuning recipes; launchers do not hand on exit codes.
@@ -86,7 +86,12 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the recipe would refuse the arguments.
     """
-    return resuming.chosen(read(argv)[0])
+    values, _ = arguments.read(argv)
+    kinds = (arguments.ModelArguments, arguments.DataArguments, arguments.OptimizerArguments)
+    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    settings = {name: getattr(values, name) for name in (*names, *resuming.OPTIMIZER, *resuming.TRAINING)}
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
 
 
 def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:

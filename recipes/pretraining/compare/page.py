@@ -66,8 +66,9 @@ def write(
     about += f"{''.join(names)} {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}."
 
     unfinished = f"{len(runs)} of {len(runs) + missing} runs so far." if missing else ""
-    page = [preset.about, unfinished, text, about]
-    files.write_text(output / "comparison.md", "\n\n".join(filter(None, page)) + "\n")
+    files.write_text(
+        output / "comparison.md", "\n\n".join(filter(None, (preset.about, unfinished, text, about))) + "\n"
+    )
     files.write_json(
         output / "comparison.json",
         {

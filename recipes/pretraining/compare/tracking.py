@@ -198,8 +198,8 @@ class TrackingProbe(TrainerCallback):
     @property
     def beta1(self) -> float:
         """Return the run's beta1 of matrices."""
-        group = next(group for group in self._trainer.optimizer.param_groups if group["role"] == "matrix")
-        return float(group["betas"][0] if "betas" in group else group["momentum"])
+        groups = (group for group in self._trainer.optimizer.param_groups if group["role"] == "matrix")
+        return next(float(group["betas"][0] if "betas" in group else group["momentum"]) for group in groups)
 
     @torch.no_grad()
     def on_step_begin(
@@ -302,14 +302,11 @@ def table(rows: Sequence[Row], scope: str = "all") -> str:
         f"| {moment} | {' | '.join(f'{numbers[name]:.4g}' for name in _MEASURED[:-1])} |"
         for moment, numbers in values.items()
     ]
-    head = [
-        "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
     scale = f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."
     if drowned := len({row["step"] for row in rows if row["scope"] == scope and math.isnan(row["error"])}):
         scale += f" At {drowned} of the measured steps the gradient drowned in its noise."
-    return "\n".join([*head, *lines, "", scale])
+    titles = ("first moment", "error", "lag", "noise", "cosine", "Var(c) / Var(g)")
+    return "\n".join([f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * 5}", *lines, "", scale])
 
 
 def conclusion(rows: Sequence[Row], beta1: float) -> str:

@@ -108,8 +108,10 @@ def split(documents: datasets.Dataset, *, test_size: float, seed: int, cache_dir
         if not 0 < cut < len(text):
             raise ValueError(f"a single document of {len(text)} characters is too short to hold a part of it out")
         features = datasets.Features({TEXT: datasets.Value("large_string")})
-        parts = {"train": text[:cut], "val": text[cut:]}
-        return {name: datasets.Dataset.from_dict({TEXT: [part]}, features) for name, part in parts.items()}
+        return {
+            name: datasets.Dataset.from_dict({TEXT: [part]}, features)
+            for name, part in (("train", text[:cut]), ("val", text[cut:]))
+        }
     halves = documents.train_test_split(
         test_size=test_size,  # rounded up to whole documents
         seed=seed,

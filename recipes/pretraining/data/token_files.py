@@ -49,8 +49,7 @@ def load(directory: Path, *, verify: bool = False) -> Data:
         meta = json.loads(path.read_text(encoding="utf-8"))
         for split in SPLITS:
             _check_tokens(Path(directory) / f"{split}.bin", meta[split], meta["vocab_size"], verify)
-        hashes = _tokenizer_hashes(directory)
-        changed = [name for name, digest in meta["tokenizer_files"].items() if hashes.get(name) != digest]
+        changed = sorted(dict(meta["tokenizer_files"].items() - _tokenizer_hashes(directory).items()))
         identity = {"dataset": meta["dataset"], "vocabulary": meta["vocab_size"]}
         identity |= {f"{split} tokens": meta[split]["sha256"] for split in SPLITS}
         bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]

@@ -50,7 +50,6 @@ def _leave() -> None:
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)
 
 
@@ -58,6 +57,6 @@ def _print(program: str, message: str) -> None:
     """Print a line; text of others may be long, and may hold what a terminal obeys."""
     if os.environ.get("LOCAL_RANK", "").lstrip("0").isdecimal():
         return
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
-    shown = re.sub(r"\S{201,}", lambda word: f"{word[0][:200]}...", shown)
-    print(f"{program}: {shown.removeprefix(f'{program}: ')}", file=sys.stderr, flush=True)
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message.removeprefix(f"{program}: "))
+    short = re.sub(r"\S{201,}", lambda word: f"{word[0][:200]}...", text)
+    print(f"{program}: {short}", file=sys.stderr, flush=True)

@@ -34,16 +34,16 @@ def summarize(
     last, first = evaluations[-1], evaluations[0]
     tail = losses[-max(1, round(len(losses) * _TAIL)) :]
     evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations)
-    steps = last["step"]
+    tokens = last["step"] * tokens_per_step
     return {
-        "steps": steps,
-        "tokens": steps * tokens_per_step,
+        "steps": last["step"],
+        "tokens": tokens,
         "train_loss": sum(tail) / len(tail) if tail else None,
         "eval_loss": last["eval_loss"],
         "eval_loss_at_step_0": first["eval_loss"] if first["step"] == 0 else None,
         "perplexity": math.exp(min(last["eval_loss"], 700.0)),
         "bits_per_byte": last["eval_loss"] / math.log(2) / bytes_per_token,
-        "tokens_per_second": steps * tokens_per_step / max(train_runtime - evaluating, 1e-9),
+        "tokens_per_second": tokens / max(train_runtime - evaluating, 1e-9),
         "train_runtime_seconds": train_runtime,
     }
 

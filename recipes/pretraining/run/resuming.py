@@ -5,7 +5,6 @@ A run's folder holds run.json, its id and settings. One process at a time writes
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pretraining import files
 from pretraining.run import checkpoints
-from pretraining.run.arguments import DataArguments, ModelArguments, OptimizerArguments, RunArguments
+from pretraining.run.arguments import RunArguments
 
 RUN = "run.json"
 # What a run writes there, for Hub and resume; all of it moves when another run begins.
@@ -26,9 +25,9 @@ _WRITTEN = (
     *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "checkpoint-*"),
 )
 # A resume takes these from the checkpoint: state, group settings and base rates are loaded.
-_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # A resume takes these as given, and says so.
-_TRAINING = (
+TRAINING = (
     *("max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "bf16", "fp16", "tf32"),
 )
@@ -70,23 +69,14 @@ def settings_of(run: RunArguments, data: dict[str, Any], world_size: int) -> dic
     sections = {
         "model": {key: value for key, value in model.items() if key not in _FREE_MODEL},
         "data": data,
-        "optimizer": dataclasses.asdict(run.optimizer) | {key: getattr(training, key) for key in _OPTIMIZER},
+        "optimizer": dataclasses.asdict(run.optimizer) | {key: getattr(training, key) for key in OPTIMIZER},
         "training": {
-            **{key: getattr(training, key) for key in _TRAINING},
+            **{key: getattr(training, key) for key in TRAINING},
             **{key: model[key] for key in _FREE_MODEL},
             "processes": world_size,
         },
     }
     plain: dict[str, Any] = json.loads(json.dumps(sections, default=str))  # as they are read back
-    return plain
-
-
-def chosen(values: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of a run that has not started, by name, the data as they are named; see `arguments.read`."""
-    kinds = (ModelArguments, DataArguments, OptimizerArguments)
-    names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
-    settings = {name: getattr(values, name) for name in (*names, *_OPTIMIZER, *_TRAINING)}
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 
 
@@ -176,8 +166,9 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
         print(f"{output}: the result of the shorter run is now in {result.replace(output / 'metrics-earlier.json')}")
     manifest = checkpoints.read(folder)
     if manifest.step >= training.max_steps:
-        step = f"step {manifest.step} of {training.max_steps}"
-        print(f"{folder} is the end of this run, {step}: only its result is written")
+        print(
+            f"{folder} is the end of this run, step {manifest.step} of {training.max_steps}: only its result is written"
+        )
     checkpoints.rotate(output, None)  # remains of older ones whose deletion was killed
     return Start(run, folder, manifest)
 
