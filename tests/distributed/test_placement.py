@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import itertools
-import pickle
 import re
 import sys
 import weakref
@@ -101,6 +99,13 @@ def distributed(*placements: Any) -> Any:
     return lambda whole, mesh: nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
+def fused(whole: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Place as transformers places gate and up in one matrix."""
+    rank, world = mesh.get_local_rank(), mesh.size()
+    part = torch.cat([block.chunk(world)[rank] for block in whole.chunk(2)])
+    return nn.Parameter(DTensor.from_local(part, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
+
+
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 4), (2, 2, 2)]
 SHAPES = [(7, 6), (3, 4), (1, 9), (16, 12), (5, 3, 2), (27,)]
 PLACED = [
@@ -113,6 +118,7 @@ PLACED = [
     *((distributed(Shard(0), Shard(0)), shape, (3, 2)) for shape in SHAPES),
     *((distributed(Shard(1), Shard(-2)), shape, (2, 3)) for shape in SHAPES[:4]),
     *((distributed(Shard(0), Replicate(), Shard(1)), shape, (2, 2, 2)) for shape in SHAPES[:-1]),
+    (fused, (12, 5), (3,)),
 ]
 
 
@@ -149,17 +155,20 @@ def test_parts_on_a_mesh(place, shape, mesh):
             assert expected or not slice_of(number).shape(whole.shape).numel()
 
 
-def test_groups_of_placements():
+@pytest.mark.parametrize(
+    ("dim", "mesh", "group", "replicas"),
+    [
+        (0, (2, 2, 2), [0, 1, 2, 3], [3, 7]),
+        (1, (2, 2, 2), [0, 1, 2, 3], [3, 7]),
+        (None, (2, 2, 2), [1, 3], [3, 7]),
+        (None, (2, 2), [1, 3], [2, 3]),
+        (1, (2, 2), [0, 1, 2, 3], [3]),
+    ],
+)
+def test_groups_of_placements(dim, mesh, group, replicas):
     """Of a mesh (replicate, dp, tp)."""
-    groups = {}
-    for name, place in (("rows", tensor_parallel(0)), ("columns", tensor_parallel(1)), ("all", tensor_parallel(None))):
-        held = from_all_ranks((8, 8), (2, 2, 2), place)[3]
-        groups[name] = held.group, held.replicas
-    assert groups == {"rows": ([0, 1, 2, 3], [3, 7]), "columns": ([0, 1, 2, 3], [3, 7]), "all": ([1, 3], [3, 7])}
-    held = from_all_ranks((8, 8), (2, 2), tensor_parallel(None))[3]
-    assert (held.group, held.replicas) == ([1, 3], [2, 3])
-    held = from_all_ranks((8, 8), (2, 2), tensor_parallel(1))[3]
-    assert (held.group, held.replicas) == ([0, 1, 2, 3], [3])
+    held = from_all_ranks((8, 8), mesh, tensor_parallel(dim))[3]
+    assert (held.group, held.replicas) == (group, replicas)
 
 
 def test_group_over_several_dimensions():
@@ -197,32 +206,6 @@ def test_order_of_groups():
     assert all(order == orders[0] for order in orders)
 
 
-def test_fused_projections():
-    """As transformers places gate and up in one matrix."""
-    whole = count_to((12, 5))
-    held = []
-    for rank in range(3):
-        with one_of(3, rank):
-            mesh = make_mesh(3)
-            local = torch.cat([block.chunk(3)[rank] for block in whole.chunk(2)])
-            param = nn.Parameter(DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], run_check=False))
-            assert param.shape == whole.shape
-            (shard,) = Shards([{"params": [param], "role": "matrix"}]).spec_of(param, 0).shards
-            assert torch.equal(shard.slice.of(whole).reshape(local.shape), local)
-            held.append(shard.slice)
-    covered = torch.zeros(12, 5)
-    for part in held:
-        part.of(covered).add_(1)
-    assert (covered == 1).all()
-
-
-def test_part_that_torch_would_not_cut():
-    with one_of(2, 0):
-        odd = DTensor.from_local(torch.randn(2, 4), make_mesh(2), [Shard(0)], shape=torch.Size([6, 4]), stride=(4, 1))
-        with pytest.raises(RuntimeError, match=r"part of shape \(2, 4\) on this rank"):
-            Shards([{"params": [odd], "role": "matrix"}]).spec_of(odd, 0)
-
-
 def test_parameter_with_another_index():
     """As after a group was removed."""
     with one_of(2, 1):
@@ -238,6 +221,7 @@ def test_parameter_with_another_index():
         ((8, 4), [Partial(), Shard(0)], "a placement other than Shard and Replicate is not supported"),
         ((8, 4), [Shard(0), _StridedShard(0, split_factor=2)], "a strided shard of factor 2 with 1 later shards"),
         ((8, 4), [_StridedShard(0, split_factor=4), Shard(0)], "a strided shard of factor 4 with 2 later shards"),
+        ((6, 4), [Shard(0), Replicate()], r"a part of shape \(2, 4\) on this rank"),  # torch would cut (3, 4)
         ((6, 4), [Replicate(), _StridedShard(0, split_factor=2)], "an uneven part of each of 2 blocks of dimension 0"),
     ],
 )
@@ -263,155 +247,122 @@ def dtensor(shape, mesh_shape, names, placements) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.randn(shape), mesh, placements))
 
 
-def zero12(params) -> nn.Parameter:
+@pytest.fixture
+def partitioned(alone) -> tuple[list[nn.Parameter], mars_hf.Mars, nn.Parameter]:
     """Imitate ZeRO-1/2: parameters become views of one padded buffer, and a copy of it is stepped."""
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
+    mars = mars_hf.Mars(params)
     buffer = torch.cat([param.detach().flatten() for param in params] + [torch.zeros(3)])
     flat = nn.Parameter(buffer.clone())
-    start = 0
-    for param in params:
-        param.data = buffer[start : start + param.numel()].view_as(param)
-        param._hp_mapping = SimpleNamespace(hp_fragment=flat.detach()[start : start + param.numel()])
-        param._dp_group = None
-        start += param.numel()
-    return flat
-
-
-def test_flat_partitions(alone):
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    twins = [nn.Parameter(param.detach().clone()) for param in params]
-    optimizer, plain = mars_hf.Mars(params), mars_hf.Mars(twins)
-    flat = zero12(params)
-    optimizer.param_groups[0]["params"] = [flat]
-    optimizer.collect_metrics(True)
-    plain.collect_metrics(True)
-    for scale in (0.1, 3.0, 0.2):  # not clipped, clipped, one of each
-        gradients = [scale * torch.randn(4, 3), torch.randn(2, 5)]
-        for twin, gradient in zip(twins, gradients, strict=True):
-            twin.grad = gradient
-        flat.grad = torch.cat([gradient.flatten() for gradient in gradients] + [torch.zeros(3)])
-        optimizer.step()
-        plain.step()
-        torch.testing.assert_close(flat[:12].view(4, 3), twins[0], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(flat[12:22].view(2, 5), twins[1], rtol=1e-6, atol=1e-7)
-        assert optimizer.pop_metrics() == pytest.approx(plain.pop_metrics(), rel=1e-5)
+    for param, start in zip(params, (0, 12), strict=True):
+        stretch = slice(start, start + param.numel())
+        param.data = buffer[stretch].view_as(param)
+        param._hp_mapping, param._dp_group = SimpleNamespace(hp_fragment=flat.detach()[stretch]), None
+    mars.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones_like(flat)
+    return params, mars, flat
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("0.17.4", True), ("0.18.3+cpu", True), ("0.18.4", False)])
-def test_old_deepspeed(alone, monkeypatch, version, is_refused):
+def test_old_deepspeed(partitioned, monkeypatch, version, is_refused):
     """Its ZeRO-2 gives any optimizer wrong gradients."""
-    param = nn.Parameter(torch.randn(4, 3))
-    optimizer = mars_hf.Mars([param])
-    flat = zero12([param])
-    optimizer.param_groups[0]["params"] = [flat]
-    flat.grad = torch.ones_like(flat)
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
-    if not is_refused:
-        return optimizer.step()
-    with pytest.raises(
-        RuntimeError, match=rf"DeepSpeed {re.escape(version)} trains wrong weights.*deepspeed>=0\.18\.4"
-    ):
-        optimizer.step()
+    message = rf"DeepSpeed {re.escape(version)} trains wrong weights.*deepspeed>=0\.18\.4"
+    with pytest.raises(RuntimeError, match=message) if is_refused else contextlib.nullcontext():
+        partitioned[1].step()
 
 
-def test_incomplete_pieces(alone):
-    param = nn.Parameter(torch.randn(4, 3))
-    optimizer = mars_hf.Mars([param])
-    flat = nn.Parameter(zero12([param]).detach()[:7])  # the other ranks' parts are nowhere
-    param._hp_mapping.hp_fragment = flat.detach()
-    optimizer.param_groups[0]["params"] = [flat]
-    flat.grad = torch.ones_like(flat)
+def test_incomplete_pieces(partitioned):
+    _, mars, flat = partitioned
+    flat.data = flat.data[:7]  # the other ranks' parts are nowhere
+    flat.grad = torch.ones(7)
     with pytest.raises(RuntimeError, match=r"gradients for 0\.5833 of parameter 0"):
-        optimizer.step()
+        mars.step()
+
+
+def test_experts_over_several_groups(partitioned):
+    params, mars, _ = partitioned
+    params[1]._dp_group = dist.new_group([0])
+    with pytest.raises(RuntimeError, match="2 different process groups"):
+        mars.step()
+
+
+def test_parameters_moved_in_their_buffer(partitioned):
+    params, mars, flat = partitioned
+    buffer = params[0].untyped_storage()
+    for starts in ((0, 12), (10, 0)):
+        for param, start in zip(params, starts, strict=True):
+            param.data = torch.empty(0).set_(buffer, start, param.shape)
+        spec = mars._shards.spec_of(flat, 0)
+        assert [(shard.param_index, shard.start) for shard in spec.shards] == list(enumerate(starts))
+        assert mars._shards.spec_of(flat, 0) == spec
 
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])
 def test_tensor_parallelism_without_dtensors(mark):
-    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    optimizer = mars_hf.Mars(params)
-    setattr(params[1], mark, True)
-    params[1].data = params[1].data[:1]
-    params[0].grad = torch.ones_like(params[0])
+    param = nn.Parameter(torch.randn(1, 5))
+    setattr(param, mark, True)
     with pytest.raises(RuntimeError, match=r"\(1, 5\).*AutoTP or Megatron.*parallelize_module"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
-        mars_hf.Mars(params)
-    part = nn.Parameter(params[1].detach().clone())  # in its place, as DeepSpeed's fp32 copies are, without a mark
-    optimizer.param_groups[0]["params"][1] = part
-    part.grad = torch.ones_like(part)
-    with pytest.raises(RuntimeError, match="AutoTP or Megatron"):
-        optimizer.step()
-    setattr(params[1], mark, False)  # as Megatron marks what it has not divided
-    optimizer.step()
+        mars_hf.Mars([param])
+    setattr(param, mark, False)  # as Megatron marks what it has not divided
+    mars_hf.Mars([param])
 
 
-def test_parameters_replaced_by_fully_shard(alone):
-    mesh = init_device_mesh("cpu", (1,))
-    models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(3)]
-    optimizers = [mars_hf.create(models[0]), mars_hf.create(models[1]), mars_hf.Mars(models[2].parameters())]
-    fully_shard(models[0], mesh=mesh)
-    fully_shard(models[1][0], mesh=mesh)  # a part of the model
-    fully_shard(models[2], mesh=mesh)
-    for model in models:
+@pytest.mark.parametrize(
+    ("part", "has_stepped", "count"), [(None, False, 4), (None, True, 4), (0, False, 2)], ids=["model", "late", "part"]
+)
+def test_parameters_replaced_by_fully_shard(alone, part, has_stepped, count):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    mars = mars_hf.create(model)
+    if has_stepped:
         model(torch.ones(2, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"replaced 4 parameters.*0\.weight.*Call mars_hf\.create.*after it"):
-        optimizers[0].step()
-    with pytest.raises(RuntimeError, match=r"replaced 2 parameters"):
-        optimizers[1].step()
-    with pytest.warns(UserWarning, match="nothing trains; fully_shard"):
-        optimizers[2].step()
-    mars_hf.create(models[0]).step()
-    assert optimizers[1].state == {}
+        mars.step()
+        mars.zero_grad()
+    fully_shard(model if part is None else model[part], mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"replaced {count} parameters.*0\.weight.*Call mars_hf\.create.*after it"):
+        mars.step()
+    assert has_stepped or not mars.state
+
+
+def test_parameters_replaced_in_an_optimizer_without_model(alone):
     model = nn.Linear(3, 4)
-    optimizer = mars_hf.create(model)
-    for is_sharded in (False, True):  # after a step
-        if is_sharded:
-            optimizer.zero_grad()
-            fully_shard(model, mesh=mesh)
-        model(torch.ones(2, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match="replaced 2 parameters") if is_sharded else contextlib.nullcontext():
-            optimizer.step()
+    mars = mars_hf.Mars(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="nothing trains; fully_shard"):
+        mars.step()
 
 
-def test_sharded_parameters_of_no_optimizer(alone):
+@pytest.mark.parametrize("is_sharded_first", [False, True])
+def test_sharded_parameters_of_no_optimizer(alone, is_sharded_first):
     """Frozen when it was made, or taken out of it since."""
     mesh = init_device_mesh("cpu", (1,))
-    made = {}
-    for is_sharded_first in (False, True):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    if is_sharded_first:
+        mars = mars_hf.create(fully_shard(model, mesh=mesh))
+        mars.param_groups[0]["params"].pop()
+    else:  # as accelerate does
         model[0].requires_grad_(False)
-        if is_sharded_first:
-            fully_shard(model, mesh=mesh)
-        optimizer = mars_hf.create(model)
-        if not is_sharded_first:  # as accelerate does
-            before = dict(model.named_parameters())
-            fully_shard(model, mesh=mesh)
-            after = {id(before[name]): param for name, param in model.named_parameters()}
-            for group in optimizer.param_groups:
-                group["params"] = [after[id(param)] for param in group["params"]]
-        else:
-            model[0].requires_grad_(True)
-            optimizer.param_groups[0]["params"].pop()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        made[is_sharded_first] = len(optimizer.state)
-    assert made == {False: 4, True: 3}
-
-
-def test_experts_over_several_groups(alone):
-    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    optimizer = mars_hf.Mars(params)
-    flat = zero12(params)
-    params[1]._dp_group = dist.new_group([0])
-    optimizer.param_groups[0]["params"] = [flat]
-    flat.grad = torch.ones_like(flat)
-    with pytest.raises(RuntimeError, match="2 different process groups"):
-        optimizer.step()
+        mars, before = mars_hf.create(model), list(model.parameters())
+        after = dict(zip(before, fully_shard(model, mesh=mesh).parameters(), strict=True))
+        for group in mars.param_groups:
+            group["params"] = [after[param] for param in group["params"]]
+    model(torch.ones(2, 3)).sum().backward()
+    mars.step()
+    assert len(mars.state) == (3 if is_sharded_first else 2)
 
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
-@pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0), Shard(1)]])
-def test_dtensors(alone, placements, mars_type):
+@pytest.mark.parametrize(
+    ("placements", "of_gradients"),
+    [
+        *((placements, placements) for placements in ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0), Shard(1)])),
+        # Tensor parallelism leaves whole gradients of embeddings, and partial sums where it divides the sequence.
+        *(([Shard(0)], [placement]) for placement in (Shard(1), Replicate(), Partial())),
+    ],
+)
+def test_dtensors(alone, placements, of_gradients, mars_type):
     """Also after a group was removed: parameters then have other places than at first."""
     params = [dtensor((6, 4), (1,) * len(placements), ("dp", "tp")[-len(placements) :], placements) for _ in range(2)]
     twins = [nn.Parameter(param.detach().full_tensor().clone()) for param in params]
@@ -423,7 +374,7 @@ def test_dtensors(alone, placements, mars_type):
             del optimizer.param_groups[0], plain.param_groups[0]
         for param, twin in zip(params, twins, strict=True):
             twin.grad = torch.randn(6, 4)
-            param.grad = distribute_tensor(twin.grad, param.device_mesh, placements)
+            param.grad = DTensor.from_local(twin.grad.clone(), param.device_mesh, of_gradients)
         optimizer.step()
         plain.step()
         for param, twin in zip(params, twins, strict=True):
@@ -440,26 +391,11 @@ def test_gradient_on_another_mesh(alone):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("placements", [[Shard(1)], [Replicate()], [Partial()]])
-def test_gradient_placed_otherwise(alone, placements):
-    """Tensor parallelism leaves whole gradients of embeddings, and partial sums where it divides the sequence."""
-    param = dtensor((6, 4), (1,), ("tp",), [Shard(0)])
-    twin = nn.Parameter(param.detach().full_tensor().clone())
-    gradient = torch.randn(6, 4)
-    param.grad = DTensor.from_local(gradient, param.device_mesh, placements)
-    twin.grad = gradient.clone()
-    for one in (param, twin):
-        mars_hf.Mars([one]).step()
-    torch.testing.assert_close(param.detach().full_tensor(), twin.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_fsdp1(alone):
-    for use_orig_params in (False, True):
-        model = FullyShardedDataParallel(
-            nn.Linear(4, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu")
-        )
-        with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*FSDP2"):
-            mars_hf.create(model)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1(alone, use_orig_params):
+    model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*use FSDP2"):
+        mars_hf.create(model)
 
 
 def test_wire_device(monkeypatch):
@@ -474,45 +410,10 @@ def test_no_references_to_parameters(alone):
     params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3)), dtensor((6, 4), (1,), ("a",), [Shard(0)])]
     layout = Shards([{"params": params, "role": "matrix"}])
     assert not layout.locate([{"params": params}], [True], None)
-    assert all(not weakref.getweakrefs(param) for param in params)
     freed = list(map(weakref.ref, params))
     del params
     gc.collect()
     assert [reference() for reference in freed] == [None] * 3
-
-
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
-@pytest.mark.parametrize("swaps", [False, True])
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_model_moved_after_the_optimizer_is_made(swaps, when, mars_type):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    mars = mars_hf.create(model, mars_type=mars_type, optimize_1d=True)
-    params = list(model.parameters())
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    try:
-        for dtype in (torch.bfloat16,) if when == "before" else (torch.float32, torch.bfloat16, torch.float32):
-            model.to(dtype)
-            before = [param.detach().clone() for param in params]
-            model(torch.ones(5, 4, dtype=dtype)).square().sum().backward()
-            mars.step()
-            mars.zero_grad()
-            assert all(param.dtype == dtype for param in params)
-            assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert list(map(id, model.parameters())) == list(map(id, params))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda mars: pickle.loads(pickle.dumps(mars))])
-def test_copied_optimizer_steps_on_its_own_parameters(copied):
-    mars = mars_hf.Mars([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))], optimize_1d=True)
-    pairs = []
-    for optimizer in (mars, copied(mars)):
-        pairs.append([param for group in optimizer.param_groups for param in group["params"]])
-        for param in pairs[-1]:
-            param.grad = torch.arange(1.0, 1 + param.numel()).view(param.shape)
-        optimizer.step()
-    assert all(one is not other and torch.equal(one, other) for one, other in zip(*pairs, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(3,), (5,)], ids=["same shape", "other shape"])
@@ -526,18 +427,6 @@ def test_replaced_vector(shape):
         model.bias.grad, model.weight.grad = torch.ones(shape), torch.ones(3, 4)
         mars.step()
     assert (model.bias < 1).all()
-
-
-def test_parameters_moved_in_their_buffer(alone):
-    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 5))]
-    layout = Shards([{"params": params, "role": "matrix"}])
-    flat = zero12(params)
-    before = layout.spec_of(flat, 0)
-    assert layout.spec_of(flat, 0) == before
-    buffer = params[0].untyped_storage()
-    for param, start in zip(params, (10, 0), strict=True):
-        param.data = torch.empty(0).set_(buffer, start, param.shape)
-    assert [(shard.param_index, shard.start) for shard in layout.spec_of(flat, 0).shards] == [(0, 10), (1, 0)]
 
 
 def test_sums_travel_in_float64(alone, monkeypatch):
