@@ -5,7 +5,6 @@ Ranks are forks of one server, which has imported what takes seconds and has no 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -13,9 +12,8 @@ import importlib.util
 import json
 import os
 import re
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -63,7 +61,7 @@ def launch(function: Function, output: Path, runs: Sequence[str], world: int, **
         except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
             reason = error
         before = remaining
-        remaining = [run for run in remaining if not list(output.glob(f"{run.replace('/', '-')}.[je]*"))]
+        remaining = [run for run in remaining if not (file_of(output, run).exists() or error_of(output, run))]
         if remaining == before:
             pytest.fail(f"no run was made or failed: {reason}\n{(output / 'log').read_text()[-3000:]}")
 
@@ -80,7 +78,11 @@ def start_server() -> None:
 def error_of(output: Path, run: str) -> str | None:
     """Return a run's error, from the rank with the longest one."""
     texts = [file.read_text() for file in output.glob(f"{run.replace('/', '-')}.error*")]
-    return max(texts, key=len, default=None)
+    return max(filter(None, texts), key=len, default=None)  # a run that goes on has empty files
+
+
+def file_of(output: Path, run: str) -> Path:
+    return output / f"{run.replace('/', '-')}.json"
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Launches:
             launch(self.function, folder, [run for run in runs if HAS_DEEPSPEED or not uses_deepspeed(run)], world)
         error = error_of(folder, run)
         assert error is None, error
-        file = folder / f"{run.replace('/', '-')}.json"
+        file = file_of(folder, run)
         tensors = file.with_suffix(".safetensors")
         return Run(load_file(tensors) if tensors.exists() else {}, json.loads(file.read_text()))
 
@@ -138,13 +140,16 @@ def serve(
     gc.freeze()  # a collection would take a third of a second
     for spec in runs:
         file = output / spec.replace("/", "-")
-        error = Path(f"{file}.error{rank}")
-        try:
-            with at_most(limits.get("limit", LIMIT), error):
+        with open(f"{file}.error{rank}", "w") as error:
+            # Some process groups ignore the first one's timeout, and nothing else interrupts a wait within one.
+            faulthandler.dump_traceback_later(limits.get("limit", LIMIT), file=error, exit=True)
+            try:
                 function(spec, file)
-        except Exception:
-            error.write_text(traceback.format_exc())
-            os._exit(1)  # other ranks may hang, at exit as well: the first one's end ends them
+            except Exception:
+                error.write(traceback.format_exc())
+                error.flush()
+                os._exit(1)  # other ranks may hang, at exit as well: the first one's end ends them
+            faulthandler.cancel_dump_traceback_later()
         gc.collect()
     dist.destroy_process_group()
 
@@ -161,29 +166,6 @@ def from_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-@contextlib.contextmanager
-def at_most(seconds: float, error: Path) -> Iterator[None]:
-    """End the process after `seconds`, with every thread's traceback written to `error`.
-
-    Some process groups ignore the first one's timeout, and nothing else interrupts a wait within one.
-    """
-
-    def end() -> None:
-        with error.open("w") as file:
-            file.write(f"not done after {seconds} seconds\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def import_deepspeed(*, fp16: bool = False) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 
 def run_ranks(world: int, function: Callable[[int], Any]) -> list[Any]:
     """Return what a function returns on each rank, a thread on torch's own process group, or what it raises there."""
+    torch.set_num_threads(1)
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     store = dist.HashStore()
@@ -47,14 +49,6 @@ def run_ranks(world: int, function: Callable[[int], Any]) -> list[Any]:
     torch._C._distributed_c10d._set_thread_isolation_mode(False)
     multi_threaded_pg._uninstall_threaded_pg()
     return results
-
-
-@pytest.fixture(autouse=True)
-def no_intra_op_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def whole(index: int, seed: int = 0) -> Tensor:
@@ -168,23 +162,31 @@ def test_a_process_group_shares_the_work_and_changes_nothing(mars_type):
             mars.step()
         return [param.detach() for param in params]
 
-    expected = run(0, shares=False)
+    (expected,) = run_ranks(1, lambda rank: run(rank, shares=False))
     for weights in run_ranks(3, run):
         assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
 
 
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
-@pytest.mark.parametrize("wrong", ["gradient", "state", "step"])
-@pytest.mark.parametrize("kind", ["sharded", "hybrid", "replicated"])
-def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type):
-    if kind == "replicated" and mars_type == "mars-adamw":
-        return  # ranks that share nothing do not wait for each other
+WRONG = {
+    "gradient": lambda param, state: setattr(param, "grad", None),
+    "state": lambda param, state: state.update(exp_avg=torch.zeros(3)),
+    "step": lambda param, state: state.update(step="two"),
+}
 
-    def run(rank: int) -> bool:
-        params = [nn.Parameter(whole(index)) for index in (0, 2, 6)]
-        group = dist.group.WORLD if kind == "replicated" else None
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("kind", "mars_type"),
+    [
+        *itertools.product(["sharded", "hybrid"], ["mars-adamw", "mars-m"]),
+        ("replicated", "mars-m"),  # ranks that share nothing do not wait for each other
+    ],
+)
+def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type):
+    def run(rank: int) -> tuple[int, str] | None:
+        params, group = [nn.Parameter(whole(index)) for index in (0, 2, 6)], dist.group.WORLD
         if kind != "replicated":
-            mesh = init_device_mesh("cpu", (4,) if kind == "sharded" else (2, 2))
+            mesh, group = init_device_mesh("cpu", (4,) if kind == "sharded" else (2, 2)), None
             placed = [Shard(0)] if kind == "sharded" else [Replicate(), Shard(0)]
             params = [nn.Parameter(distribute_tensor(param.detach(), mesh, placed)) for param in params]
         mars = Mars(params, mars_type=mars_type, process_group=group)
@@ -193,12 +195,7 @@ def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type)
                 param.grad = torch.ones_like(param)
             before = [param.detach().clone() for param in params]
             if step and rank == 1:
-                if wrong == "gradient":
-                    params[1].grad = None
-                elif wrong == "state":
-                    mars.state[params[1]]["exp_avg"] = torch.zeros(3)
-                else:
-                    mars.state[params[1]]["step"] = "two"
+                WRONG[wrong](params[1], mars.state[params[1]])
             try:
                 mars.step()
             except RuntimeError as error:
