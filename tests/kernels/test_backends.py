@@ -71,11 +71,21 @@ def test_choice_by_tensor(values, settings, expected):
     assert names(Mars([nn.Parameter(values)], fused=True, **settings)) == [expected]
 
 
+MEMORY = torch.linspace(-1, 1, 24)
+
+
 @needs_compiler
-def test_tensors_that_share_memory():
-    """They are updated one after the other, before and after there are states."""
-    memory = torch.linspace(-1, 1, 24)
-    optimizer = Mars([nn.Parameter(memory[:16].view(4, 4)), nn.Parameter(memory[8:24].view(4, 4))], fused=True)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [MEMORY[:16].view(4, 4), MEMORY[8:].view(4, 4)],
+        [torch.frombuffer(bytearray(70), dtype=torch.float32, offset=2, count=16).view(4, 4)],
+    ],
+    ids=["shared", "misaligned"],
+)
+def test_memory_that_kernels_cannot_take(values):
+    """Such tensors are updated one after the other, before and after there are states."""
+    optimizer = Mars([nn.Parameter(tensor) for tensor in values], fused=True)
     for _ in range(2):
         assert names(optimizer) == ["for-loop"]
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -167,6 +168,12 @@ def test_square_of_the_corrected_gradient_does_not_cancel(backend, device):
             torch.testing.assert_close(of_products, expected, rtol=1e-6, atol=0)
 
 
+def test_square_of_the_corrected_gradient_is_not_negative():
+    """Sums that rounding has changed, of a last gradient that leaves nothing: 9 - 18 + 8.9996."""
+    products = torch.tensor([1.0, 1.5, 2.2499], dtype=torch.float64)
+    assert rules.corrected_square(products, 2.0, torch.ones(())) == 0
+
+
 @every_implementation
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
@@ -232,6 +239,16 @@ def test_noise_does_not_depend_on_other_tensors(backend, device):
 def test_stochastic_rounding_keeps_exact_values(backend, device, value):
     (param,) = rounded(backend, device, [700], [3], value=value, lr=0.0)
     torch.testing.assert_close(param, torch.full_like(param, value), rtol=0, atol=0, equal_nan=True)
+
+
+def test_plain_stochastic_rounding_keeps_nan_of_all_ones():
+    values = torch.full((700,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    assert rules.round_stochastically(values, torch.Generator()).isnan().all()
+
+
+def test_noise_seeds_differ():
+    """By parameter, step, and offset in the parameter."""
+    assert len({rules.noise_seed(*numbers) for numbers in itertools.product(range(4), repeat=3)}) == 4**3
 
 
 @every_kernel

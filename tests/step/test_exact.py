@@ -145,7 +145,12 @@ def test_buffers():
     behind(params, optimizer, range(3))
     kept = {"step", "exp_avg", "exp_avg_sq", "previous_param"}
     assert all(set(optimizer.state[param]) == kept for param in params)
-    optimizer.update_previous_grad()  # no gradients: nothing
+    backward(params, 3)
+    optimizer.update_previous_grad()
+    zero(params)
+    optimizer.update_previous_grad()  # those of another batch, which has none
+    optimizer.update_last_grad()
+    assert all(set(optimizer.state[param]) == kept for param in params)
     backward(params, 3)
     optimizer.update_previous_grad()
     params[0].grad.zero_()

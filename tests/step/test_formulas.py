@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mars_hf import Mars
 from mars_hf import kernels as backends
+from mars_hf.metrics import StepMetrics
 
 TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 SHAPES = ((7, 5), (40, 30), (1, 1), (1, 9), (6,), (), (3, 2, 2, 3), (2, 4, 3), (5, 8), (0, 3))
@@ -335,7 +336,8 @@ def test_step_that_a_scaler_skips_changes_nothing():
 def test_autocast_and_metrics_change_no_bit(mars_type, settings, rounding):
     runs = []
     for enabled in (False, True):
-        params = parameters(torch.bfloat16 if rounding != "nearest" else torch.float32)
+        dtype = torch.bfloat16 if rounding != "nearest" else torch.float32
+        params = parameters(dtype, (*SHAPES, (7, 5)))  # two of one shape share a list
         optimizer = mars_of(params, mars_type=mars_type, rounding=rounding, ns_dtype="float32", **settings)
         for step in range(3):
             optimizer.collect_metrics(enabled and step != 1)
@@ -457,3 +459,11 @@ def test_metrics_of_a_step(mars_type, clip_threshold, limit, foreach):
                 expected["mars/grad_cosine"] = nn.functional.cosine_similarity(flat(g), last, dim=0)
         assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in expected.items()}
     assert optimizer.pop_metrics() == {}
+
+
+def test_shares_of_clipped_parameters():
+    """Of one clipped parameter this rank has half, of another one all, and half of a third."""
+    metrics = StepMetrics()
+    squares, shares = torch.tensor([4.0, 0.0, 0.0], dtype=torch.float64), [0.5, 1.0, 0.5]
+    metrics.add(torch.zeros(4, 3, dtype=torch.float64), squares, shares, 1.0, has_last=False)
+    assert metrics.read()["mars/clip_fraction"] == 0.25

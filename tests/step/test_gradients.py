@@ -59,7 +59,11 @@ def with_a_graph(param, step):
     param.grad = gradient(param, step) * (param * 0 + 1)
 
 
-LOOPS = [fresh, set_to_none_in_turn, view_of_a_buffer, view_of_all_of_a_buffer, detached_view, with_a_graph]
+def negated(param, step):
+    param.grad = torch._neg_view(-gradient(param, step))
+
+
+LOOPS = [fresh, set_to_none_in_turn, view_of_a_buffer, view_of_all_of_a_buffer, detached_view, with_a_graph, negated]
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
@@ -107,6 +111,7 @@ def test_which_gradients_are_moved(settings, dtype, moves):
 
 
 def test_moving_can_be_turned_on_and_off():
+    """Also where some gradients of a list have been moved, with their scale, and others copied."""
     runs = []
     for flags in ((False,) * 6, (True, True, False, False, True, False)):
         params = parameters()
@@ -114,7 +119,7 @@ def test_moving_can_be_turned_on_and_off():
         for step, flag in enumerate(flags):
             optimizer.take_grad = flag
             for param in params:
-                fresh(param, step)
+                (view_of_a_buffer if step == 1 and param is params[0] else fresh)(param, step)
             optimizer.step()
         runs.append(params)
     for a, b in zip(*runs, strict=True):
