@@ -97,6 +97,11 @@ class Reference:
         beta1 = self.betas[0]
         return g + self.gamma * beta1 / (1 - beta1) * (g - self.last)
 
+    def average(self, c: torch.Tensor) -> torch.Tensor:
+        """Return the first moment."""
+        beta1 = self.betas[0]
+        return beta1 * self.m + (1 - beta1) * c
+
     def step(self, gradient: torch.Tensor, stale: torch.Tensor | None = None) -> torch.Tensor:
         """Take one step, in the exact form if a stale gradient is given."""
         g = gradient.double()
@@ -112,7 +117,7 @@ class Reference:
                 if norm > self.clip_threshold:
                     c = c * (self.clip_threshold / norm)
             self.last = g
-        self.m = beta1 * self.m + (1 - beta1) * c
+        self.m = self.average(c)
         if self.rule == "mars-lion":
             direction = torch.sign(self.m)
         elif self.rule in ("mars-shampoo", "mars-m"):

@@ -330,6 +330,9 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
         line.m, line.v, line.v_max = (near(key, kept.get(key, zeros)) for key in MOMENTS)
         line.last = near("last_grad", kept.get("last_grad", zeros), u + (SCALES if scaled else 0.0))
         gradient = near("g", g, u + scaled)
+        # e + (1 - beta1) (c - e) rounds e even at a beta1 of 0.
+        error, average = near("average", line.m) - line.m, line.average
+        line.average = lambda c: average(c) + error
         if recursive:  # m_t = (1 - gamma) e_t + gamma g_t; as if the last gradient were 0
             line.m = (1 - gamma) * line.m
         elif rule != "adamw" and group["clip_threshold"] is not None:
@@ -346,7 +349,7 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
             after["exp_avg"] = (line.m - gamma * gradient) / (1 - gamma)
         return after | {"m": line.m}
 
-    exact, others = taken(), [taken(name) for name in ("x", "g", "norm", "last_grad", *MOMENTS)]
+    exact, others = taken(), [taken(name) for name in ("x", "g", "norm", "last_grad", "average", *MOMENTS)]
     slack = {key: MARGIN * sum((other[key] - exact[key]).abs() for other in others) for key in exact}
     slack["x"] += u * (entry.x.abs() + (exact["x"] - entry.x).abs())
     if rule == "mars-lion":
