@@ -35,7 +35,7 @@ def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
     compare = [python, "recipes/compare_optimizers.py"]
     return {
         "tests": (0.15, [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]),
-        "controls": (0.55, [*compare, "--preset", "gpu-30m", "--output_dir", str(output / "controls")]),
+        "controls": (0.55, [*compare, "--preset", "gpu", "--output_dir", str(output / "controls")]),
         "step_cost": (
             0.4,
             [python, "benchmarks/step_cost.py", "--size", *sizes, "--output", str(output / "step_cost.json")],

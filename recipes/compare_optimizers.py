@@ -8,7 +8,7 @@
         --config gpt2-small --output_dir runs/compare-small
 
 All other arguments go to every run of recipes/pretrain_gpt2.py. Settings for one optimizer belong in the section
-`optimizers` of a config; recipes/presets holds whole comparisons. The result, comparison.md and .json in the
+`optimizers` of a config; recipes/presets holds whole comparisons. The result, comparison.md, .json and .png in the
 output folder, is there from the first runs on. Start an interrupted comparison again to resume it.
 """
 
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
                 jobs.append(_Job(arm, seed, output / f"{launch.folder_name(arm)}-{seed}", launcher, words))
         for job in jobs:
             job.refuse_other_runs()
-        print(f"\n{_run(jobs, arguments.jobs, preset, rest, output)}\n\ncomparison.json and .md are in {output}")
+        print(f"\n{_run(jobs, arguments.jobs, preset, rest, output)}\n\ncomparison.json, .md and .png are in {output}")
 
 
 def _run(jobs: Sequence[_Job], at_once: int, preset: Preset, arguments: Sequence[str], output: Path) -> str:

@@ -276,7 +276,7 @@ def test_commands_on_a_gpu(tmp_path):
         assert command[1] == "-m" or (on_a_gpu.ROOT / command[1]).is_file()
     _, command = parts["step_cost"]
     assert set(command[command.index("--size") + 1 : command.index("--output")]) <= set(step_cost.SIZES)
-    assert {"gpu-30m", "gpu-98m"} <= set(presets.names())
+    assert {"gpu", "gpu-98m"} <= set(presets.names())
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):

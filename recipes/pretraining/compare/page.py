@@ -1,4 +1,4 @@
-"""Write the result of a comparison: a page of tables, and its numbers as JSON."""
+"""Write the result of a comparison: a page of tables, a picture, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from pretraining import files
 from pretraining.compare import comparison
@@ -38,7 +40,7 @@ def write(
     data: Sequence[Mapping[str, Any]] = (),
     arguments: Sequence[str] = (),
 ) -> str:
-    """Write comparison.json and .md, and return the tables.
+    """Write comparison.json, .md and .png, and return the tables.
 
     Args:
         output: folder to write to.
@@ -66,9 +68,9 @@ def write(
     about += f"{''.join(names)} {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}."
 
     unfinished = f"{len(runs)} of {len(runs) + missing} runs so far." if missing else ""
-    files.write_text(
-        output / "comparison.md", "\n\n".join(filter(None, (preset.about, unfinished, text, about))) + "\n"
-    )
+    draw(compared, preset.baseline, output / "comparison.png")
+    page = filter(None, [preset.about, unfinished, text, about, "![Losses](comparison.png)"])
+    files.write_text(output / "comparison.md", "\n\n".join(page) + "\n")
     files.write_json(
         output / "comparison.json",
         {
@@ -82,6 +84,23 @@ def write(
         },
     )
     return text
+
+
+def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
+    """Draw final held-out losses less the baseline's of the same seed: means as bars, seeds as dots."""
+    losses = {run.seed: run.eval_loss for run in runs if run.contender == baseline}
+    arms = comparison.by_contender(runs)
+    figure = Figure(figsize=(7.5, 1.5 + 0.32 * len(arms)), layout="constrained")
+    axes = figure.subplots()
+    for name, members in arms.items():
+        gaps = [run.eval_loss - losses[run.seed] for run in members if math.isfinite(run.eval_loss)]
+        axes.barh(
+            name, statistics.fmean(gaps or [0.0]), color=COLORS.get(name.split()[0].strip(","), "tab:gray"), alpha=0.6
+        )
+        axes.plot(gaps, [name] * len(gaps), ".", color="black")
+    axes.invert_yaxis()
+    axes.set(xlabel="nats per token; bars: means, dots: seeds", title=f"final held-out loss, difference to {baseline}")
+    figure.savefig(path, dpi=120)
 
 
 def lines_of(runs: Sequence[Run], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
