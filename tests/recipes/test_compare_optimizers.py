@@ -142,7 +142,6 @@ def test_preset_of_a_file(tmp_path):
     ("text", "words"),
     [
         ("arm: {a: {}}", "mine.yaml: .* unexpected keyword argument 'arm'"),
-        ("about: nothing", "no arms; give `arms`"),
         ("arms: {a: adamw}", "mine.yaml: 'str' object is not a mapping"),
         ("arms: {a: {optimizer: adamw}}\nbaseline: b", "unknown arm 'b'; accepted: a"),
         ("arms: {a: {optimizer: adamw}}\npairs: [[a, c]]", "unknown arm 'c'"),

@@ -124,7 +124,10 @@ def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
     """Return one row per arm, in the order of their first runs."""
     arms = by_contender(runs)
     goal = statistics.fmean(run.eval_loss for run in arms[baseline])
-    speeds = {name: _median_speed(members) for name, members in arms.items()}
+    speeds = {
+        name: statistics.median([run.tokens_per_second for run in members if run.curve] or [math.nan])
+        for name, members in arms.items()
+    }
     rows = []
     for name, members in arms.items():
         losses = [run.eval_loss for run in members]
@@ -145,13 +148,6 @@ def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
             )
         )
     return rows
-
-
-def _median_speed(runs: Sequence[Run]) -> float:
-    """Return the median speed of the runs that did not diverge."""
-    return statistics.median(
-        [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)] or [math.nan]
-    )
 
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:

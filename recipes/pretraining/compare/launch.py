@@ -90,8 +90,7 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
     kinds = (arguments.ModelArguments, arguments.DataArguments, arguments.OptimizerArguments)
     names = [field.name for kind in kinds for field in dataclasses.fields(kind)]
     settings = {name: getattr(values, name) for name in (*names, *resuming.OPTIMIZER, *resuming.TRAINING)}
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
-    return plain
+    return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher: Sequence[str]) -> dict[str, list[str]]:

@@ -63,9 +63,11 @@ def write(
         ]
     )
     machine = describe_machine()
-    about = f"Seeds {', '.join(map(str, seeds))}; settings: {shlex.join(arguments) or 'those of the default job'}."
     names = dict.fromkeys(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
-    about += f"{''.join(names)} {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}."
+    about = (
+        f"Seeds {', '.join(map(str, seeds))}; settings: {shlex.join(arguments) or 'those of the default job'}."
+        f"{''.join(names)} {machine['cpu']}, torch {machine['torch']}, transformers {machine['transformers']}."
+    )
 
     unfinished = f"{len(runs)} of {len(runs) + missing} runs so far." if missing else ""
     draw(compared, preset.baseline, output / "comparison.png")
@@ -89,16 +91,14 @@ def write(
 def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
     """Draw final held-out losses less the baseline's of the same seed: means as bars, seeds as dots."""
     losses = {run.seed: run.eval_loss for run in runs if run.contender == baseline}
-    arms = comparison.by_contender(runs)
-    figure = Figure(figsize=(7.5, 1.5 + 0.32 * len(arms)), layout="constrained")
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
-    for name, members in arms.items():
+    for name, members in reversed(comparison.by_contender(runs).items()):
         gaps = [run.eval_loss - losses[run.seed] for run in members if math.isfinite(run.eval_loss)]
         axes.barh(
             name, statistics.fmean(gaps or [0.0]), color=COLORS.get(name.split()[0].strip(","), "tab:gray"), alpha=0.6
         )
         axes.plot(gaps, [name] * len(gaps), ".", color="black")
-    axes.invert_yaxis()
     axes.set(xlabel="nats per token; bars: means, dots: seeds", title=f"final held-out loss, difference to {baseline}")
     figure.savefig(path, dpi=120)
 

@@ -46,8 +46,6 @@ class Preset:
 
     def __post_init__(self) -> None:
         """Choose the baseline, and refuse arms that do not exist."""
-        if not self.arms:
-            raise ValueError("no arms; give `arms`, a section each")
         if not self.baseline:
             self.baseline = "adamw" if "adamw" in self.arms else next(iter(self.arms))
         for name in (self.baseline, *itertools.chain(*self.pairs)):

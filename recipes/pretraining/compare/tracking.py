@@ -3,7 +3,8 @@
 Each step's batch is split in two halves, whose gradients the moments average. At every measured step the gradient G of
 the whole training set is estimated from two sets of micro-batches. Products of independent halves have no bias from
 noise: they tell lag (squared distance of the moment's expectation from G) and noise (the moment's variance) apart.
-Estimates of lag may be below 0, and cosines above 1.
+Estimates of lag may be below 0, and cosines above 1. Clipped halves share one factor, which couples them: of clipped
+moments only the error, lag and noise together, has no bias.
 
 Sources: corrected gradient, equation (5) and clipping of Algorithm 2 of arXiv 2411.10438; simple noise scale, equation
 2.9 of arXiv 1812.06162.
@@ -272,9 +273,8 @@ def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the parameters of the whole model and of each of mars-m's roles, by index."""
-    groups = mars_hf.create(model, mars_type="mars-m").param_groups
     scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
-    for group in groups:
+    for group in mars_hf.create(model, mars_type="mars-m").param_groups:
         role = group["role"].replace("adamw", "embedding")
         scopes.setdefault(role, []).extend(map(names.index, group["param_names"]))
     return scopes
@@ -305,8 +305,8 @@ def table(rows: Sequence[Row], scope: str = "all") -> str:
     scale = f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."
     if drowned := len({row["step"] for row in rows if row["scope"] == scope and math.isnan(row["error"])}):
         scale += f" At {drowned} of the measured steps the gradient drowned in its noise."
-    titles = ("first moment", "error", "lag", "noise", "cosine", "Var(c) / Var(g)")
-    return "\n".join([f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * 5}", *lines, "", scale])
+    titles = "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |"
+    return "\n".join([titles, f"| --- |{' ---: |' * 5}", *lines, "", scale])
 
 
 def conclusion(rows: Sequence[Row], beta1: float) -> str:
@@ -316,8 +316,8 @@ def conclusion(rows: Sequence[Row], beta1: float) -> str:
         rows: of a TrackingProbe.
         beta1: what the run trained with; only its moments are compared, if it is in the grid.
     """
-    items = ((one, numbers["error"]) for one, numbers in medians(rows).items() if one.clip is None)
-    errors = {one: error for one, error in items if math.isfinite(error)}
+    measured = medians([row for row in rows if row["clip"] is None and math.isfinite(row["error"])])
+    errors = {moment: numbers["error"] for moment, numbers in measured.items()}
     errors = {moment: error for moment, error in errors.items() if moment.beta1 == beta1} or errors
     if not errors:
         return "the gradient drowned in its noise: measure with more --batches"
@@ -326,5 +326,5 @@ def conclusion(rows: Sequence[Row], beta1: float) -> str:
         best.setdefault(moment.form if moment.gamma else "none", moment)
     winner, *others = best.values()
     rivals = "; ".join(f"{moment} {errors[moment]:.3g}" for moment in others)
-    best_line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
-    return best_line + (f" ({rivals})" if rivals else "")
+    line = f"{winner} would have tracked the gradient best here: error {errors[winner]:.3g}"
+    return f"{line} ({rivals})" if rivals else line

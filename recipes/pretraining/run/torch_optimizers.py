@@ -51,9 +51,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ]
         rest = [group for group in groups if group["role"] != "matrix"]
         muon = torch.optim.Muon(matrices, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
-        self._parts: list[torch.optim.Optimizer] = [muon]
-        if rest:
-            self._parts.append(torch.optim.AdamW(rest, eps=eps))
+        self._parts = [muon, *([torch.optim.AdamW(rest, eps=eps)] if rest else [])]
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
@@ -86,8 +84,6 @@ def _by_scale(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _scaled(group: dict[str, Any]) -> dict[str, Any]:
     """Return the group as a step reads it: `scale` times the learning rate, and the same decay."""
     scale = group.get("scale", 1.0)
-    if scale == 1.0:
-        return group
     return {**group, "lr": scale * group["lr"], "weight_decay": group["weight_decay"] / scale}
 
 
