@@ -96,8 +96,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
                 "--clip_threshold 0"
             )
         return mars_hf.factory(training, mars_type=name.replace("_", "-"), **shared, **settings)
-    unknown = {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH
-    if unknown:
+    if unknown := {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH:
         raise ValueError(
             f"param_rules: optimizer {name} has no {', '.join(sorted(unknown))} of its own by name; it takes "
             f"{', '.join(sorted(_RULE_OF_TORCH))}"

@@ -108,8 +108,7 @@ def begin(output: Path, settings: dict[str, Any]) -> Run:
                 f"--output_dir {output} holds files that no run of this recipe made: {', '.join(foreign[:3])}; give "
                 "another folder"
             )
-    written = sorted({path for pattern in _WRITTEN for path in output.glob(pattern)} - {output / RUN})
-    if written:
+    if written := sorted({path for pattern in _WRITTEN for path in output.glob(pattern)} - {output / RUN}):
         aside = next(path for number in itertools.count(1) if not (path := output / f"earlier-{number}").exists())
         aside.mkdir()
         print(f"{output}: an earlier run's files are now in {aside}")
