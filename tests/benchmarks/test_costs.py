@@ -27,15 +27,13 @@ CPU = torch.device("cpu")
 # --- interleave.py ---------------------------------------------------------------------------------------------------
 
 
-def test_every_round_begins_with_another_contender_and_some_sit_out():
+def test_turns_and_ratios(monkeypatch):
+    """Every round begins with another contender, and ratios are taken within rounds."""
     order = []
     contenders = {name: (lambda name=name: order.append(name) or len(order)) for name in "abc"}
     measured = interleave.take_turns(contenders, 4, every={"b": 3})
     assert "".join(order) == "abc" + "ca" + "ca" + "abc"
     assert measured == {"a": [1, 5, 7, 8], "b": [2, None, None, 9], "c": [3, 4, 6, 10]}
-
-
-def test_ratio_is_taken_within_rounds(monkeypatch):
     # The second round is three times slower: the ratio of medians would be 1.
     assert interleave.ratio([2.0, 6.0, None], [1.0, 3.0, 2.0]) == 2.0
     assert interleave.ratio([2.0, 2.0, 2.0], [1.0, 1.0, 4.0]) == 2.0
@@ -48,9 +46,6 @@ def test_ratio_is_taken_within_rounds(monkeypatch):
 
 
 # --- step_cost.py ----------------------------------------------------------------------------------------------------
-
-OURS = "AdamW|^Mars$|take_grad|without|grad_norm|shampoo|mars-m|broken"
-CLIPS = {"AdamW fused + clip_grad_norm_", "Mars + clip_grad_norm_", "Mars max_grad_norm"}
 
 
 def player(name, work):
@@ -74,7 +69,7 @@ def test_step_cost(tmp_path, capsys, monkeypatch, work):
     monkeypatch.setattr(step_cost, "contenders", lambda: known)
     output = tmp_path / "step_cost.json"
     argv = ["--size", "tiny", "--device", "cpu", "--rounds", "2", "--output", str(output), "--contenders"]
-    step_cost.main([*argv, OURS])
+    step_cost.main([*argv, "AdamW|^Mars$|take_grad|without|grad_norm|shampoo|mars-m|broken"])
     result = json.loads(output.read_text())["sizes"]["tiny"]
     rows = result["contenders"]
     assert result["failed"] == {"broken": "ImportError: nothing here"} and not result["pairwise"]
@@ -82,28 +77,20 @@ def test_step_cost(tmp_path, capsys, monkeypatch, work):
     assert rows["AdamW fused"]["against_adamw"] == 1.0
     assert rows["AdamW fused + clip_grad_norm_"]["against_clipped_adamw"] == 1.0
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if isinstance(value, float))
-    clips = {name for name, row in rows.items() if row.get("clips")}
-    assert clips == CLIPS | {"Mars max_grad_norm, take_grad"}
+    assert {name for name, row in rows.items() if row.get("clips")} == {
+        *("AdamW fused + clip_grad_norm_", "Mars + clip_grad_norm_"),
+        *("Mars max_grad_norm", "Mars max_grad_norm, take_grad"),
+    }
+    matrices, steps = sum(param.numel() for param in work.params if param.ndim > 1), 4 * len(work.params)
+    expected = dict.fromkeys(("AdamW fused", "Mars", "Mars without last_grad", "mars-m"), 8 * work.numel + steps)
+    expected["Mars"] += 4 * matrices
+    assert expected == {name: rows[name]["state_bytes"] for name in expected}
     printed = capsys.readouterr().out
     assert all(f"| {name} " in printed for name in rows if name != step_cost.COPY)
     assert output.with_suffix(".png").stat().st_size > 10_000
     step_cost.main([*argv, "^Mars$", "--pairwise"])
     assert set(json.loads(output.read_text())["sizes"]["tiny"]["contenders"]) == {
         *("copy", "AdamW fused", "AdamW fused + clip_grad_norm_", "Mars")
-    }
-
-
-def test_bytes_of_state(work):
-    matrices, counted = sum(param.numel() for param in work.params if param.ndim > 1), {}
-    for name in ("AdamW fused", "Mars", "Mars without last_grad", "mars-m"):
-        one = player(name, work)
-        one()
-        counted[name] = one.state_bytes() - 4 * len(work.params)  # step counts
-    assert counted == {
-        "AdamW fused": 8 * work.numel,
-        "Mars": 8 * work.numel + 4 * matrices,
-        "Mars without last_grad": 8 * work.numel,
-        "mars-m": 8 * work.numel,  # first moment and last gradient
     }
 
 
@@ -121,26 +108,21 @@ def test_contenders_that_orthogonalize_take_the_same_matrices(work):
         assert sum(len(group["params"]) for group in mars.param_groups) == len(work.params)
 
 
-def test_contenders_leave_the_shared_gradients_as_they_were(work):
+def test_shared_gradients(work):
+    """Contenders leave them as they were; the last gradient is that of the turn before."""
     before = [[gradient.clone() for gradient in gradients] for gradients in work._gradients[True]]
-    norm = torch.cat([gradient.flatten() for gradient in before[0]]).norm()
-    assert norm > step_cost.MAX_NORM  # or clipping would do nothing
-    for name in step_cost.contenders():
-        if name.startswith(("AdamW", "Mars", "mars")):
-            one = player(name, work)
-            for _ in range(3):
-                one()
+    assert torch.cat([gradient.flatten() for gradient in before[0]]).norm() > step_cost.MAX_NORM  # or nothing clips
+    players = {
+        name: player(name, work) for name in step_cost.contenders() if name.startswith(("AdamW", "Mars", "mars"))
+    }
+    for one in players.values():
+        for _ in range(3):
+            one()
     torch.testing.assert_close(work._gradients[True], before, rtol=1e-5, atol=0)
     torch.testing.assert_close(work._gradients[False], before, rtol=0, atol=0)
-
-
-def test_last_gradient_is_that_of_the_turn_before(work):
-    one, matrix = player("Mars take_grad", work), next(param for param in work.params if param.ndim > 1)
-    one()
-    one()
-    last = one.optimizers[0].state[matrix]["last_grad"].data_ptr()
-    is_last = []
-    for turn in (1, 2):
+    matrix = next(param for param in work.params if param.ndim > 1)
+    last, is_last = players["Mars take_grad"].optimizers[0].state[matrix]["last_grad"].data_ptr(), []
+    for turn in (2, 3):
         work.present(turn)
         is_last.append(last == matrix.grad.data_ptr())
     assert is_last == [True, False]
@@ -154,29 +136,6 @@ def test_peak_memory_counts_what_is_held_at_once():
         return second, torch.empty(500)
 
     assert step_cost.peak_memory(call, CPU) == 4 * 4000
-
-
-def test_sessions_follow_memory():
-    names, baselines = list(step_cost.contenders()), {"AdamW fused", "AdamW fused + clip_grad_norm_"}
-    assert step_cost.sessions(names, 1000, 10**9, None) == [names]
-    assert step_cost.sessions(names, 1000, 10**4, None) == []
-    pairs = step_cost.sessions(names, 1000, 60_000, None)
-    assert len(pairs) == len(names) - 2 and all(len(pair) == 3 and baselines < set(pair) for pair in pairs)
-
-
-def test_sizes_are_those_of_gpt2():
-    """OpenAI's models have 50257 tokens; ours pad to 50304."""
-    published = {
-        "default": 1.334e6,
-        "28m": 27.8e6,
-        "small": 124.4e6,
-        "medium": 354.8e6,
-        "large": 774.0e6,
-        "xl": 1557.6e6,
-    }
-    with torch.device("meta"):
-        counts = {size: step_cost.gpt2.build(step_cost.SIZES[size], 1, 0).num_parameters() for size in published}
-    assert counts == pytest.approx(published, rel=2e-3)
 
 
 # --- train_cost.py ---------------------------------------------------------------------------------------------------
