@@ -190,25 +190,6 @@ def test_fused_projections(make, targets, split_fused, split):
 # --- several adapters, switching -------------------------------------------------------------------------------------
 
 
-def switch(model: PeftModel, name: str = "other") -> None:
-    """Make another adapter the active one, a new one where there is none of its name."""
-    if name not in model.peft_config:
-        model.add_adapter(name, config())
-    model.set_adapter(name)
-
-
-def test_optimizer_of_each_adapter():
-    model = adapted()
-    optimizers = {}
-    for name in ("other", "default"):
-        switch(model, name)
-        optimizers[name] = mars_hf.create(model, lr=1e-2)
-    for name in ("default", "other", "default"):
-        switch(model, name)
-        train(model, optimizers[name])
-        assert all(f".{name}." in param for param in trainable(model))
-
-
 def both_adapters() -> PeftModel:
     model = adapted()
     model.add_adapter("other", config())
@@ -216,7 +197,23 @@ def both_adapters() -> PeftModel:
     return model
 
 
-def test_optimizer_of_both_adapters():
+def switch(model: PeftModel) -> None:
+    """Make another adapter the active one, a new one where there is none."""
+    if "other" not in model.peft_config:
+        model.add_adapter("other", config())
+    model.set_adapter("other")
+
+
+def test_optimizers_of_adapters():
+    model, optimizers = adapted(), {}
+    model.add_adapter("other", config())
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        optimizers[name] = mars_hf.create(model, lr=1e-2)
+    for name in ("default", "other", "default"):
+        model.set_adapter(name)
+        train(model, optimizers[name])
+        assert all(f".{name}." in param for param in trainable(model))
     model = both_adapters()
     optimizer = mars_hf.create(model, lr=1e-2, weight_decay=0.1)
     train(model, optimizer)
@@ -225,15 +222,12 @@ def test_optimizer_of_both_adapters():
     assert all(".other." in name for name in trainable(model))
 
 
-@pytest.mark.parametrize("change", ["another adapter", "lora"])
-def test_step_that_trains_nothing_any_more(change):
-    model = adapted() if change == "another adapter" else gpt2()
+@pytest.mark.parametrize(("make", "change"), [(adapted, switch), (gpt2, lambda model: get_peft_model(model, config()))])
+def test_step_that_trains_nothing_any_more(make, change):
+    model = make()
     optimizer = mars_hf.create(model)
     train(model, optimizer)
-    if change == "another adapter":
-        switch(model)
-    else:
-        model = get_peft_model(model, config())
+    change(model)
     before = values(model)
     backward(model)
     with pytest.raises(RuntimeError, match=r"all parameters of this optimizer are frozen.*mars_hf\.create"):
@@ -244,16 +238,12 @@ def test_step_that_trains_nothing_any_more(change):
 # --- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def run(folder, model, change=None, checkpoint=None, optimizer=None, **settings):
+def run(folder, model, change=lambda model: None, checkpoint=None, optimizer=None, **settings):
     """Train, with a change of the model after the second step."""
-
-    class Change(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **_) -> None:
-            if change is not None and state.global_step == 2:
-                change(model)
-
+    callback = TrainerCallback()
+    callback.on_step_end = lambda args, state, control, model, **_: change(model) if state.global_step == 2 else None
     optimizer = optimizer or mars_hf.create(model, lr=1e-2, mars_type="mars-m")
-    made = trainer(arguments(folder, **settings), model, optimizers=(optimizer, None), callbacks=[Change])
+    made = trainer(arguments(folder, **settings), model, optimizers=(optimizer, None), callbacks=[callback])
     made.train(resume_from_checkpoint=checkpoint)
     return model
 
@@ -267,28 +257,29 @@ def test_trainer_with_a_known_adapter(tmp_path):
     [
         (switch, {}, {}, r"holds 0 of the model's .*missing: .*lora_A\.other"),
         (switch, {"bias": "lora_only"}, {}, r"missing: .*lora_A\.other"),  # biases train on: there is a gradient
-        ("merge", {}, {}, r"adapter 'default' is merged into .* 6 layers.*unmerge_adapter\(\)"),
+        (
+            lambda model: model.merge_adapter(),
+            {},
+            {},
+            r"adapter 'default' is merged into .* 6 layers.*unmerge_adapter\(\)",
+        ),
         # The inputs require gradients, so torch sees nothing wrong.
-        ("merge", {}, {"gradient_checkpointing": True}, "adapter 'default' is merged into"),
+        (lambda model: model.merge_adapter(), {}, {"gradient_checkpointing": True}, "adapter 'default' is merged into"),
     ],
 )
 def test_trainer_with_a_changed_adapter(tmp_path, change, adapters, settings, message):
-    change = (lambda model: model.merge_adapter()) if change == "merge" else change
     with pytest.raises(RuntimeError, match=message):
         run(tmp_path, adapted(**adapters), change, **settings)
 
 
-def test_trainer_that_begins_merged(tmp_path):
+def test_merged_models(tmp_path):
+    """A run that begins merged, and one of a model without its adapters."""
     model = adapted()
     optimizer = mars_hf.create(model)
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="is merged into"):
         run(tmp_path, model, optimizer=optimizer)
-
-
-def test_model_without_its_adapters(tmp_path):
-    model = adapted()
-    optimizer = mars_hf.create(model)
+    model.unmerge_adapter()
     merged = model.merge_and_unload()
     with pytest.raises(ValueError, match="no trainable parameter"):
         mars_hf.create(merged)
@@ -306,9 +297,8 @@ def test_resume(tmp_path, mars_type):
         optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2, param_rules=rules)
         return run(folder, model, checkpoint=checkpoint, optimizer=optimizer, **settings)
 
-    whole = go(tmp_path / "whole", max_steps=4)
-    go(tmp_path / "parts", max_steps=2, save_strategy="steps", save_steps=2)
-    resumed = go(tmp_path / "parts", str(tmp_path / "parts" / "checkpoint-2"), max_steps=4)
+    whole = go(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    resumed = go(tmp_path, str(tmp_path / "checkpoint-2"), max_steps=4)
     assert changed(whole, values(resumed)) == set()
 
 

@@ -1,4 +1,4 @@
-"""Workflows, pins, the tests' own processes, and the wheel and the sdist: built, installed and used elsewhere."""
+"""Workflows, pins, and the wheel and the sdist: built, installed and used elsewhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +26,6 @@ from packaging.version import Version
 import mars_hf
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = pytest.Config.ArgsSource
 
 
 def read(name: str) -> str:
@@ -51,41 +49,29 @@ def steps(name: str) -> list[dict[str, Any]]:
 
 
 def test_workflows_and_templates() -> None:
+    """They are complete, and their commands name files, extras and markers that exist."""
     assert set(WORKFLOWS) == {"lint", "tests", "wheel", "release"}
     templates = {path.stem: load(path) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
     assert set(templates) == {"bug", "feature", "config"} and all(templates.values())
-
-
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_workflow_is_complete(name: str) -> None:
-    workflow = WORKFLOWS[name]
-    assert workflow["name"] == name and workflow["on"] and workflow["permissions"] == {"contents": "read"}
-    for job in workflow["jobs"].values():
-        assert ("uses" in job) != ("runs-on" in job and bool(job["steps"]))
-        assert set(job.get("needs", "").split()) <= set(workflow["jobs"])
-        assert "uses" not in job or (ROOT / job["uses"]).is_file()
-    for step in steps(name):
-        assert ("run" in step) != ("uses" in step) and "@" in step.get("uses", "@"), step
-        assert "cache" not in step.get("with", {}) or (ROOT / step["with"]["cache-dependency-path"]).is_file()
-
-
-def files_named_by(words: list[str]) -> list[str]:
-    """Return the words that look like files: with a slash, or with a suffix that files of the repository have."""
-    plain = [word for word in words if not word.startswith(("-", ".[", "dist/")) and " " not in word]
-    named = [word for word in plain if "/" in word or re.search(r"\.(py|txt|cfg|toml|ya?ml|md|json)$", word)]
-    return [name.partition("::")[0] for name in named]
-
-
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_commands_name_files_extras_and_markers_that_exist(name: str) -> None:
     markers = re.findall(r'^    "(\w+): ', read("pyproject.toml"), re.MULTILINE)
-    for words in (shlex.split(line) for step in steps(name) for line in step.get("run", "").splitlines()):
-        assert [file for file in files_named_by(words) if not (ROOT / file).exists()] == []
-        extras = {extra for word in words if word.startswith(".[") for extra in word[2:-1].split(",")}
-        assert extras <= set(SETTINGS["options.extras_require"])
-        if "pytest" in words and "-m" in words[words.index("pytest") :]:
-            expression = words[words.index("-m", words.index("pytest")) + 1]
-            assert set(re.findall(r"\w+", expression)) <= {*markers, "not", "and", "or"}, expression
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["name"] == name and workflow["on"] and workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert ("uses" in job) != ("runs-on" in job and bool(job["steps"]))
+            assert set(job.get("needs", "").split()) <= set(workflow["jobs"])
+            assert "uses" not in job or (ROOT / job["uses"]).is_file()
+        for step in steps(name):
+            assert ("run" in step) != ("uses" in step) and "@" in step.get("uses", "@"), step
+            assert "cache" not in step.get("with", {}) or (ROOT / step["with"]["cache-dependency-path"]).is_file()
+            for line in step.get("run", "").splitlines():
+                plain = [word for word in shlex.split(line) if not re.match(r"-|\.\[|dist/|.* ", word)]
+                files = [word for word in plain if re.search(r"/|\.(py|txt|cfg|toml|ya?ml|md|json)$", word)]
+                assert [file for file in files if not (ROOT / file.partition("::")[0]).exists()] == []
+                for extras in re.findall(r"\.\[([\w,]+)\]", line):
+                    assert set(extras.split(",")) <= set(SETTINGS["options.extras_require"])
+                for expression in re.findall(r'pytest -m "([^"]+)"', line):
+                    assert set(re.findall(r"\w+", expression)) <= {*markers, "not", "and", "or"}
+    assert [step["run"] for step in steps("tests") if step.get("run", "") not in read("CONTRIBUTING.md")] == []
 
 
 def test_only_publishing_may_ask_for_an_identity() -> None:
@@ -96,10 +82,6 @@ def test_only_publishing_may_ask_for_an_identity() -> None:
     assert not any("checkout" in used for used in uses)  # no code of the repository runs with that identity
     sent = [step["with"]["name"] for step in steps("wheel") if "upload-artifact" in step.get("uses", "")]
     assert sent == [jobs["publish"]["steps"][0]["with"]["name"]]
-
-
-def test_contributing_names_the_commands_that_workflows_run() -> None:
-    assert [step["run"] for step in steps("tests") if step.get("run", "") not in read("CONTRIBUTING.md")] == []
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
@@ -137,14 +119,12 @@ def test_floors_are_the_oldest_pins_and_the_newest_satisfy_them() -> None:
     assert floors == pins("constraints-oldest.txt")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "CONTRIBUTING.md"])
-def test_pages_install_the_pinned_torch(page: str) -> None:
-    assert re.findall(r"pip install torch==(\S+)", read(page)) == [str(pins("constraints.txt")["torch"])]
-
-
-def test_hooks_run_the_pinned_ruff() -> None:
+def test_pages_and_hooks_have_the_pinned_versions() -> None:
+    newest = pins("constraints.txt")
+    for page in ("README.md", "docs/index.md", "CONTRIBUTING.md"):
+        assert re.findall(r"pip install torch==(\S+)", read(page)) == [str(newest["torch"])], page
     revisions = {repo["repo"]: repo.get("rev") for repo in load(ROOT / ".pre-commit-config.yaml")["repos"]}
-    assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{pins('constraints.txt')['ruff']}"
+    assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{newest['ruff']}"
 
 
 def test_citation_names_this_version_and_both_papers() -> None:
@@ -157,39 +137,7 @@ def test_citation_names_this_version_and_both_papers() -> None:
     assert all(paper["title"] and paper["authors"] and paper["year"] for paper in citation["references"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, 2),  # a run of all tests takes every core
-        ({"source": SOURCES.ARGS}, None),
-        ({"worker": "gw0"}, None),
-        ({"plugin": False}, None),
-        ({"usepdb": True}, None),
-        ({"numprocesses": 3}, 3),
-    ],
-    ids=str,
-)
-def test_processes_of_a_test_run(pytestconfig, monkeypatch, changes, expected) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    if "worker" in changes:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", changes["worker"])
-    option = SimpleNamespace(**{"usepdb": False, "numprocesses": None, "dist": "no", **changes})
-    manager = SimpleNamespace(hasplugin=lambda name: changes.get("plugin", True))
-    config = SimpleNamespace(option=option, args_source=changes.get("source", SOURCES.TESTPATHS), pluginmanager=manager)
-    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
-    conftest.pytest_cmdline_main(config)
-    assert option.numprocesses == expected
-
-
 # --- the wheel and the sdist ------------------------------------------------------------------------------------------
-
-
-class Distributions(NamedTuple):
-    """One build of the repository."""
-
-    wheel: Path
-    sdist: Path
 
 
 def run(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
@@ -214,106 +162,80 @@ def repository_files() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the repository, so that old egg-info or build folders cannot affect the build."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the sdist of a copy, without old egg-info or build folders, and the wheel from the unpacked sdist."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
-    copy = tmp_path_factory.mktemp("source")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in repository_files():
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, target)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Distributions:
-    """Build the sdist, and the wheel from the unpacked sdist."""
-    out = tmp_path_factory.mktemp("dist")
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source], out)
-    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
-    assert len(list(out.iterdir())) == 2
-    return Distributions(wheel, sdist)
+    sdist, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)
+    return wheel, sdist
 
 
-@pytest.fixture(scope="module")
-def python(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of a new environment: the wheel first, then this one's packages without editable installs."""
-    folder = tmp_path_factory.mktemp("environment")
+@pytest.mark.slow
+def test_built_files(built: tuple[Path, Path]) -> None:
+    """Both have everything, and the wheel nothing else."""
+    wheel, sdist = built
+    assert run([sys.executable, "-m", "twine", "check", "--strict", *built], wheel.parent).count("PASSED") == 2
+    files = set(repository_files())
+    package = {name for name in files if name.startswith("mars_hf/")}
+    package |= {f"mars_hf/{name}" for name in files if name.startswith("accelerate_configs/")}
+    assert {"mars_hf/py.typed", "mars_hf/kernels/cpu.cpp", "mars_hf/accelerate_configs/zero2_offload.yaml"} <= package
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if not name.endswith("/") and ".dist-info/" not in name} == package
+    with tarfile.open(sdist) as archive:
+        assert files - {member.name.partition("/")[2] for member in archive.getmembers()} <= {".gitignore"}
+
+
+# With gamma 0 and no clipping MARS equals PyTorch's AdamW; TrainingArguments know MARS under `run`.
+SCRIPT = """
+import pathlib, sys, torch, mars_hf
+from transformers import TrainingArguments
+assert pathlib.Path(sys.prefix) in pathlib.Path(mars_hf.__file__).parents, mars_hf.__file__
+torch.manual_seed(0)
+ours, theirs = (torch.nn.Parameter(torch.ones(40, 30)) for _ in range(2))
+settings = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+mars = mars_hf.Mars([ours], gamma=0.0, clip_threshold=None, fused=True, **settings)
+adamw = torch.optim.AdamW([theirs], **settings)
+for _ in range(3):
+    ours.grad = torch.randn(40, 30)
+    theirs.grad = ours.grad.clone()
+    mars.step(), adamw.step()
+torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+mars = mars_hf.Mars([ours], fused=True)
+mars.step()
+assert not torch.equal(ours, theirs)
+print(TrainingArguments('out', optim='mars_adamw', use_cpu=True, report_to=[]).optim.value)
+"""
+
+
+@pytest.mark.slow
+def test_installed_package(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """In a new environment: the wheel first, then this one's packages without editable installs."""
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        pytest.skip("needs a C++ compiler")
+    folder, cache, script = tmp_path / "environment", tmp_path / "cache", tmp_path / "script.py"
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     place = {"base": str(folder), "platbase": str(folder)}
-    binary = Path(sysconfig.get_path("scripts", "venv", place)) / Path("python").with_suffix(
-        Path(sys.executable).suffix
+    name = Path("python").with_suffix(Path(sys.executable).suffix)
+    python = Path(sysconfig.get_path("scripts", "venv", place)) / name
+    run(
+        [sys.executable, "-m", "pip", "--python", python, *"install --quiet --no-deps --no-index".split(), built[0]],
+        folder,
     )
-    install = [sys.executable, "-m", "pip", "--python", binary, "install", "--quiet", "--no-deps", "--no-index"]
-    run([*install, built.wheel], folder)
     # Only now: otherwise pip could replace this environment's mars_hf. Paths in a .pth file come after
     # the environment's own packages, and .pth files behind it, which editable installs use, are not read.
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    site = Path(sysconfig.get_path("purelib", "venv", place))
-    (site / "others.pth").write_text("\n".join(others) + "\n")
-    return binary
-
-
-@pytest.mark.slow
-def test_built_files(source: Path, built: Distributions) -> None:
-    """Both have everything, and the wheel nothing else."""
-    said = run([sys.executable, "-m", "twine", "check", "--strict", *built], built.wheel.parent)
-    assert said.count("PASSED") == 2
-    package = {path.relative_to(source).as_posix() for path in (source / "mars_hf").rglob("*") if path.is_file()}
-    package |= {f"mars_hf/accelerate_configs/{path.name}" for path in (source / "accelerate_configs").iterdir()}
-    with zipfile.ZipFile(built.wheel) as archive:
-        found = {name for name in archive.namelist() if not name.endswith("/") and ".dist-info/" not in name}
-    assert found == package
-    # The comparison is with the repository; these must be in both.
-    assert {"mars_hf/py.typed", "mars_hf/accelerate_configs/zero2_offload.yaml"} <= found
-    assert any(name.endswith(".cpp") for name in found)
-    with tarfile.open(built.sdist) as archive:
-        found = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    assert set(repository_files()) - found <= {".gitignore"}
-
-
-@pytest.mark.slow
-def test_installed_package_steps_with_its_own_kernels(python: Path, tmp_path: Path) -> None:
-    """With gamma 0 and no clipping MARS equals PyTorch's AdamW."""
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        pytest.skip("needs a C++ compiler")
-    script = tmp_path / "step.py"
-    script.write_text(
-        "import pathlib, sys, torch, mars_hf\n"
-        "assert pathlib.Path(sys.prefix) in pathlib.Path(mars_hf.__file__).parents, mars_hf.__file__\n"
-        "torch.manual_seed(0)\n"
-        "ours, theirs = (torch.nn.Parameter(torch.ones(40, 30)) for _ in range(2))\n"
-        "settings = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)\n"
-        "mars = mars_hf.Mars([ours], gamma=0.0, clip_threshold=None, fused=True, **settings)\n"
-        "adamw = torch.optim.AdamW([theirs], **settings)\n"
-        "for _ in range(3):\n"
-        "    ours.grad = torch.randn(40, 30)\n"
-        "    theirs.grad = ours.grad.clone()\n"
-        "    mars.step(), adamw.step()\n"
-        "torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)\n"
-        "mars = mars_hf.Mars([ours], fused=True)\n"
-        "mars.step()\n"
-        "assert not torch.equal(ours, theirs)\n"
-    )
-    cache = tmp_path / "cache"
-    run([python, "-I", script], tmp_path, XDG_CACHE_HOME=str(cache))
+    (Path(sysconfig.get_path("purelib", "venv", place)) / "others.pth").write_text("\n".join(others) + "\n")
+    script.write_text(SCRIPT)
+    command = [python, "-I", "-m", "mars_hf"]
+    assert "mars_adamw" in run([*command, "run", script], tmp_path, XDG_CACHE_HOME=str(cache))
     assert list(cache.glob("mars_hf/*.so")), "no kernel was compiled from the installed source"
-
-
-@pytest.mark.slow
-def test_installed_commands(python: Path, tmp_path: Path) -> None:
-    assert "to_universal" in run([python, "-I", "-m", "mars_hf", "--help"], tmp_path)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from transformers import TrainingArguments\n"
-        "print(TrainingArguments('out', optim='mars_adamw', use_cpu=True, report_to=[]).optim.value)\n"
-    )
-    assert "mars_adamw" in run([python, "-I", "-m", "mars_hf", "run", script], tmp_path)
-    folder = Path(run([python, "-I", "-m", "mars_hf", "configs"], tmp_path).splitlines()[-1])
-    assert python.parents[1] in folder.parents
-    installed, configs = (
-        {path.name: path.read_bytes() for path in place.glob("*.yaml")}
-        for place in (folder, ROOT / "accelerate_configs")
-    )
-    assert installed == configs != {}
+    assert "to_universal" in run([*command, "--help"], tmp_path)
+    configs = Path(run([*command, "configs"], tmp_path).splitlines()[-1])
+    assert folder in configs.parents
+    installed = {path.name: path.read_bytes() for path in configs.glob("*.yaml")}
+    assert installed == {path.name: path.read_bytes() for path in (ROOT / "accelerate_configs").glob("*.yaml")} != {}

@@ -20,13 +20,10 @@ from mars_hf.summary import trained_groups
 RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(6, 4)
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
+def small() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"wte": nn.Embedding(6, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    )
 
 
 def by_name(optimizer: Mars, key: str) -> dict:
@@ -132,19 +129,14 @@ def test_norms_and_biases():
     assert names(mars_hf.create(model), "matrix") == ["2.weight", "3.weight"]
 
 
-class Odd(nn.Module):
-    """A projection, and parameters that are not one."""
+class Odd(nn.ModuleDict):
+    """Projections, and parameters that are not one."""
 
     def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.grouped = nn.ModuleList([nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, groups=4)])
-        self.norm = nn.LayerNorm((3, 4))
-        self.latents = nn.Parameter(torch.ones(3, 4))
-        self.r_w_bias = nn.Parameter(torch.ones(2, 4))
-        self.gate = nn.Linear(4, 1)
-        self.score = nn.Linear(4, 3)
+        super().__init__({"table": nn.Embedding(7, 4), "layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        self["grouped"] = nn.ModuleList([nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, groups=4)])
+        self.update({"norm": nn.LayerNorm((3, 4)), "gate": nn.Linear(4, 1), "score": nn.Linear(4, 3)})
+        self.latents, self.r_w_bias = params((3, 4), (2, 4))
 
 
 REASONS = {
@@ -160,13 +152,12 @@ REASONS = {
 }
 
 
-def left_out(**settings) -> dict[str, str]:
-    groups = mars_hf.create(Odd(), **settings).param_groups
-    assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
-    return {name: reason for group in groups for name, reason in group.get("left_out", {}).items()}
-
-
 def test_reasons():
+    def left_out(**settings) -> dict[str, str]:
+        groups = mars_hf.create(Odd(), **settings).param_groups
+        assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
+        return {name: reason for group in groups for name, reason in group.get("left_out", {}).items()}
+
     assert left_out(mars_type="mars-m") == left_out(mars_type="mars-shampoo") == REASONS
     assert left_out() == left_out(mars_type="mars-lion") == {}
     excluded = {**REASONS, "layers.1.weight": "role 'adamw' in param_rules"}
@@ -210,7 +201,7 @@ def test_rules_win_over_lr_embeddings(mars_type, role, optimize_1d):
     for stated, lr in (({}, 0.5), ({"lr": 0.1, "lr_1d": 0.1}, 0.1)):
         rules = [("wte.*", {"role": role, **stated})]
         settings = {"mars_type": mars_type, "optimize_1d": optimize_1d, "lr_embeddings": 0.5, "param_rules": rules}
-        assert by_name(mars_hf.create(Small(), **settings), "lr")["wte.weight"] == lr
+        assert by_name(mars_hf.create(small(), **settings), "lr")["wte.weight"] == lr
 
 
 @pytest.mark.parametrize(
@@ -222,18 +213,14 @@ def test_lr_embeddings_without_embeddings(model, message):
         mars_hf.create(model, lr_embeddings=0.5)
 
 
-def part(**children: nn.Module) -> nn.Module:
-    return nn.ModuleDict(children)
-
-
 def classifier(getter) -> nn.Module:
     """Return a model with a getter of its head, as timm has it."""
-    model = part(body=nn.Linear(4, 4), to_labels=nn.Linear(4, 3))
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "to_labels": nn.Linear(4, 3)})
     model.get_classifier = getter(model)
     return model
 
 
-SCORE = nn.Linear(4, 3)
+SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +250,7 @@ def test_heads(model, heads):
 
 def test_first_match_wins():
     rules = [("a.*", {"lr": 1e-2}), ("*.bias", {"lr_1d": 5e-3}), ("*.weight", {"gamma": 0.1})]
-    model = Small()
+    model = small()
     optimizer = mars_hf.create(model, lr=1e-3, param_rules=rules[:2])
     patterns = [None, None, "a.*", "a.*", "*.bias"]
     assert [group.get("pattern") for group in trained_groups(optimizer.param_groups, model)] == patterns
@@ -274,7 +261,7 @@ def test_first_match_wins():
         ("vector", 5e-3, ["a.bias"]),
         ("vector", 5e-3, ["b.bias", "norm.bias"]),
     ]
-    gammas = by_name(mars_hf.create(Small(), param_rules=rules), "gamma")
+    gammas = by_name(mars_hf.create(small(), param_rules=rules), "gamma")
     assert {name for name, gamma in gammas.items() if gamma == 0.1} == {"wte.weight", "b.weight", "norm.weight"}
 
 
@@ -290,7 +277,7 @@ def test_every_setting(name):
     mars_type = "mars-adamw" if name == "role" else "mars-m"
     rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
     pattern = "*.bias" if name in KEYS_1D else "a.weight"
-    optimizer = mars_hf.create(Small(), mars_type=mars_type, param_rules=[(pattern, rule)])
+    optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)])
     key = name.removesuffix("_1d") if name in KEYS_1D else name
     assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
 
@@ -298,7 +285,7 @@ def test_every_setting(name):
 def test_rules_win_over_arguments():
     settings = {"lr": 1e-3, "lr_1d": 2e-3, "weight_decay": 0.1, "weight_decay_1d": 0.2, "betas_1d": OTHERS}
     rules = [("a.weight", {"role": "vector"}), ("b.weight", {"role": "adamw"}), ("wte.*", {"weight_decay": 0.3})]
-    optimizer = mars_hf.create(Small(), param_rules=rules, **settings)
+    optimizer = mars_hf.create(small(), param_rules=rules, **settings)
     made = [(group["role"], group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert made[1:] == [
         ("vector", 2e-3, 0.2, OTHERS),
@@ -363,7 +350,7 @@ def test_update_rule():
     ],
 )  # fmt: skip
 def test_wrong_rules(rules, message):
-    model = Small()
+    model = small()
     model.norm.requires_grad_(False)
     with pytest.raises((ValueError, TypeError), match=message):
         mars_hf.create(model, param_rules=rules)
@@ -429,7 +416,6 @@ def test_ways_into_trainer(tmp_path, way):
 
 
 def test_loaded_state():
-    with_rules = mars_hf.create(Small(), param_rules=[("*", {"gamma": 0.1})])
-    without = mars_hf.create(Small())
+    with_rules, without = mars_hf.create(small(), param_rules=[("*", {"gamma": 0.1})]), mars_hf.create(small())
     without.load_state_dict(with_rules.state_dict())
     assert {(group.get("pattern"), group["gamma"]) for group in without.param_groups} == {(None, 0.1)}

@@ -85,18 +85,13 @@ def test_search_that_diverges_goes_down():
     assert runs[5] == ((6.25e-5, 5e-4), 100) and len(runs) < 25
 
 
-def test_best_counts_rates_with_all_seeds_only():
+def test_best_rates_and_settings_of_a_run():
+    """Rates with all seeds count; settings follow the rate; a report marks the best one."""
     losses = {(1e-3,): {1: 5.0, 2: 4.0}, (2e-3,): {1: 4.0, 2: 4.5}, (4e-3,): {1: 4.1}}
     assert tune.best(losses) == tune.best({(1e-3,): {1: math.nan}, (2e-3,): {1: 5.0}}) == (2e-3,)
-
-
-def test_settings_follow_the_rate():
     argv = Search("finetuning").argv("mars_adamw full mars_shampoo", (8e-3,), 1)
     assert argv[argv.index("--optim_args") + 1] == "beta1=0.95,lr_1d=0.001"
     assert argv[-4:] == ["--learning_rate", "0.008", "--seed", "1"]
-
-
-def test_report_marks_the_best_rate():
     lines = Search("tasks").report(RESULTS["tasks"]["runs"]).splitlines()[2:]
     assert len(lines) == 9 and all(line.count("**") == 2 and "not ended" not in line for line in lines)
     diverged = {"recipe": "sft_lora", "optim": "mars_m", "learning_rate": 4e-3, "seed": 42, "eval_loss": None}
@@ -105,10 +100,9 @@ def test_report_marks_the_best_rate():
 
 @pytest.mark.parametrize("name", [name for name, spec in tune.SEARCHES.items() if "panel" in spec])
 def test_pictures(tmp_path, name):
-    for share in (1, 20):
-        Search(name).draw(RESULTS[name]["runs"][::share], tmp_path / "rates.png")
-        with Image.open(tmp_path / "rates.png") as picture:
-            picture.verify()
+    Search(name).draw(RESULTS[name]["runs"][::20], tmp_path / "rates.png")
+    with Image.open(tmp_path / "rates.png") as picture:
+        picture.verify()
 
 
 def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -165,14 +159,11 @@ def test_every_shipped_run_is_of_an_arm():
         assert {Search(name).arm_of(row) for row in RESULTS[name]["runs"]} == arms
 
 
-def test_preset_has_the_best_rates():
-    for arm, settings in presets.load("controls").arms.items():
-        assert (settings["learning_rate"], settings["lr_embeddings"]) == tune.best(LOSSES["controls"][arm]), arm
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "nadamw", "muon", "mars_adamw", "mars_m"])
 def test_default_job_has_the_best_settings_of_controls(optimizer):
     losses, preset = LOSSES["controls"], presets.load("controls")
+    for name, settings in preset.arms.items():
+        assert (settings["learning_rate"], settings["lr_embeddings"]) == tune.best(losses[name]), name
     lowest = {
         arm: losses[arm][tune.best(losses[arm])][100]
         for arm, settings in preset.arms.items()
