@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import subprocess
 import sys
@@ -14,8 +13,8 @@ import pytest
 import torch
 from pretraining.run import arguments, optimizers, report
 from pretraining.run.errors import one_line_errors
-from pretraining.run.torch_optimizers import GammaSchedule, MuonWithAdamW
-from test_pretrain_gpt2 import SCRIPT, launch
+from pretraining.run.torch_optimizers import GammaSchedule
+from test_pretrain_gpt2 import SCRIPT
 from transformers import TrainerControl, TrainerState
 
 import mars_hf
@@ -69,18 +68,12 @@ def test_config_section_and_command_line():
         "lr_scheduler_kwargs: {min_lr: 3e-5}\nparam_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n",
     )
     run = parse(*config, "--n_layer", "1", "--beta2", "0.7")
-    assert (run.model.n_layer, run.optimizer.optimizer, run.optimizer.beta1, run.optimizer.beta2) == (
-        1,
-        "adamw",
-        0.8,
-        0.7,
-    )
+    assert (run.model.n_layer, run.optimizer.optimizer) == (1, "adamw")
+    assert (run.optimizer.beta1, run.optimizer.beta2) == (0.8, 0.7)
     assert (run.training.learning_rate, run.training.weight_decay) == (1e-3, 0.3)
     assert run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
     (group,) = (group for group in make(gpt2(), *config).param_groups if group["lr"] == 2e-3)
     assert group["param_names"] == ["transformer.wte.weight"]
-    sizes = {"embedded", "llama", *(f"gpt2-{size}" for size in ("small", "medium", "large", "xl"))}
-    assert {path.stem for path in arguments.CONFIGS.glob("*.yaml")} == sizes
     run = parse("--config", "llama", "--model_type", "phi3")
     model, training = run.model, run.training
     assert (model.model_type, model.n_head, model.n_kv_head, model.n_inner) == ("phi3", 4, 2, 352)
@@ -93,7 +86,6 @@ def test_config_section_and_command_line():
         ("--config gpt2-tiny", r"--config 'gpt2-tiny': no such file, and not one of .* \(embedded, gpt2-"),
         ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
         ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
-        ("--optim_args gamma=1", "would be ignored"),
         ("--max_steps -1", "--max_steps -1: the recipe does not count epochs; give a number of steps"),
         ("--metric_for_best_model accuracy", "--metric_for_best_model accuracy: accepted: loss"),
         (f"--max_steps {10**400}", "give a number below 2"),
@@ -203,13 +195,12 @@ def test_every_optimizer_takes_a_rate_for_embeddings(optimizer):
 
 @pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
 def test_settings_of_newton_schulz_reach_the_optimizer(optimizer):
-    argv = ["--optimizer", optimizer, "--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none"]
-    groups = make(gpt2(), *argv).param_groups
+    config = write("own.yaml", f"optimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")  # no lr_embeddings
+    mars = make(gpt2(), *config, "--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none")
+    groups, rates = mars.param_groups, rates_of(mars)
     assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
     assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
     assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
-    config = write("own.yaml", f"optimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")
-    rates = rates_of(make(gpt2(), *config))  # without a rate of embeddings
     assert {rates[name] for name in EMBEDDINGS} == {0.02}
     argv = ["--optimizer", optimizer, "--param_rules", '[["*.w[tp]e.weight", {"role": "matrix"}]]']
     groups = make(gpt2(), *argv).param_groups
@@ -218,11 +209,8 @@ def test_settings_of_newton_schulz_reach_the_optimizer(optimizer):
 
 
 def test_mars_and_adamw():
-    lion, exact = (
-        make(gpt2(), "--optimizer", "mars_lion", "--clip_threshold", "0"),
-        make(gpt2(), "--is_approx", "false"),
-    )
-    assert isinstance(lion, mars_hf.Mars) and exact.is_exact
+    assert make(gpt2(), "--is_approx", "false").is_exact
+    lion = make(gpt2(), "--optimizer", "mars_lion", "--clip_threshold", "0")
     assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
     argv = ["--optimizer", "adamw", "--param_rules", '[["*.wte.weight", {"weight_decay": 0}]]', "--beta1", "0.8"]
     model = gpt2()
@@ -232,57 +220,30 @@ def test_mars_and_adamw():
     assert decayed == {name for name, param in model.named_parameters() if param.ndim == 2 and "wte" not in name}
 
 
-MUON = (
-    "--config",
-    "plain.yaml",
-    "--learning_rate",
-    "0.01",
-    "--lr_1d",
-    "0.003",
-    "--weight_decay",
-    "0.1",
-    "--beta1",
-    "0.9",
-)
-
-
 def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest():
-    model = gpt2()
-    optimizer, twin, steps = make(model, "--optimizer", "muon", *MUON), copy.deepcopy(model), gradients(model)
-    matrices, params = of_role(model, optimizer, "matrix"), list(twin.parameters())
-    names = [name for name, _ in model.named_parameters()]
-    assert isinstance(optimizer, MuonWithAdamW)
-    assert {names[index].split(".")[-2] for index in matrices} == {"c_attn", "c_proj", "c_fc"}
-    settings = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon([params[index] for index in matrices], **settings)
+    """At half the rates, by a schedule; MARS-M without clipping at gamma 1 - beta1 too, but for bfloat16's rounding."""
+    settings = "--config plain.yaml --learning_rate 0.02 --lr_1d 0.006 --weight_decay 0.1 --beta1 0.9".split()
+    unclipped = ("--optimizer", "mars_m", "--clip_threshold", "0", "--split_fused", "none", "--gamma")
+    ends, steps = [], gradients(gpt2())
+    for words in (("--optimizer", "muon"), (*unclipped, "0.1"), (*unclipped, "0")):
+        model = gpt2()
+        optimizer = make(model, *settings, *words)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+        ends.append(train(model, optimizer, steps))
+    assert isinstance(optimizer, mars_hf.Mars)
+    matrices, twin = of_role(model, optimizer, "matrix"), gpt2()
+    params, start = list(twin.parameters()), [param.detach().double().clone() for param in twin.parameters()]
+    muon = torch.optim.Muon(
+        [params[index] for index in matrices], lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
     rest = [param for index, param in enumerate(params) if index not in matrices]
     adamw = torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
     both = SimpleNamespace(step=lambda: (muon.step(), adamw.step()))
-    for one, other in zip(train(model, optimizer, steps), train(twin, both, steps), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_muon_follows_a_schedule():
-    model = gpt2()
-    before = [param.detach().double() for param in model.parameters()]
-    optimizer = make(model, "--config", "plain.yaml", "--optimizer", "muon")
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)
-    assert all(map(torch.equal, train(model, optimizer, gradients(model, 1)), before))
-
-
-def test_mars_m_without_clipping_at_gamma_one_minus_beta1_is_muon():
-    """The control that the comparison rests on: both iterate in bfloat16, whose rounding is the tolerance."""
-    argv = ("--optimizer", "mars_m", *MUON, "--clip_threshold", "0", "--split_fused", "none", "--gamma")
-    start, steps, ends = [param.detach().double() for param in gpt2().parameters()], gradients(gpt2()), []
-    for words in ((*argv, "0.1"), (*argv, "0"), ("--optimizer", "muon", *MUON)):
-        model = gpt2()
-        optimizer = make(model, *words)
-        ends.append(train(model, optimizer, steps))
-    mars, apart, muon = ends
-    for one, two, zero in zip(mars, muon, start, strict=True):
-        assert (one - two).norm() <= 0.02 * (two - zero).norm()
-    index = of_role(model, optimizer, "matrix")[0]  # without the correction it is another optimizer
-    assert (apart[index] - muon[index]).norm() > 0.1 * (muon[index] - start[index]).norm()
+    for one, expected, mars, zero in zip(ends[0], train(twin, both, steps), ends[1], start, strict=True):
+        assert torch.equal(one, expected)
+        assert (mars - one).norm() <= 0.02 * (one - zero).norm()
+    index = matrices[0]  # without the correction it is another optimizer
+    assert (ends[2][index] - ends[0][index]).norm() > 0.1 * (ends[0][index] - start[index]).norm()
 
 
 def test_nadamw_is_nesterov_adam_with_decoupled_decay():
@@ -303,21 +264,6 @@ def test_nadamw_is_nesterov_adam_with_decoupled_decay():
             value = value - 0.01 * ahead / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
         # Updates are 0.01; NAdam keeps its product in float32.
         torch.testing.assert_close(ends[index], value, rtol=0, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_mars_without_clipping_at_gamma_one_minus_beta1_is_nadamw_once_started():
-    """Bias corrections differ in the first steps; after 150 nothing does, with the second moment of the gradients."""
-    shared = ("--config", "plain.yaml", "--learning_rate", "0.001", "--weight_decay", "0", "--beta1", "0.9")
-    mars = ("--optimizer", "mars_adamw", "--gamma", "0.1", "--clip_threshold", "0", "--second_moment", "gradient")
-    moves, steps = [], gradients(gpt2(), 250)
-    for argv in (mars, ("--optimizer", "nadamw")):
-        model = gpt2().double()
-        optimizer = make(model, *shared, "--beta2", "0.95", *argv)
-        middle, end = (train(model, optimizer, part) for part in (steps[:150], steps[150:]))
-        moves.append([end[index] - middle[index] for index in of_role(model, optimizer, "matrix")])
-    for mine, theirs in zip(*moves, strict=True):
-        assert (mine - theirs).norm() < 1e-4 * theirs.norm()
 
 
 @pytest.mark.parametrize(
@@ -388,13 +334,6 @@ def test_environment_that_is_no_number(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         one_line_errors("program")(lambda: None)()
     assert "LOCAL_WORLD_SIZE=two in the environment is not a number" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_print_one_line():
-    ended = launch("--optimizer", "sgd", "--output_dir", "run", config="cpu_ddp", code=1)
-    assert ended.stderr.count("optimizer 'sgd' is unknown") == 1
 
 
 ENDING = """
