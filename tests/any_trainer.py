@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from reference import Reference
+from reference import clip, place, references, trajectory
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -17,73 +17,6 @@ import mars_hf
 STEPS = 3
 LR_1D = 5e-3
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "gamma": 0.05}
-
-
-def straight_line(
-    weights: dict[str, nn.Parameter],
-    loss: Callable[[Any], Tensor],
-    batches: list[Any],
-    *,
-    exact: bool,
-    clipped: set[str],
-) -> None:
-    """Train in place: autograd's gradients of `loss`, the rest in float64.
-
-    Args:
-        weights: what is trained, by name.
-        loss: of a batch.
-        batches: one a step.
-        exact: whether the last gradient is computed on this step's batch.
-        clipped: names of the weights in the global norm, which is limited to 1.
-    """
-    rules = references(weights)
-    before: dict[str, Tensor] = {}
-    for batch in batches:
-        now = {name: rule.x for name, rule in rules.items()}
-        stale = gradients(weights, before, loss, batch, clipped) if exact and before else {}
-        current = gradients(weights, now, loss, batch, clipped)
-        before = now
-        for name in current:
-            rule = rules[name]
-            zero = torch.zeros_like(rule.x) if exact else None
-            rule.step(current[name], stale.get(name, zero))
-            rule.x = rule.x.float().double()
-    place(weights, {name: rule.x for name, rule in rules.items()})
-
-
-def references(weights: dict[str, nn.Parameter]) -> dict[str, Reference]:
-    return {
-        name: Reference(param, rule="mars-adamw", **SETTINGS)
-        if param.ndim > 1
-        else Reference(param, rule="adamw", lr=LR_1D, betas=(0.9, 0.95), eps=SETTINGS["eps"])
-        for name, param in weights.items()
-    }
-
-
-def gradients(
-    weights: dict[str, nn.Parameter],
-    at: dict[str, Tensor],
-    loss: Callable[[Any], Tensor],
-    batch: Any,
-    clipped: set[str],
-) -> dict[str, Tensor]:
-    place(weights, at)
-    found = torch.autograd.grad(loss(copy.deepcopy(batch)), list(weights.values()), allow_unused=True)
-    named = {name: gradient.double() for name, gradient in zip(weights, found, strict=True) if gradient is not None}
-    return clip(named, clipped)
-
-
-def clip(named: dict[str, Tensor], clipped: set[str]) -> dict[str, Tensor]:
-    """Limit the global norm of those in `clipped` to 1."""
-    norm = torch.stack([named[name].square().sum() for name in named if name in clipped]).sum().sqrt()
-    factor = min(1.0, 1 / (norm.item() + 1e-6))
-    return {name: gradient * (factor if name in clipped else 1.0) for name, gradient in named.items()}
-
-
-def place(weights: dict[str, nn.Parameter], at: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, param in weights.items():
-            param.copy_(at[name])
 
 
 def apart(found: dict[str, nn.Parameter], expected: dict[str, nn.Parameter], start: dict[str, Tensor]) -> float:
@@ -125,13 +58,16 @@ def hold_to_straight_lines(make: Callable[..., Any], kind: type, *, exact: bool,
     rows = iter(plain.get_train_dataloader())
     batches = [plain.get_batch_samples(rows, 1, plain.args.device) for _ in range(STEPS)]
     plain.model.train()
-    straight_line(
-        expected,
-        lambda step: plain.compute_loss(plain.model, plain._prepare_inputs(step[0][0]), num_items_in_batch=step[1]),
-        batches,
-        exact=exact,
-        clipped={name for name in expected if name.startswith("0.")},
-    )
+    clipped = {name for name in expected if name.startswith("0.")}
+
+    def gradients(step: int, at: dict[str, Tensor]) -> dict[str, Tensor]:
+        place(expected, at)
+        ((inputs,), items) = copy.deepcopy(batches[step])
+        loss = plain.compute_loss(plain.model, plain._prepare_inputs(inputs), num_items_in_batch=items)
+        found = torch.autograd.grad(loss, list(expected.values()), allow_unused=True)
+        return clip({name: g.double() for name, g in zip(expected, found, strict=True) if g is not None}, clipped)
+
+    place(expected, trajectory(references(expected, SETTINGS, LR_1D), gradients, STEPS, exact=exact)[-1])
     assert apart(found, expected, start) < bar
     return run
 

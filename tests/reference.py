@@ -1,4 +1,4 @@
-"""MARS in straight-line code, for tests: one parameter, float64, every formula written out, in one place.
+"""MARS in straight-line code, for tests: one parameter, or a run of a model, in float64, every formula written out.
 
 Shares nothing with mars_hf; slow and plain on purpose. `fuzz/judges.py` bounds rounding errors with it;
 `kernels/contract.py` has what is below a step.
@@ -6,10 +6,15 @@ Shares nothing with mars_hf; slow and plain on purpose. `fuzz/judges.py` bounds 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
 
 
 def newton_schulz(
@@ -131,3 +136,115 @@ class Reference:
             direction = m_hat / (torch.sqrt(v / (1 - beta2**self.t)) + self.eps)
         self.x = self.x - self.lr * (direction + self.weight_decay * self.x)
         return self.x
+
+
+# --- runs: autograd's gradients, no Trainer and no optimizer ---------------------------------------------------------
+
+
+def references(
+    weights: dict[str, nn.Parameter], settings: dict[str, Any], lr_1d: float, mars_type: str = "mars-adamw"
+) -> dict[str, Reference]:
+    """Vectors use AdamW with betas (0.9, 0.95) and no decay."""
+    vectors = {"rule": "adamw", "lr": lr_1d, "betas": (0.9, 0.95), "eps": settings["eps"]}
+    matrices = {"rule": mars_type, **settings}
+    return {name: Reference(x, **(matrices if x.ndim > 1 else vectors)) for name, x in weights.items()}
+
+
+def place(weights: dict[str, nn.Parameter], at: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in weights.items():
+            param.copy_(at[name])
+
+
+def clip(named: dict[str, Tensor], clipped: set[str]) -> dict[str, Tensor]:
+    """Limit the global norm of those in `clipped` to 1."""
+    norm = torch.stack([named[name].square().sum() for name in named if name in clipped]).sum().sqrt()
+    factor = min(1.0, 1 / (norm.item() + 1e-6))
+    return {name: gradient * (factor if name in clipped else 1.0) for name, gradient in named.items()}
+
+
+def trajectory(
+    rules: dict[str, Reference],
+    gradients: Callable[[int, dict[str, Tensor]], dict[str, Tensor]],
+    steps: int,
+    *,
+    exact: bool = True,
+    skipped: Callable[[int], bool] = lambda step: False,
+    found: Sequence[dict[str, Tensor]] | None = None,
+) -> list[dict[str, Tensor]]:
+    """Return the float32 parameters after every step.
+
+    Args:
+        rules: of each parameter; moved.
+        gradients: of a step's batch, at other parameters.
+        steps: their number.
+        exact: whether the last gradient is computed on this step's batch.
+        skipped: whether a gradient scaler skips a step.
+        found: another implementation's parameters, to continue from at every step (moments stay our own). For low
+            precision, where rounding turns the last bits of the parameters into jumps of the gradient.
+    """
+    previous, after = {}, []
+    for step in range(steps):
+        if not skipped(step):
+            x = {name: rule.x for name, rule in rules.items()}
+            stale = gradients(step, previous) if exact and previous else {}
+            current, previous = gradients(step, x), x
+            for name, gradient in current.items():
+                rules[name].step(gradient, stale.get(name, torch.zeros_like(gradient)) if exact else None)
+        after.append({name: rule.x.float() for name, rule in rules.items()})
+        for name, rule in rules.items():
+            rule.x = (found or after)[step][name].double()
+    return after
+
+
+def batches(dataset: Any, size: int, accumulation: int, epochs: int) -> list[list[Batch]]:
+    """Return the micro-batches of every step, in data order; the last step of an epoch may have fewer."""
+    rows = [dataset[index] for index in range(len(dataset))]
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+    micro = [{key: torch.stack([row[key] for row in group]) for key in group[0]} for group in groups]
+    return [micro[start : start + accumulation] for start in range(0, len(micro), accumulation)] * epochs
+
+
+def train(
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    *,
+    settings: dict[str, Any],
+    lr_1d: float,
+    mars_type: str = "mars-adamw",
+    random_states: Sequence[Sequence[Tensor]] | None = None,
+    autocast: torch.dtype | None = None,
+    scales: Sequence[float] | None = None,
+    **options: Any,
+) -> list[dict[str, Tensor]]:
+    """Return the parameters of a language model after every step of exact MARS; both gradients are clipped to norm 1.
+
+    Args:
+        model: runs forward and backward; its parameters are the starting point.
+        steps: micro-batches of every step.
+        settings: lr, betas, eps, weight_decay, gamma, clip_threshold of the matrices.
+        lr_1d: learning rate of the vectors.
+        mars_type: rule of the matrices.
+        random_states: torch's random states before every micro-batch; None if nothing is random.
+        autocast: dtype of the forward pass.
+        scales: loss scale of every step.
+        **options: of `trajectory`.
+    """
+    weights = dict(model.named_parameters())
+
+    def gradients(step: int, at: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of the step's mean loss over all labels."""
+        place(weights, at)
+        model.zero_grad()
+        scale = scales[step] if scales else 1.0
+        items = sum((batch["labels"][:, 1:] != -100).sum() for batch in steps[step])
+        for index, batch in enumerate(steps[step]):
+            if random_states:
+                torch.set_rng_state(random_states[step][index])
+            with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+                logits = model(batch["input_ids"]).logits.float()[:, :-1].flatten(0, 1)
+            summed = nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+            (summed / items * scale).backward()
+        return clip({name: param.grad.double() / scale for name, param in weights.items()}, set(weights))
+
+    return trajectory(references(weights, settings, lr_1d, mars_type), gradients, len(steps), **options)

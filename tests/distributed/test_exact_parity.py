@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import straight_line
+import reference
 import torch
 import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs, ParallelismConfig
@@ -146,9 +146,9 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     results = {}
     for of in ("gpt2-1", "gpt2-2", "gpt2-4", "llama-2"):
         kind, accumulation = of.split("-")
-        steps = straight_line.batches(Rows(), MICRO_BATCH, int(accumulation), 7)[:STEPS]
+        steps = reference.batches(Rows(), MICRO_BATCH, int(accumulation), 7)[:STEPS]
         model = (build_llama() if kind == "llama" else build_model()).train()
-        trajectory = straight_line.train(model, steps, settings=SETTINGS, lr_1d=LR_1D)
+        trajectory = reference.train(model, steps, settings=SETTINGS, lr_1d=LR_1D)
         results[of] = trajectory[-1]
     return results
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
-import straight_line
+import reference
 import torch
 from helpers import VOCAB, arguments, gpt2
 from torch import nn
@@ -109,13 +109,13 @@ def test_straight_line_parity(tmp_path, accumulation, mars_type):
     given = {"settings": {**settings, "mars_type": mars_type}, "gradient_accumulation_steps": accumulation}
     run = exact_run(tmp_path, gpt2(**dropout(0.1)), **given)
     run.train()
-    steps = straight_line.batches(Rows(), BATCH, accumulation, 7)[:20]
+    steps = reference.batches(Rows(), BATCH, accumulation, 7)[:20]
     assert {len(micro) for micro in steps} == ({1} if accumulation == 1 else {3, 4})
     states = defaultdict(list)  # before the ordinary micro-batches of each step
     for step, in_stale_pass, state in run.notes.passes:
         if not in_stale_pass:
             states[step].append(state)
-    expected = straight_line.train(
+    expected = reference.train(
         gpt2(**dropout(0.1)).train(),
         steps,
         settings=settings,
@@ -190,9 +190,9 @@ def test_low_precision_parity(tmp_path, dtype, monkeypatch):
     run.train()
     skipped = [step for step, _ in overflow]
     assert not is_fp16 or run.accelerator.scaler.get_scale() == 1024.0 / 2 ** len(overflow)
-    expected = straight_line.train(
+    expected = reference.train(
         gpt2().train(),
-        straight_line.batches(Rows(), BATCH, 2, 4)[:20],
+        reference.batches(Rows(), BATCH, 2, 4)[:20],
         settings=SETTINGS,
         lr_1d=LR_1D,
         autocast=dtype,

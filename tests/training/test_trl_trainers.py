@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from any_trainer import STEPS, TEXTS, WORDS, clip, hold_to_straight_lines, optimizer_of, references, tokenizer, trained
+from any_trainer import LR_1D, SETTINGS, STEPS, TEXTS, WORDS, hold_to_straight_lines, optimizer_of, tokenizer, trained
 from datasets import Dataset
 from helpers import gpt2
 from peft import LoraConfig
+from reference import clip, references
 from transformers import BertConfig, BertModel, GPT2Config, GPT2ForSequenceClassification, TrainerCallback
 
 import mars_hf
@@ -106,7 +107,10 @@ def test_grpo(tmp_path):
     make = functools.partial(build, "GRPO", tmp_path, mars_hf.with_mars(trl.GRPOTrainer))
     run = make(lambda params: optimizer_of(params, False), callbacks=[seen])
     weights = trained(run)
-    rules, start = references(weights), {name: param.detach().clone() for name, param in weights.items()}
+    rules, start = (
+        references(weights, SETTINGS, LR_1D),
+        {name: param.detach().clone() for name, param in weights.items()},
+    )
     run.train()
     assert len(seen.steps) == STEPS and any(gradient.any() for gradient in seen.steps[0].values())
     for gradients in seen.steps:
