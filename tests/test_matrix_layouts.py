@@ -204,17 +204,12 @@ def test_parts_of_models(family):
     for leaf in {name.removesuffix(".weight").rpartition(".")[2] for name in fused}:
         parts = next(len(layout.parts) for name, layout in fused.items() if leaf in name.split("."))
         assert all(matters(leaf, part, None) for part in range(parts))
-        if parts == 2:  # gate and up
-            assert not matters(leaf, 1, without=0)
-            continue
+        # Without the gate, up does not matter. Without the value nothing does, and query and key need each other.
         query, key = QUERY_AND_KEY.get(family, (0, 1))
         value = 3 - query - key
-        assert not matters(leaf, query, without=key)
-        assert not matters(leaf, key, without=query)
-        assert not matters(leaf, query, without=value)
-        assert not matters(leaf, key, without=value)
-        assert matters(leaf, value, without=key)
-        assert matters(leaf, value, without=query)
+        needs = {(1, 0): False} if parts == 2 else {(query, key): False, (key, query): False, (query, value): False}
+        needs |= {} if parts == 2 else {(key, value): False, (value, key): True, (value, query): True}
+        assert {pair: matters(leaf, *pair) for pair in needs} == needs
 
 
 def test_families_cover_every_known_class():
