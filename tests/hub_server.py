@@ -54,18 +54,16 @@ class HubServer:
 def mistakes_in(card: str) -> list[dict[str, str]]:
     """Return what the Hub would refuse in a card's metadata: some of its rules."""
     data = yaml.safe_load(card.split("---")[1])
-    found = []
-    for key in ("base_model", "datasets"):
-        names = data.get(key) or []
-        names = [names] if isinstance(names, str) else names
-        found += [f'"{key}" with value "{name}" is not valid' for name in names if not _NAME.fullmatch(name)]
+    listed = {key: data.get(key) or [] for key in ("base_model", "datasets")}
+    listed = {key: [names] if isinstance(names, str) else names for key, names in listed.items()}
+    invalid = [(key, name) for key, names in listed.items() for name in names if not _NAME.fullmatch(name)]
+    found = [f'"{key}" with value "{name}" is not valid' for key, name in invalid]
     if not re.fullmatch(r"[a-z0-9.+-]+", data.get("license", "mit")):
         found.append(f'"license" must be one of apache-2.0, mit, ...: {data["license"]}')
-    for model in data.get("model-index", []):
-        for result in model["results"]:
-            if not (result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]):
-                found.append('"model-index" is not valid')
-            found += ['"model-index" is not valid' for metric in result["metrics"] if not metric["type"]]
+    for result in (result for model in data.get("model-index", []) for result in model["results"]):
+        needed = [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"]]
+        if not all(needed + [metric["type"] for metric in result["metrics"]]):
+            found.append('"model-index" is not valid')
     return [{"message": message} for message in found]
 
 
@@ -77,14 +75,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            data = b""
-            while size := int(self.rfile.readline(), 16):
-                data += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-            return data
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        data = b""
+        while size := int(self.rfile.readline(), 16):
+            data += self.rfile.read(size + 2)[:size]
+        self.rfile.readline()
+        return data
 
     def _answer(self, value: object = None, status: int = 200, headers: dict[str, str] | None = None) -> None:
         body = value if isinstance(value, bytes) else json.dumps(value or {}).encode()

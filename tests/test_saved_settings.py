@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,22 +16,17 @@ from mars_hf import saved_settings
 from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, SETTINGS
 
 
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(8, 4)
-        self.linear = nn.Linear(4, 4)
+def tiny() -> nn.ModuleDict:
+    return nn.ModuleDict({"wte": nn.Embedding(8, 4), "linear": nn.Linear(4, 4)})
 
 
 def settings_of(mars: mars_hf.Mars) -> list[dict]:
     return [{key: value for key, value in group.items() if key != "params"} for group in mars.param_groups]
 
 
-def leave(folder, mars) -> None:
+def leave(folder, mars) -> dict:
+    """Write mars.json and return its arguments of create."""
     saved_settings.write(folder, "0.1.0", mars.created_with, [])
-
-
-def created(folder) -> dict:
     return json.loads((folder / "mars.json").read_text())["create"]
 
 
@@ -51,61 +47,58 @@ ORTHOGONAL = {
 
 @pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
 def test_like(tmp_path, settings):
-    first = mars_hf.create(Tiny(), **settings)
+    first = mars_hf.create(tiny(), **settings)
     leave(tmp_path, first)
-    groups = [settings_of(mars) for mars in (first, mars_hf.create(Tiny(), like=tmp_path))]
+    groups = [settings_of(mars) for mars in (first, mars_hf.create(tiny(), like=tmp_path))]
     texts = [json.dumps(group, default=str).replace("torch.", "") for group in groups]  # a dtype, or its name
     assert texts[0] == texts[1]
 
 
 def test_kept_settings(tmp_path):
     assert OTHERS.keys() | ORTHOGONAL.keys() == set(saved_settings.KEPT) == set(SETTINGS) - {"max_grad_norm", "fused"}
-    leave(tmp_path, mars_hf.create(Tiny()))
-    defaults = {**DEFAULTS, **MODEL_DEFAULTS}
-    assert created(tmp_path) == json.loads(json.dumps({name: defaults[name] for name in saved_settings.KEPT}))
-    leave(tmp_path, mars_hf.create(Tiny(), max_grad_norm=1.0, fused=False))
-    mars = mars_hf.create(Tiny(), like=str(tmp_path))
+    defaults = {name: {**DEFAULTS, **MODEL_DEFAULTS}[name] for name in saved_settings.KEPT}
+    assert leave(tmp_path, mars_hf.create(tiny())) == json.loads(json.dumps(defaults))
+    leave(tmp_path, mars_hf.create(tiny(), max_grad_norm=1.0, fused=False))
+    mars = mars_hf.create(tiny(), like=str(tmp_path))
     assert mars.max_grad_norm is None and mars.param_groups[0]["fused"] is None
 
 
 @pytest.mark.parametrize("given", [{"gamma": 0.0}, {"param_rules": []}, {"lr_embeddings": None}, {"betas": (0.5, 0.6)}])
 def test_arguments_win(tmp_path, given):
-    leave(tmp_path, mars_hf.create(Tiny(), **OTHERS))
-    mars = mars_hf.create(Tiny(), like=tmp_path / "mars.json", **given)
-    assert settings_of(mars) == settings_of(mars_hf.create(Tiny(), **{**OTHERS, "state_dtype": "bfloat16", **given}))
+    leave(tmp_path, mars_hf.create(tiny(), **OTHERS))
+    mars = mars_hf.create(tiny(), like=tmp_path / "mars.json", **given)
+    assert settings_of(mars) == settings_of(mars_hf.create(tiny(), **{**OTHERS, "state_dtype": "bfloat16", **given}))
 
 
 @pytest.mark.parametrize(("stated", "expected"), [({}, 5e-4), ({"lr_1d": 1e-3}, 1e-3)])
 def test_rates_of_vectors(tmp_path, stated, expected):
-    leave(tmp_path, mars_hf.create(Tiny(), lr=2e-3, **stated))
-    assert mars_hf.create(Tiny(), like=tmp_path, lr=1e-3).param_groups[1]["lr"] == expected
+    leave(tmp_path, mars_hf.create(tiny(), lr=2e-3, **stated))
+    assert mars_hf.create(tiny(), like=tmp_path, lr=1e-3).param_groups[1]["lr"] == expected
 
 
 def test_plain_parameters(tmp_path):
-    leave(tmp_path, mars_hf.create(Tiny().parameters(), gamma=0.05))
-    assert mars_hf.create(Tiny().parameters(), like=tmp_path).param_groups[0]["gamma"] == 0.05
-    leave(tmp_path, mars_hf.create(Tiny(), lr_embeddings=1e-3))
+    leave(tmp_path, mars_hf.create(tiny().parameters(), gamma=0.05))
+    assert mars_hf.create(tiny().parameters(), like=tmp_path).param_groups[0]["gamma"] == 0.05
+    leave(tmp_path, mars_hf.create(tiny(), lr_embeddings=1e-3))
     with pytest.raises(ValueError, match="plain parameters have neither names nor modules"):
-        mars_hf.create(Tiny().parameters(), like=tmp_path)
+        mars_hf.create(tiny().parameters(), like=tmp_path)
 
 
 def test_values_without_json(tmp_path):
     rules = iter([("*wte*", {"lr": np.float64(0.5)})])  # read once, by create
-    leave(tmp_path, mars_hf.create(Tiny(), lr=torch.tensor(2e-3), gamma=np.float64(0.05), param_rules=rules))
-    values = [created(tmp_path)[name] for name in ("gamma", "param_rules", "lr")]
-    assert values == [0.05, [["*wte*", {"lr": 0.5}]], pytest.approx(2e-3)]
+    mars = mars_hf.create(tiny(), lr=torch.tensor(2e-3), gamma=np.float64(0.05), param_rules=rules)
+    expected = {"gamma": 0.05, "param_rules": [["*wte*", {"lr": 0.5}]], "lr": pytest.approx(2e-3)}
+    created = leave(tmp_path, mars)
+    assert {name: created[name] for name in expected} == expected
 
 
 def test_failed_write(tmp_path, monkeypatch):
-    leave(tmp_path, mars_hf.create(Tiny(), gamma=0.05))
-
-    def full(self, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(type(tmp_path), "replace", full)
+    leave(tmp_path, mars_hf.create(tiny(), gamma=0.05))
+    before = (tmp_path / "mars.json").read_bytes()
+    monkeypatch.setattr(type(tmp_path), "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        leave(tmp_path, mars_hf.create(Tiny(), gamma=0.1))
-    assert os.listdir(tmp_path) == ["mars.json"] and created(tmp_path)["gamma"] == 0.05
+        leave(tmp_path, mars_hf.create(tiny(), gamma=0.1))
+    assert os.listdir(tmp_path) == ["mars.json"] and (tmp_path / "mars.json").read_bytes() == before
 
 
 # --- what cannot be taken up ------------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ def test_failed_write(tmp_path, monkeypatch):
 
 def refusal(like) -> str:
     with pytest.raises(ValueError) as raised:
-        mars_hf.create(Tiny(), like=like)
+        mars_hf.create(tiny(), like=like)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -143,7 +136,7 @@ def test_wrong_files(tmp_path, text):
 
 
 def test_optimizer_made_by_hand(tmp_path):
-    leave(tmp_path, mars_hf.Mars(Tiny().parameters(), lr=1e-3))
+    leave(tmp_path, mars_hf.Mars(tiny().parameters(), lr=1e-3))
     line = refusal(tmp_path)
     assert "its mars.json has no create() arguments: the run used Mars(params)" in line
     assert "Copy the settings you want from its 'groups'" in line

@@ -109,11 +109,10 @@ def printed(capsys, *argv: str) -> str:
 
 def test_table(capsys):
     text = printed(capsys, "--batch-tokens", "524288", "--width", "768")
-    lines = text[text.index("mars_type ") :].splitlines()[1 : len(MARS_TYPES) + 1]
-    assert [line.split()[0] for line in lines] == list(MARS_TYPES)
-    (lion,) = (line.split() for line in lines if line.startswith("mars-lion"))
-    assert lion[1:3] == ["6.88e-05", "0.0003"]  # 3e-4 sqrt(0.1 / 1.9)
-    assert lion[-2] == "0.436"  # 0.1 * 3e-4 / 6.88e-5
+    rows = [line.split() for line in text[text.index("mars_type ") :].splitlines()[1 : len(MARS_TYPES) + 1]]
+    assert [row[0] for row in rows] == list(MARS_TYPES)
+    (lion,) = (row for row in rows if row[0] == "mars-lion")
+    assert (*lion[1:3], lion[-2]) == ("6.88e-05", "0.0003", "0.436")  # 3e-4 sqrt(0.1 / 1.9), 0.1 * 3e-4 / 6.88e-5
     text = printed(capsys)
     assert "\nmars-m " in text and "mars-shampoo" not in text
 

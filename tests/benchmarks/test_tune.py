@@ -210,8 +210,8 @@ def test_recipes_start_from_the_best_rates(search, arms, starts):
     for optim, start in starts.items():
         rates = tune.best(LOSSES[search][f"{arms} {optim}"])
         argv = Search(search).argv(f"{arms} {optim}", rates, 1)
-        assert (start.learning_rate,) == rates, optim
-        assert start.optim_args == (argv[argv.index("--optim_args") + 1] if "--optim_args" in argv else None), optim
+        optim_args = argv[argv.index("--optim_args") + 1] if "--optim_args" in argv else None
+        assert (start.learning_rate, start.optim_args) == (*rates, optim_args), optim
 
 
 def test_llama_starts_from_the_best_rates():
@@ -236,12 +236,8 @@ def test_page_shows_the_searches_and_the_bases():
     for base in ("mars_adamw", "adamw", "muon"):
         cells = [f"{RESULTS['bases']['bases'][base]['eval_loss']:.3f}"]
         for optim in ("adamw_torch", "mars_adamw", "mars_m"):
-            runs = [
-                row
-                for row in RESULTS["bases"]["runs"]
-                if (row["base"], row["mode"], row["optim"]) == (base, "full", optim)
-            ]
-            runs = [row for row in runs if row["seed"] in (1, 2)]
+            key = {"base": base, "mode": "full", "optim": optim}.items()
+            runs = [row for row in RESULTS["bases"]["runs"] if key <= row.items() and row["seed"] in (1, 2)]
             new, old = ([row[key] for row in runs] for key in ("eval_loss", "pretraining_loss"))
             deviation = f"{statistics.mean(new):.3f} ± {statistics.stdev(new):.3f}"
             cells.append(f"{deviation} (old text {statistics.mean(old):.3f})")
