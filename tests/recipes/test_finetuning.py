@@ -7,7 +7,6 @@ import math
 import textwrap
 
 import datasets
-import evaluate
 import finetune_lm
 import finetune_vit
 import metrics
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import sft_lora
 import torch
+from helpers import arguments, gpt2
 from peft import AutoPeftModelForCausalLM
 from PIL import Image
 from pretraining.compare import launch
@@ -23,10 +23,8 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     EvalPrediction,
-    GPT2Config,
     GPT2LMHeadModel,
     Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -43,12 +41,10 @@ TEXT = "for number in range(10):\n    print(number)\n"
 @pytest.fixture(scope="module")
 def base(tokens, tmp_path_factory):
     """Save a random GPT-2 with the tokenizer of the test corpus."""
-    torch.manual_seed(0)
-    tokenizer = token_files.load(tokens).tokenizer
+    tokenizer, folder = token_files.load(tokens).tokenizer, tmp_path_factory.mktemp("base")
     end = tokenizer.eos_token_id
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": len(tokenizer)}
-    folder = tmp_path_factory.mktemp("base")
-    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=end, eos_token_id=end)).save_pretrained(folder)
+    sizes = {"n_embd": 32, "n_positions": 32, "vocab_size": len(tokenizer)}
+    gpt2(**sizes, bos_token_id=end, eos_token_id=end).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -120,11 +116,10 @@ def test_only_adapters_train(base, data, tmp_path):
 def test_documents_are_cut_into_blocks(tokens):
     tokenizer = token_files.load(tokens).tokenizer
     texts = ["def one():\n    return 1\n", "x", "", "class Two:\n    pass  # nothing\n"]
+    documents = datasets.Dataset.from_dict({"body": texts, "other": texts})
     for end in ([tokenizer.eos_token_id], []):
         stream = [token for each in texts for token in [*tokenizer(each)["input_ids"], *end]]
-        sequences = finetune_lm.blocks(
-            datasets.Dataset.from_dict({"body": texts, "other": texts}), "body", tokenizer, 5
-        )
+        sequences = finetune_lm.blocks(documents, "body", tokenizer, 5)
         assert len(sequences) == len(stream) // 5 > 2
         assert list(sequences["input_ids"]) == [stream[5 * i : 5 * i + 5] for i in range(len(sequences))]
         assert list(sequences["labels"]) == [[-100, *ids[1:]] for ids in sequences["input_ids"]]
@@ -132,14 +127,16 @@ def test_documents_are_cut_into_blocks(tokens):
 
 
 def test_rates_to_start_from():
-    args = finetune_lm.FinetuneArguments(optim="mars_m")
-    assert (args.output_dir, args.learning_rate) == ("runs/finetune-full-mars_m", 1.6e-2)
-    args = finetune_lm.FinetuneArguments(optim="mars_m", model_name_or_path="x", use_peft=True)
-    assert args.output_dir == "runs/finetune-lora-mars_m"
-    assert args.learning_rate == pytest.approx(suggest("mars-m", AdamW(2e-4))["lr"], rel=0.03)
-    assert args.optim_args == "beta1=0.95,beta2=0.95,lr_1d=0.0002"
-    args = finetune_lm.FinetuneArguments(optim="mars_m", learning_rate=1.0, optim_args="gamma=0.1", output_dir="x")
-    assert (args.output_dir, args.learning_rate, args.optim_args) == ("x", 1.0, "gamma=0.1")
+    suggested = pytest.approx(suggest("mars-m", AdamW(2e-4))["lr"], rel=0.03)
+    lora = {"model_name_or_path": "x", "use_peft": True}
+    stated = {"learning_rate": 1.0, "optim_args": "gamma=0.1", "output_dir": "x"}
+    for settings, *expected in (
+        ({}, "runs/finetune-full-mars_m", 1.6e-2, "beta1=0.95,lr_1d=0.016"),
+        (lora, "runs/finetune-lora-mars_m", suggested, "beta1=0.95,beta2=0.95,lr_1d=0.0002"),
+        (stated, "x", 1.0, "gamma=0.1"),
+    ):
+        args = finetune_lm.FinetuneArguments(optim="mars_m", **settings)
+        assert [args.output_dir, args.learning_rate, args.optim_args] == expected
 
 
 def test_finished_run_is_not_overwritten_and_divergence_is_named(base, data, tmp_path, capsys):
@@ -205,15 +202,15 @@ def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.count("pretraining a small GPT-2") == 1
 
 
-VIT = "--max_steps 120 --eval_strategy no --logging_steps 20 --disable_tqdm true --use_cpu 1".split()
+VIT = "--disable_tqdm true --use_cpu 1".split()
 
 
 @pytest.mark.slow
 def test_images(data, tmp_path):
-    """The digits, and a folder of images with the model of the digits."""
-    trainer, numbers = finetune_vit.main([*VIT, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "digits")])
+    """The digits by the default run, and a folder of images with the model of the digits."""
+    trainer, numbers = finetune_vit.main([*VIT, "--output_dir", str(tmp_path / "digits")])
     assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 1797
-    assert first(trainer)["eval_accuracy"] < 0.25 and numbers["eval_accuracy"] > 0.35
+    assert numbers["eval_accuracy"] > 0.9
     assert "pipeline_tag: image-classification" in (tmp_path / "digits" / "README.md").read_text()
     optimizer = trainer.optimizer.optimizer
     assert {group["mars_type"] for group in optimizer.param_groups} == {"mars-m"}
@@ -225,9 +222,9 @@ def test_images(data, tmp_path):
     assert counts.min() >= 34 and counts.max() <= 38  # of 360 images: classes are balanced
     classify = pipeline("image-classification", model=str(tmp_path / "digits"), device="cpu")
     hits = [classify(row["image"].convert("RGB"))[0]["label"] == str(row["label"]) for row in rows.select(range(50))]
-    assert np.mean(hits) > 0.3
+    assert np.mean(hits) > 0.8
 
-    argv = ["--dataset_name", str(data / "images"), "--max_steps", "20", "--output_dir"]
+    argv = ["--dataset_name", str(data / "images"), "--max_steps", "20", "--eval_strategy", "no", "--output_dir"]
     more, numbers = finetune_vit.main([*VIT, *argv, str(tmp_path / "new")])
     assert (len(more.eval_dataset), numbers["eval_accuracy"]) == (8, 1)
     assert more.model.config.id2label == {0: "bright", 1: "dark"}
@@ -239,12 +236,6 @@ def test_images(data, tmp_path):
     assert more.model.classifier.weight.shape == (2, 64)
     assert 0 < (more.model.state_dict()[name] - before).abs().max() < 1e-3
     assert AutoImageProcessor.from_pretrained(tmp_path / "more").size == {"height": 8, "width": 8}
-
-
-@pytest.mark.slow
-def test_the_default_run_on_images_ends_above_nine_tenths(tmp_path):
-    argv = ["--output_dir", str(tmp_path / "run"), "--disable_tqdm", "true", "--use_cpu", "true"]
-    assert finetune_vit.main(argv)[1]["eval_accuracy"] > 0.9
 
 
 @pytest.mark.parametrize(
@@ -285,24 +276,20 @@ def test_wrong_input(recipe, words, line, base, data, tmp_path, monkeypatch, cap
 
 
 def test_metrics_by_hand():
-    combined = evaluate.combine([metrics.Accuracy(), metrics.MacroF1()])
-    numbers = combined.compute(predictions=[0, 0, 1, 2, 3], references=[0, 1, 1, 2, 2])
+    numbers = metrics.Perplexity().compute(losses=[1.0, 2.0, 3.0])
+    assert numbers == {"perplexity": pytest.approx(math.e**2)}
+    assert metrics.Perplexity().compute(losses=[1e9])["perplexity"] == math.exp(700)
+    functions, labels = metrics.classification(), torch.tensor([0, 1, 1, 2, 2])
+    predictions = functions["preprocess_logits_for_metrics"](torch.eye(4)[[0, 0, 1, 2, 3]], labels)
+    numbers = functions["compute_metrics"](EvalPrediction(predictions.numpy(), labels.numpy()))
     # F1: of 0 2/3, of 1 2/3, of 2 2/3, of 3 (never right) 0
     assert numbers == {"accuracy": 3 / 5, "macro_f1": pytest.approx(2 / 3 * 3 / 4)}
-    assert metrics.Perplexity().compute(losses=[1.0, 2.0, 3.0]) == {"perplexity": pytest.approx(math.e**2)}
-    assert metrics.Perplexity().compute(losses=[1e9])["perplexity"] == math.exp(700)
-    arguments = metrics.classification()
-    labels = torch.tensor([1, 0, 0])
-    predictions = arguments["preprocess_logits_for_metrics"](torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.0, 1.0]]), labels)
-    numbers = arguments["compute_metrics"](EvalPrediction(predictions.numpy(), labels.numpy()))
-    assert numbers == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx(2 / 3)}
 
 
 @pytest.mark.parametrize("by_batch", [False, True])
 def test_metrics_of_a_language_model_in_trainer(tmp_path, by_batch):
     """Three sequences, padded where they are batched: 3 + 2 + 1 predicted tokens."""
-    torch.manual_seed(3)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=11))
+    model = gpt2(vocab_size=11)
     rows = [[3, 1, 4, 1], [5, 9, 2, -100], [6, 5]]
 
     def collate(batch):
@@ -310,20 +297,17 @@ def test_metrics_of_a_language_model_in_trainer(tmp_path, by_batch):
         labels = torch.tensor([[*row, *[-100] * (width - len(row))] for row in batch])
         return {"input_ids": labels.clamp(min=0), "labels": labels}
 
-    settings = {"per_device_eval_batch_size": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    settings |= {"batch_eval_metrics": by_batch, "remove_unused_columns": False}
-    args = TrainingArguments(str(tmp_path / "out"), **settings)
+    settings = {"batch_eval_metrics": by_batch, "remove_unused_columns": False, "per_device_eval_batch_size": 2}
+    args = arguments(tmp_path, **settings)
     trainer = Trainer(model, args, data_collator=collate, eval_dataset=rows, **metrics.language_modeling())
     for _ in range(2):  # an evaluation leaves nothing for the next
         numbers = trainer.evaluate()
     hits, losses = [], []
-    model.eval()
-    with torch.no_grad():
-        for row in rows:
-            for place in range(1, sum(token >= 0 for token in row)):
-                scores = model(torch.tensor([row[:place]])).logits[0, -1].log_softmax(-1)
-                hits.append(scores.argmax().item() == row[place])
-                losses.append(-scores[row[place]].item())
+    for row in rows:
+        ids = torch.tensor([token for token in row if token >= 0])
+        scores = model.eval()(ids[None]).logits[0, :-1].log_softmax(-1)
+        hits += (scores.argmax(-1) == ids[1:]).tolist()
+        losses += (-scores[range(len(ids) - 1), ids[1:]]).tolist()
     assert len(losses) == 3 + 2 + 1
     assert numbers["eval_accuracy"] == pytest.approx(np.mean(hits))
     assert numbers["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
