@@ -14,10 +14,11 @@ import evaluate_checkpoint
 import numpy as np
 import pytest
 import torch
+from helpers import gpt2
 from pretraining.data import embedded, token_files
 from test_pretrain_gpt2 import SCRIPT, launch, run
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
 WORDS = (END, "question", "yes", "no", "maybe", "never", "a", "b")
@@ -39,9 +40,7 @@ def save(folder: Path, model: torch.nn.Module, words: tuple[str, ...] = WORDS) -
 
 
 def small(vocabulary: int = len(WORDS)) -> GPT2LMHeadModel:
-    torch.manual_seed(1)
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 32, "vocab_size": vocabulary}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    return gpt2(seed=1, n_layer=1, n_positions=32, vocab_size=vocabulary)
 
 
 @pytest.fixture(scope="module")
