@@ -20,136 +20,52 @@ import pytest
 import torch
 import torch.distributed as dist
 import train
-from launching import Launches, Run, import_deepspeed, leave
+from launching import Launches, Run, leave
 from test_parity import BAR, apart, check_same
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from workload import CASES, STEPS, Case, build_model
+from torch import Tensor
+from workload import CASES, STEPS, Case
 
-from mars_hf import __main__ as command_line
 from mars_hf import universal
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 HALF = STEPS // 2
+UNIVERSAL = {"checkpoint": {"load_universal": True}}  # of DeepSpeed's config
 Results = dict[str, Tensor]
 
 
-class TorchRun(train.TorchRun):
-    """One process, DDP or FSDP2."""
-
-    def results(self) -> Results:
-        """Return whole weights and states."""
-        results = {}
-        for name, param in trainable(self.model):
-            results[f"weight.{name}"] = param
-            results |= {f"{key}.{name}": value for key, value in self.mars.state.get(param, {}).items()}
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in results.items()}
-        return {name: x.detach().clone() for name, x in whole.items()}
-
-
-class DeepSpeedRun(train.DeepSpeedRun):
-    """ZeRO of any stage."""
-
-    def save(self, folder: Path) -> None:
-        self.engine.save_checkpoint(folder, tag="saved")
-        if dist.get_rank() == 0:
-            command_line.main(["to_universal", str(folder / "saved"), str(folder / "universal")])
-        dist.barrier()
-
-    def load(self, folder: Path) -> None:
-        path, _ = self.engine.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
-        assert path is not None
-
-    def results(self) -> Results:
-        """Return whole fp32 weights and states, with this rank's step counters."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        train.link_states(self.engine)
-        results = {}
-        for name, param in trainable(self.model):
-            results[f"weight.{name}"] = safe_get_full_fp32_param(param)
-            for key in states_of(name, getattr(param, "ds_shape", param.shape), self.case):
-                results[f"{key}.{name}"] = safe_get_full_optimizer_state(param, key)
-        for index, state in enumerate(self.mars.state.values()):
-            results[f"step.{index}"] = state["step"]
-        return {name: value.detach().clone() for name, value in results.items()}
-
-
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-
-
-def states_of(name: str, shape: torch.Size, case: Case) -> list[str]:
-    orthogonalized = case.mars_type in ("mars-shampoo", "mars-m")
-    embedding = orthogonalized and name.startswith(("transformer.wte", "transformer.wpe"))
-    mars = (len(shape) > 1 or case.optimize_1d) and not embedding
-    squares = not mars or case.mars_type == "mars-adamw" or (orthogonalized and len(shape) == 1)
-    last = mars and not (orthogonalized and case.clip_threshold is None)
-    return ["exp_avg", *(["exp_avg_sq"] if squares else []), *(["last_grad"] if last else [])]
-
-
-def build(engine: str, case: Case, **settings: Any) -> TorchRun | DeepSpeedRun:
-    if engine in train.DEEPSPEED:
-        return DeepSpeedRun(engine, case, **settings)
-    return TorchRun(engine, case)
-
-
-# --- Trainer -----------------------------------------------------------------------------------------------------
-
-
-def train_trainer(engine: str, case: Case, folder: Path, resume: Path | None = None, **zero: Any) -> Results:
-    """Run MarsTrainer under ZeRO-2 or DDP, from the start or from a checkpoint."""
-    config = None
-    if engine.endswith("zero2"):
-        import_deepspeed()
-        config = train.deepspeed_config("zero2", dist.get_world_size()) | zero
-    model = build_model(case)
-    with train.fresh_accelerate():
-        trainer = train.make_trainer(
-            "trainer", model, case, str(folder), config, save_strategy="steps", save_steps=HALF
-        )
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
-
-
-def cycle_trainer(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+def cycle_trainer(
+    engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str
+) -> dict[str, Results]:
+    """Run MarsTrainer under ZeRO-2 or DDP, from the start and from a checkpoint, or from another run's."""
     checkpoint = origin / f"checkpoint-{HALF}"
     if flag:
-        resumed = train_trainer(engine, case, folder, checkpoint, checkpoint={"load_universal": True})
-        return {f"resumed.{name}": value for name, value in resumed.items()}
-    whole = train_trainer(engine, case, folder)
+        return {"resumed": train.train_way_in(engine, case, folder, checkpoint, UNIVERSAL)}
+    whole = train.train_way_in(engine, case, folder, save_strategy="steps", save_steps=HALF)
     if engine.endswith("zero2") and dist.get_rank() == 0:
         saved = checkpoint / f"global_step{HALF}"
         universal.to_universal(saved, saved.with_name(f"{saved.name}_universal"))
     dist.barrier()
-    resumed = train_trainer(engine, case, folder / "resumed", checkpoint)
-    return labelled(whole=whole, resumed=resumed)
+    return {"whole": whole, "resumed": train.train_way_in(engine, case, folder / "resumed", checkpoint)}
 
 
-# --- the runs ----------------------------------------------------------------------------------------------------
-
-
-def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
+def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> dict[str, Results]:
     """Train, stop and resume, or resume another run's checkpoint."""
-    if flag.startswith("from:"):
-        run = build(engine, case, **({"load_universal": True} if engine in train.DEEPSPEED else {}))
-        run.load(origin)
-        parts = {"loaded": run.results()}
-    else:
-        whole = build(engine, case)
+    parts = {}
+    if not flag:
+        whole = train.build_run(engine, case)
         whole.train(0, STEPS)
-        parts = {"whole": whole.results()}
+        parts["whole"] = whole.results()
         whole.close()
-        run = build(engine, case)
-        run.train(0, HALF)
-        run.save(folder)
-        parts["saved"] = run.results()
-        notes["saved_groups"] = train.settings_of(run.mars)
-        run.close()
-        run = build(engine, case)
-        run.load(folder)
-        parts["loaded"] = run.results()
+        stopped = train.build_run(engine, case)
+        stopped.train(0, HALF)
+        stopped.save(folder)
+        parts["saved"] = stopped.results()
+        notes["saved_groups"] = train.settings_of(stopped.mars)
+        stopped.close()
+    run = train.build_run(engine, case, **(UNIVERSAL if flag and engine in train.DEEPSPEED else {}))
+    run.load(origin)
+    parts["loaded"] = run.results()
     notes["loaded_groups"] = train.settings_of(run.mars)
     if flag == "forgetful":
         for state in run.mars.state.values():
@@ -158,18 +74,17 @@ def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, 
     run.train(HALF, STEPS)
     parts["resumed"] = run.results()
     run.close()
-    return labelled(**parts)
+    return parts
 
 
-def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> Results:
-    """Return the error for a universal checkpoint without all of MARS's state."""
-    deepspeed_run = DeepSpeedRun(engine, case, load_universal=True)
+def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, Any], flag: str) -> dict[str, Any]:
+    """Note the error for a universal checkpoint without all of MARS's state."""
+    deepspeed_run = train.DeepSpeedRun(engine, case, **UNIVERSAL)
     try:
         if flag == "stock":
             from deepspeed.checkpoint import ds_to_universal
 
-            names = ["--input_folder", "saved", "--output_folder", "stock"]
-            paths = [str(origin / name) if name[0] != "-" else name for name in names]
+            paths = ["--input_folder", str(origin / "saved"), "--output_folder", str(origin / "stock")]
             workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
             with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
                 ds_to_universal.main(ds_to_universal.parse_arguments())
@@ -182,11 +97,7 @@ def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str
             deepspeed_run.train(HALF, STEPS)
     except (ValueError, RuntimeError) as error:
         notes["error"] = f"{type(error).__name__}: {error}"
-    return {"nothing": torch.zeros(1)}
-
-
-def labelled(**parts: Results) -> Results:
-    return {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
+    return {}
 
 
 def run(spec: str, file: Path) -> None:
@@ -196,8 +107,9 @@ def run(spec: str, file: Path) -> None:
     origin = folder.with_name(f"{flag[5:] if flag.startswith('from:') else engine}-{case}")
     notes: dict[str, Any] = {}
     do = cycle_trainer if engine.startswith("trainer") else refused if flag in ("stock", "unextended") else cycle
-    results = do(engine, CASES[case], folder, origin, notes, flag)
-    leave(file, notes, results)
+    parts = do(engine, CASES[case], folder, origin, notes, flag)
+    tensors = {f"{part}.{name}": value for part, results in parts.items() for name, value in results.items()}
+    leave(file, notes, tensors or None)
 
 
 # --- tests ----------------------------------------------------------------------------------------------------------
@@ -268,8 +180,8 @@ def test_resumed_equals_uninterrupted(trained, run):
 
 
 def test_lost_last_gradients_are_noticed(trained):
-    result = trained(2, "fsdp2/adamw/forgetful")
-    assert max(apart(result.named("whole.weight"), result.named("resumed.weight")).values()) > 20 * BAR
+    whole, resumed = trained(2, "fsdp2/adamw"), trained(2, "fsdp2/adamw/forgetful")
+    assert max(apart(whole.named("whole.weight"), resumed.named("resumed.weight")).values()) > 20 * BAR
 
 
 # Trainer trains right after loading.

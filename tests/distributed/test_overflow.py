@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,18 @@ import torch.distributed as dist
 from launching import Launches, from_all_ranks, import_deepspeed, leave
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.data import Dataset
-from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, shard, training_arguments
+from train import (
+    DeepSpeedRun,
+    Fsdp2Trainer,
+    TorchRun,
+    check_wrapper,
+    deepspeed_config,
+    fresh_accelerate,
+    shard,
+    training_arguments,
+)
 from transformers import default_data_collator
-from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
+from workload import ACCUMULATION, CASES, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
 from mars_hf.distributed.shards import local
@@ -45,46 +54,39 @@ class OneInfinity(torch.autograd.Function):
         return grad
 
 
-@contextlib.contextmanager
-def poison(model: TinyGPT2, wanted: bool) -> Iterator[None]:
-    """Put one infinity into the gradient of one matrix, on one rank."""
+def poisoned(model: TinyGPT2) -> Any:
+    """Put one infinity into the gradient of one matrix, inside a `with`."""
     layer = model.wide
-    if wanted:
-        layer.forward = lambda x: nn.functional.linear(x, OneInfinity.apply(layer.weight), layer.bias)
-    yield
-    if wanted:
-        del layer.forward
+    return mock.patch.object(
+        layer, "forward", lambda x: nn.functional.linear(x, OneInfinity.apply(layer.weight), layer.bias)
+    )
 
 
-class Torch:
+class Torch(TorchRun):
     """DDP or FSDP2 with torch's GradScaler."""
 
-    def __init__(self, engine: str, case: Case) -> None:
-        self.model = build_model(case)
-        if engine == "ddp":
-            self._wrapped: Any = nn.parallel.DistributedDataParallel(self.model)
-        else:
+    def build(self) -> TinyGPT2:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
+        model = build_model(self.case)
+        if self.engine == "fsdp2":
             policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-            shard(self.model, (dist.get_world_size(),), mp_policy=policy)
-            self._wrapped = self.model
-        self._autocast = engine == "ddp"
-        self.mars = case.create(self.model)
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
+            shard(model, (dist.get_world_size(),), mp_policy=policy)
+        return model
 
-    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+    def attempt(self, micro_batches: list[Tensor], scale: Any) -> Any:
         """Attempt a step at a given loss scale, or at the current one; return the scale."""
         if scale is not None:
-            self._scaler.scale(torch.zeros(()))  # creates its scale, which update() replaces
-            self._scaler.update(scale)
+            self.scaler.scale(torch.zeros(()))  # creates its scale, which update() replaces
+            self.scaler.update(scale)
         for ids in micro_batches:
-            with torch.autocast("cpu", torch.float16, enabled=self._autocast):
-                loss = self._wrapped(ids, ids)["loss"] / ACCUMULATION
-            self._scaler.scale(loss).backward()
-        used = self._scaler.get_scale()
-        self._scaler.unscale_(self.mars)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        self._scaler.step(self.mars)
-        self._scaler.update()
+            with torch.autocast("cpu", torch.float16, enabled=self.engine == "ddp"):
+                loss = self.wrapped(ids, ids)["loss"] / ACCUMULATION
+            self.scaler.scale(loss).backward()
+        used = self.scaler.get_scale()
+        self.scaler.unscale_(self.mars)
+        self.clip()
+        self.scaler.step(self.mars)
+        self.scaler.update()
         self.mars.zero_grad()
         return used
 
@@ -95,32 +97,28 @@ class Torch:
         return {name: local(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
-class DeepSpeed:
+class DeepSpeed(DeepSpeedRun):
     """ZeRO with DeepSpeed's own scaler."""
 
     def __init__(self, engine: str, case: Case) -> None:
-        deepspeed = import_deepspeed(fp16=True)
-        self.model = build_model(case)
-        self.mars = case.create(self.model)
         fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "loss_scale_window": 2, "hysteresis": 1}
-        config = {**deepspeed_config(engine, dist.get_world_size()), "fp16": fp16}
-        self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
+        super().__init__(engine, case, fp16=fp16)
 
-    def train(self, micro_batches: list[Tensor], scale: Any) -> Any:
+    def attempt(self, micro_batches: list[Tensor], scale: Any) -> Any:
         # DeepSpeed 0.19 divides gradients by the next step's scale, so the time of its growth is part of the scale.
         parts = ("cur_scale", "cur_iter", "last_overflow_iter")
-        scaler = self._engine.optimizer.loss_scaler
+        scaler = self.engine.optimizer.loss_scaler
         if scale is not None:
             vars(scaler).update(scale)
         used = {part: getattr(scaler, part) for part in parts}
         for ids in micro_batches:
-            self._engine.backward(self._engine(ids, ids)["loss"])
-            self._engine.step()
+            self.engine.backward(self.engine(ids, ids)["loss"])
+            self.engine.step()
         return used
 
     def snapshot(self) -> Snapshot:
         tensors = {f"param.{name}": getattr(p, "ds_tensor", p) for name, p in self.model.named_parameters()}
-        zero = self._engine.optimizer
+        zero = self.engine.optimizer
         stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
         for i, flat in enumerate(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups):
             tensors[f"master.{i}"] = flat
@@ -151,27 +149,19 @@ def run(spec: str, file: Path) -> None:
 
     overflowing, attempts, taken = make(engine, CASES[case]), [], []
     for attempt in range(ATTEMPTS):
-        before = overflowing.snapshot()
-        with poison(overflowing.model, attempt == POISONED and rank == world - 1), steps(overflowing.mars) as count:
-            scale = overflowing.train(batch(attempt), None)
-        after = overflowing.snapshot()
-        attempts.append({"skipped": not count, "scale": scale, "changed": differing(before, after)})
-        if count:
+        before, calls = overflowing.snapshot(), len(overflowing.watched.calls)
+        is_poisoned = attempt == POISONED and rank == world - 1
+        with poisoned(overflowing.model) if is_poisoned else contextlib.nullcontext():
+            scale = overflowing.attempt(batch(attempt), None)
+        after, skipped = overflowing.snapshot(), len(overflowing.watched.calls) == calls
+        attempts.append({"skipped": skipped, "scale": scale, "changed": differing(before, after)})
+        if not skipped:
             taken.append((attempt, scale, after))
     clean, differences = make(engine, CASES[case]), []
     for attempt, scale, after in taken:
-        clean.train(batch(attempt), scale)
+        clean.attempt(batch(attempt), scale)
         differences.append(differing(after, clean.snapshot()))
     return leave(file, {"attempts": attempts, "differences": differences})
-
-
-@contextlib.contextmanager
-def steps(mars: mars_hf.Mars) -> Iterator[list[None]]:
-    """Return a list that gets one entry per call of `step()`."""
-    calls: list[None] = []
-    handle = mars.register_step_pre_hook(lambda *_: calls.append(None))
-    yield calls
-    handle.remove()
 
 
 # --- MarsTrainer on poisoned data ---------------------------------------------------------------------------------
@@ -180,21 +170,14 @@ STEPS = 7
 BAD = (3, 4, 5)  # steps with poison, counted from 1
 
 
-class Poisoned(Dataset):
-    """The rows of the run; those of bad steps are poisoned in a micro-batch of the last rank."""
-
-    def __init__(self, kind: str) -> None:
-        size = ACCUMULATION * MICRO_BATCH
-        poisoned = {step * size - MICRO_BATCH // dist.get_world_size() for step in BAD}
-        self._ids = Tokens().ids[: STEPS * size]
-        self._kinds = [{"loss": 1, "gradient": 2}[kind] if row in poisoned else 0 for row in range(STEPS * size)]
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self._ids[index]
-        return {"input_ids": ids, "labels": ids, "kind": torch.tensor(self._kinds[index])}
+def rows(kind: str) -> list[dict[str, Tensor]]:
+    """Return the rows of the run; those of bad steps are poisoned in a micro-batch of the last rank."""
+    size, kinds = ACCUMULATION * MICRO_BATCH, {"loss": 1, "gradient": 2}
+    poisoned = {step * size - MICRO_BATCH // dist.get_world_size() for step in BAD}
+    return [
+        {"input_ids": ids, "labels": ids, "kind": torch.tensor(kinds[kind] if row in poisoned else 0)}
+        for row, ids in enumerate(Tokens().ids[: STEPS * size])
+    ]
 
 
 class Model(TinyGPT2):
@@ -207,17 +190,6 @@ class Model(TinyGPT2):
         return {"loss": loss + torch.full_like(loss, torch.inf) if 1 in kind else loss}
 
 
-class Reports(logging.Handler):
-    """Collect what the callback logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
     zero = None
     if engine.startswith("zero"):
@@ -225,17 +197,17 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
         zero = {**deepspeed_config(engine, dist.get_world_size()), "gradient_clipping": "auto"}
     torch.manual_seed(0)
     model = Model(build_model(CASES["adamw"]).config)
-    reports, logger = Reports(), logging.getLogger("mars_hf.training.nonfinite")
-    logger.addHandler(reports)
-    outcome: dict[str, Any] = {"reports": reports.lines, "error": None}
-    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+    outcome: dict[str, Any] = {"reports": [], "error": None}
+    logger = logging.getLogger("mars_hf.training.nonfinite")
+    reports = mock.patch.object(logger, "handle", lambda record: outcome["reports"].append(record.getMessage()))
+    with fresh_accelerate(), reports, tempfile.TemporaryDirectory() as folder:
         args = training_arguments(
             folder, CASES["adamw"], zero, max_steps=STEPS, remove_unused_columns=False, bf16=engine.endswith("bf16")
         )
         trainer = (Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer)(
             model,
             args,
-            train_dataset=Poisoned(kind),
+            train_dataset=rows(kind),
             data_collator=default_data_collator,
             optimizers=(CASES["adamw"].create(model), None),
         )
@@ -245,7 +217,6 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
             outcome["error"] = str(error).replace(folder, "FOLDER")
         check_wrapper(engine, trainer.model_wrapped)
         outcome["step"] = trainer.state.global_step
-    logger.removeHandler(reports)
     return outcome
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ from mars_hf import orthogonalize, universal
 from mars_hf.param_groups import rule_of
 from mars_hf.settings import ORTHOGONAL_TYPES
 
-STATES = ("exp_avg", "last_grad")
+STATES = ("exp_avg", "exp_avg_sq", "last_grad")
 Results = dict[str, Tensor]
 
 
@@ -145,12 +144,23 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     """Return weights and states of an optimizer that steps the model's own (possibly sharded) parameters."""
     results = {}
     for name, param in model.named_parameters():
-        results[f"weight.{name}"] = param
-        state = mars.state.get(param, {})
-        results |= {f"{key}.{name}": state[key] for key in STATES if key in state}
+        state = dict(mars.state.get(param, {}))
         if "last_grad_scale" in state:  # a gradient that was moved
-            results[f"last_grad.{name}"] = state["last_grad"] * state["last_grad_scale"]
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in results.items()}
+            state["last_grad"] = state["last_grad"] * state.pop("last_grad_scale")
+        results |= {f"weight.{name}": param, **{f"{key}.{name}": value for key, value in state.items()}}
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in results.items()}
+
+
+def sharded_state(model: nn.Module, mars: mars_hf.Mars, more: dict[str, Any]) -> dict[str, Any]:
+    states = dcp_state.get_state_dict(model, mars)
+    return dict(zip(("model", "optimizer"), states, strict=True)) | more
+
+
+def load_sharded(folder: Path, model: nn.Module, mars: mars_hf.Mars, **more: Any) -> None:
+    state = sharded_state(model, mars, more)
+    dcp.load(state, checkpoint_id=folder)
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    dcp_state.set_state_dict(model, mars, **states)
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -238,7 +248,7 @@ class TorchRun:
     def save(self, folder: Path) -> None:
         """Save, through DCP where parameters are sharded."""
         if any(isinstance(param, DTensor) for param in self.model.parameters()):
-            dcp.save(self._sharded_state(), checkpoint_id=folder)
+            dcp.save(sharded_state(self.model, self.mars, {}), checkpoint_id=folder)
         elif dist.get_rank() == 0:
             folder.mkdir(parents=True)
             torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
@@ -252,14 +262,7 @@ class TorchRun:
         elif (folder / "universal").exists():
             universal.load(folder / "universal", self.model, self.mars)
         else:
-            saved = self._sharded_state()
-            dcp.load(saved, checkpoint_id=folder)
-            states = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
-            dcp_state.set_state_dict(self.model, self.mars, **states)
-
-    def _sharded_state(self) -> dict[str, Any]:
-        model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
-        return {"model": model, "optimizer": optimizer}
+            load_sharded(folder, self.model, self.mars)
 
     def results(self) -> Results:
         return plain_results(self.model, self.mars)
@@ -321,11 +324,11 @@ def deepspeed_config(engine: str, world: int) -> dict[str, Any]:
 class DeepSpeedRun:
     """ZeRO of any stage, or none."""
 
-    def __init__(self, engine: str, case: Case, flags: set[str] | None = None, **checkpoint: Any) -> None:
-        """Build a fresh model, optimizer and engine."""
-        deepspeed = import_deepspeed()
+    def __init__(self, engine: str, case: Case, flags: set[str] | None = None, **config: Any) -> None:
+        """Build a fresh model, optimizer and engine, with further keys of its config."""
+        deepspeed = import_deepspeed(fp16="fp16" in config)
         flags, self.name, self.case = flags or set(), engine, case
-        config = {**deepspeed_config(engine, dist.get_world_size()), "checkpoint": checkpoint}
+        config = {**deepspeed_config(engine, dist.get_world_size()), **config}
         self.model = build_model(case)
         if engine == "zero3_init":
             initial = self.model.state_dict()
@@ -349,6 +352,17 @@ class DeepSpeedRun:
                 self.engine.step()
             self.watched.end_step()
 
+    def save(self, folder: Path) -> None:
+        """Save, and convert to a universal checkpoint."""
+        self.engine.save_checkpoint(folder, tag="saved")
+        if dist.get_rank() == 0:
+            universal.to_universal(folder / "saved", folder / "universal")
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.engine.load_checkpoint(folder)  # the tag is in `latest` or `latest_universal`
+        assert path is not None
+
     def results(self) -> Results:
         if self.name.startswith("stage0"):
             return {f"weight.{name}": param.detach().float() for name, param in self.model.named_parameters()}
@@ -361,6 +375,10 @@ class DeepSpeedRun:
         self.engine.destroy()
 
 
+def build_run(engine: str, case: Case, flags: set[str] | None = None, **config: Any) -> TorchRun | DeepSpeedRun:
+    return (DeepSpeedRun if engine in DEEPSPEED else TorchRun)(engine, case, flags, **config)
+
+
 def link_states(engine: Any) -> None:
     """Let ZeRO-1/2 link all groups' states; it does so after the first group's first step, when others have none."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
@@ -369,12 +387,13 @@ def link_states(engine: Any) -> None:
 
 
 def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Results:
-    """Return fp32 weights and states from all ranks, collected by DeepSpeed where it can."""
+    """Return fp32 weights and states from all ranks, collected by DeepSpeed where it can, and this rank's counters."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     link_states(engine)
     results = states_by_layout(model, mars)
+    results |= {f"step.{index}": state["step"].clone() for index, state in enumerate(mars.state.values())}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             whole = deepspeed.zero.GatheredParameters([param]) if hasattr(param, "ds_id") else contextlib.nullcontext()
@@ -436,17 +455,22 @@ def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **s
     return TrainingArguments(output_dir=folder, deepspeed=zero, **{**defaults, **settings})
 
 
-def train_way_in(engine: str, case: Case) -> Results:
-    """Run `<way>_<engine>`: each way to pass MARS to a Trainer, under ZeRO-2, DDP or FSDP2."""
+def train_way_in(
+    engine: str, case: Case, folder: Path, resume: Path | None = None, more: dict[str, Any] | None = None, **args: Any
+) -> Results:
+    """Run `<way>_<engine>`: each way to pass MARS to a Trainer, under ZeRO-2, DDP or FSDP2.
+
+    `more` are keys of DeepSpeed's config, `args` TrainingArguments.
+    """
     way, backend = engine.rsplit("_", 1)
     zero = None
     if backend == "zero2":
         import_deepspeed()
-        zero = deepspeed_config("zero2", dist.get_world_size())
+        zero = deepspeed_config("zero2", dist.get_world_size()) | (more or {})
     model = build_model(case)
-    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(way, model, case, folder, zero)
-        trainer.train()
+    with fresh_accelerate():
+        trainer = make_trainer(way, model, case, str(folder), zero, **args)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         check_wrapper(backend, trainer.model_wrapped)
         return {f"weight.{name}": param.detach().float().clone() for name, param in model.named_parameters()}
 
@@ -523,21 +547,16 @@ class AccelerateRun:
 
     def save(self, folder: Path) -> None:
         if self.backend == "fullyshard":
-            dcp.save(self._sharded_state(), checkpoint_id=folder)
+            state = sharded_state(self.model, self.mars, {"schedule": self.schedule})
+            dcp.save(state, checkpoint_id=folder)
         else:
             self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
-        if self.backend != "fullyshard":
-            return self.accelerator.load_state(str(folder))
-        state = self._sharded_state()
-        dcp.load(state, checkpoint_id=folder)
-        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        dcp_state.set_state_dict(self.model, self.mars, **states)
-
-    def _sharded_state(self) -> dict[str, Any]:
-        model, optimizer = dcp_state.get_state_dict(self.model, self.mars)
-        return {"model": model, "optimizer": optimizer, "schedule": self.schedule}
+        if self.backend == "fullyshard":
+            load_sharded(folder, self.model, self.mars, schedule=self.schedule)
+        else:
+            self.accelerator.load_state(str(folder))
 
     def results(self) -> Results:
         if self.backend == "zero2":
@@ -614,10 +633,9 @@ def run(spec: str, file: Path) -> None:
         folder = file.with_name(f"{file.name}-state") if "resumed" in flags else None
         leave(file, {}, train_with_accelerate(backend, CASES[case], folder))
     elif way in ("factory", "optim", "own", "trainer"):
-        leave(file, {}, train_way_in(engine, CASES[case]))
+        leave(file, {}, train_way_in(engine, CASES[case], file.with_name(f"{file.name}-output")))
     else:
-        kind: Any = DeepSpeedRun if engine in DEEPSPEED else TorchRun
-        loop = kind(engine, CASES[case], set(flags))
+        loop = build_run(engine, CASES[case], set(flags))
         loop.train(0, STEPS)
         leave(file, loop.notes(), loop.results())
         loop.close()
