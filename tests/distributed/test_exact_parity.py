@@ -19,7 +19,6 @@ import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from launching import Launches, Run, import_deepspeed, leave
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
 from train import Fsdp2Trainer, check_wrapper, deepspeed_config, fresh_accelerate, training_arguments
 from transformers import GPT2LMHeadModel, default_data_collator
 from workload import CASES, MICRO_BATCH, STEPS, build_llama
@@ -39,24 +38,17 @@ RULES = {
 }
 
 
-class Rows(Dataset):
-    """Rows with different numbers of labels, so that the mean over ranks is not the mean over labels."""
-
-    def __init__(self) -> None:
-        self.ids = torch.randint(0, 61, (ROWS, 12), generator=torch.Generator().manual_seed(7))
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        labels = self.ids[index].clone()
-        labels[: 1 + index % 7] = -100
-        return {"input_ids": self.ids[index], "labels": labels}
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Return rows with different numbers of labels, so that the mean over ranks is not the mean over labels."""
+    ids = torch.randint(0, 61, (ROWS, 12), generator=torch.Generator().manual_seed(7))
+    hidden = torch.arange(12) < 1 + torch.arange(ROWS)[:, None] % 7
+    labels = ids.masked_fill(hidden, -100)
+    return [{"input_ids": row, "labels": of_row} for row, of_row in zip(ids, labels, strict=True)]
 
 
-def build_model() -> GPT2LMHeadModel:
-    """Return a model with odd sizes, so that shards are uneven."""
-    return GPT2LMHeadModel(build_gpt2(CASES["adamw"]).config)
+def build_model(is_llama: bool, divided: bool = False) -> Any:
+    """Return a model with odd sizes, so that shards are uneven, or a Llama."""
+    return build_llama(divided) if is_llama else GPT2LMHeadModel(build_gpt2(CASES["adamw"]).config)
 
 
 class DividedTrainer(mars_hf.MarsTrainer):
@@ -70,14 +62,14 @@ class DividedTrainer(mars_hf.MarsTrainer):
 def make_trainer(
     engine: str, accumulation: int, folder: Path, rule: dict[str, Any] | None = None, zero: Any = None, **settings: Any
 ) -> mars_hf.MarsTrainer:
-    model = build_llama(divided=True) if engine == "tp" else build_model()
+    model = build_model(engine == "tp", divided=True)
     settings |= {"gradient_accumulation_steps": accumulation, "lr_scheduler_type": "constant"}
     if engine == "tp":
         settings["per_device_train_batch_size"] = MICRO_BATCH
     arguments = training_arguments(str(folder), CASES["adamw"], zero, **settings)
     mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
     kind = {"fsdp2": Fsdp2Trainer, "tp": DividedTrainer}.get(engine, mars_hf.MarsTrainer)
-    return kind(model, arguments, train_dataset=Rows(), data_collator=default_data_collator, optimizers=(mars, None))
+    return kind(model, arguments, train_dataset=rows(), data_collator=default_data_collator, optimizers=(mars, None))
 
 
 def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -146,8 +138,8 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     results = {}
     for of in ("gpt2-1", "gpt2-2", "gpt2-4", "llama-2"):
         kind, accumulation = of.split("-")
-        steps = reference.batches(Rows(), MICRO_BATCH, int(accumulation), 7)[:STEPS]
-        model = (build_llama() if kind == "llama" else build_model()).train()
+        steps = reference.batches(rows(), MICRO_BATCH, int(accumulation), 7)[:STEPS]
+        model = build_model(kind == "llama").train()
         trajectory = reference.train(model, steps, settings=SETTINGS, lr_1d=LR_1D)
         results[of] = trajectory[-1]
     return results

@@ -32,10 +32,7 @@ CASE = CASES["adamw"]
 FORCED = {"zero_force_ds_cpu_optimizer": True}  # DeepSpeed's default
 # torch_adam, because DeepSpeed would compile its own Adam.
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
-DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, and further keys of its JSON
-    "zero2": ("zero2", {}),
-    "zero3": ("zero3", {}),
-    "zero2_offload": ("zero2_offload", {}),
+DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # by name: an engine of train.py, and further keys of its JSON
     "zero2_offload_forced": ("zero2_offload", FORCED),
     "zero3_offload_forced": ("zero3_offload", FORCED),
     "fp16": ("zero2", {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}),
@@ -44,23 +41,17 @@ DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # an engine of train.py, a
 }
 
 
-def no_compilation(builder: Any) -> Any:
-    """Stand in for DeepSpeed's CPU Adam, which takes over a minute to compile; it can be built but not step."""
-    return SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
-
-
 def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
     import_deepspeed(fp16=True)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    engine, more = DEEPSPEED[config]
+    engine, more = DEEPSPEED.get(config, (config, {}))
     zero = {**deepspeed_config(engine, dist.get_world_size()), **more, "gradient_clipping": "auto"}
     half = {config: True} if config in ("fp16", "bf16") else {}
-    with (
-        fresh_accelerate(),
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(CPUAdamBuilder, "load", no_compilation),
-    ):
+    # DeepSpeed's CPU Adam takes over a minute to compile; this one can be built but not step.
+    adam = SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
+    no_compilation = mock.patch.object(CPUAdamBuilder, "load", lambda _: adam)
+    with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, no_compilation:
         # An unused optimizer is noticed without a callback where MARS was registered, or the trainer is MARS's.
         callbacks = [mars_hf.LastGradientCallback()] if way in ("factory", "instance") else []
         make_trainer(way, model, CASE, folder, zero, callbacks, **half).train()

@@ -13,19 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import train
 from launching import Launches, from_all_ranks, import_deepspeed, leave
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from train import (
-    DeepSpeedRun,
-    Fsdp2Trainer,
-    TorchRun,
-    check_wrapper,
-    deepspeed_config,
-    fresh_accelerate,
-    shard,
-    training_arguments,
-)
+from train import DeepSpeedRun, TorchRun
 from transformers import default_data_collator
 from workload import ACCUMULATION, CASES, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
 
@@ -70,7 +62,7 @@ class Torch(TorchRun):
         model = build_model(self.case)
         if self.engine == "fsdp2":
             policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-            shard(model, (dist.get_world_size(),), mp_policy=policy)
+            train.shard(model, (dist.get_world_size(),), mp_policy=policy)
         return model
 
     def attempt(self, micro_batches: list[Tensor], scale: Any) -> Any:
@@ -194,28 +186,24 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
     zero = None
     if engine.startswith("zero"):
         import_deepspeed()
-        zero = {**deepspeed_config(engine, dist.get_world_size()), "gradient_clipping": "auto"}
+        zero = {**train.deepspeed_config(engine, dist.get_world_size()), "gradient_clipping": "auto"}
     torch.manual_seed(0)
     model = Model(build_model(CASES["adamw"]).config)
     outcome: dict[str, Any] = {"reports": [], "error": None}
     logger = logging.getLogger("mars_hf.training.nonfinite")
     reports = mock.patch.object(logger, "handle", lambda record: outcome["reports"].append(record.getMessage()))
-    with fresh_accelerate(), reports, tempfile.TemporaryDirectory() as folder:
-        args = training_arguments(
+    with train.fresh_accelerate(), reports, tempfile.TemporaryDirectory() as folder:
+        args = train.training_arguments(
             folder, CASES["adamw"], zero, max_steps=STEPS, remove_unused_columns=False, bf16=engine.endswith("bf16")
         )
-        trainer = (Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer)(
-            model,
-            args,
-            train_dataset=rows(kind),
-            data_collator=default_data_collator,
-            optimizers=(CASES["adamw"].create(model), None),
-        )
+        kind_of_trainer = train.Fsdp2Trainer if engine == "fsdp2" else mars_hf.MarsTrainer
+        data = {"train_dataset": rows(kind), "data_collator": default_data_collator}
+        trainer = kind_of_trainer(model, args, **data, optimizers=(CASES["adamw"].create(model), None))
         try:
             trainer.train()
         except mars_hf.NonFiniteError as error:
             outcome["error"] = str(error).replace(folder, "FOLDER")
-        check_wrapper(engine, trainer.model_wrapped)
+        train.check_wrapper(engine, trainer.model_wrapped)
         outcome["step"] = trainer.state.global_step
     return outcome
 
@@ -231,8 +219,6 @@ RUNS = {
         *("zero1/m", "zero2/shampoo", "zero3/m", "zero2_offload/m"),
     ),
 }
-
-
 POISONED_RUNS = {
     "torch": ("trainer_ddp/loss", "trainer_ddp/gradient", "trainer_fsdp2/loss", "trainer_fsdp2/gradient"),
     "deepspeed": ("trainer_zero1/loss", *(f"trainer_{engine}/gradient" for engine in ("zero2", "zero3", "zero3_bf16"))),

@@ -6,21 +6,21 @@ import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from mars_hf import Mars
-from mars_hf.distributed.shards import Slice
-from mars_hf.orthogonalize import Exchange, Matrix, ProcessGroups
+from mars_hf import Mars, orthogonalize
+from mars_hf.distributed.shards import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
-CPU = torch.device("cpu")
 
 
 def run_ranks(world: int, function: Callable[[int], Any]) -> list[Any]:
@@ -55,116 +55,69 @@ def whole(index: int, seed: int = 0) -> Tensor:
     return torch.randn(SHAPES[index], generator=torch.Generator().manual_seed(100 * seed + index))
 
 
-def result_of(tensor: Tensor) -> Tensor:
-    """Compute from all of a matrix a result with its shape and dtype but other strides."""
-    wide = tensor.double()
-    return (wide.mT @ wide @ wide.mT / wide.square().sum()).mT.to(tensor.dtype)
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    **{f"rows over {ranks}": ((ranks,), [Shard(0)]) for ranks in (2, 4)},  # of short dimensions some hold nothing
+    "columns": ((4,), [Shard(1)]),
+    **{f"boxes over {ranks}": ((2, ranks // 2), [Shard(0), Shard(1)]) for ranks in (4, 6)},
+    "stripes": ((2,), [_StridedShard(1, split_factor=2)]),
+    **{f"rows of {replicas} replicas": ((replicas, 2), [Replicate(), Shard(0)]) for replicas in (2, 3)},
+    "replicas": ((4,), [Replicate()]),
+    "process group": ((3,), []),
+}
 
 
-def along(dim: int, ranks: int) -> Callable[[int, int], Slice | None]:
-    """Cut as FSDP2 does; of short dimensions some ranks hold nothing."""
-
-    def slice_of(index: int, rank: int) -> Slice:
-        full = -(-SHAPES[index][dim] // ranks)
-        start = min(rank * full, SHAPES[index][dim])
-        return Slice(dim, start, min(full, SHAPES[index][dim] - start))
-
-    return slice_of
-
-
-def boxes(ranks: int) -> Callable[[int, int], Slice | None]:
-    """Cut rows in two, and columns among the others."""
-    row, column = along(0, 2), along(1, ranks // 2)
-    return lambda index, rank: row(index, rank % 2)._replace(inner=column(index, rank // 2))
+def place(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> Tensor:
+    """Return a rank's tensor: whole, or a DTensor; stripes are those of transformers' fused projections."""
+    if not placements:
+        return tensor
+    if not isinstance(placements[0], _StridedShard):
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+    if tensor.shape[1] % 4:
+        return distribute_tensor(tensor, mesh, [Shard(1)], src_data_rank=None)
+    part = torch.cat([block.chunk(2, 1)[mesh.get_local_rank()] for block in tensor.chunk(2, 1)], 1)
+    return DTensor.from_local(part, mesh, placements, run_check=False)
 
 
-def stripes(ranks: int) -> Callable[[int, int], Slice | None]:
-    """Cut columns, and those of (3, 4, 5) as transformers cuts fused projections."""
-    column = along(1, ranks)
-    return lambda index, rank: Slice(1, rank, 1, stripes=4 // ranks) if index == 3 else column(index, rank)
-
-
-def stretches(ranks: int) -> Callable[[int, int], Slice | None]:
-    """Cut as ZeRO-1/2 does: equal parts of one flat buffer."""
-    numels = [torch.Size(shape).numel() for shape in SHAPES]
-    part = -(-sum(numels) // ranks)
-
-    def slice_of(index: int, rank: int) -> Slice | None:
-        first = sum(numels[:index])
-        start, end = max(first, rank * part), min(first + numels[index], (rank + 1) * part)
-        return Slice(None, start - first, end - start) if start < end else None
-
-    return slice_of
-
-
-LAYOUTS = {"rows": lambda n: along(0, n), "columns": lambda n: along(1, n), "boxes": boxes, "stripes": stripes}
-LAYOUTS |= {"stretches": stretches}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("layout", "ranks", "replicas"),
-    [
-        *((layout, ranks, 1) for layout in LAYOUTS for ranks in (2, 4)),
-        *((layout, 2, replicas) for layout in ("rows", "stretches") for replicas in (2, 3)),
-        *((None, 1, replicas) for replicas in (2, 4)),
-    ],
+    ("mars_type", "ns_dtype"), [("mars-m", "float32"), ("mars-shampoo", "float32"), ("mars-m", "bfloat16")]
 )
-def test_every_rank_gets_its_part_of_every_result(layout, ranks, replicas, dtype):
-    slice_of = (lambda index, rank: Slice(0, 0, SHAPES[index][0])) if layout is None else LAYOUTS[layout](ranks)
-    present = [0, 1, 3, 4, 6]  # some matrices have no gradient in this step
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_matrices(layout, mars_type, ns_dtype):
+    """Every rank gets its part of every direction, each made once, and weights are those of one rank.
 
-    def run(number: int) -> tuple[bool, list[int]]:
-        replica, rank = divmod(number, ranks)
-        group = [dist.new_group(list(range(r * ranks, (r + 1) * ranks))) for r in range(replicas)][replica]
-        copies = [dist.new_group(list(range(r, ranks * replicas, ranks))) for r in range(ranks)][rank]
-        groups = ProcessGroups(group if ranks > 1 else None, copies if replicas > 1 else None, CPU, dtype)
-        matrices = [
-            Matrix(index, torch.Size(shape), float(index + 1), lambda rank, index=index: slice_of(index, rank))
-            for index, shape in enumerate(SHAPES)
-        ]
-        exchange = Exchange(groups, matrices)
-        shards = {}
-        for index in present:
-            part = slice_of(index, rank)
-            if part is not None and (values := part.of(whole(index))).numel():
-                shards[index] = values.reshape(part.shape(torch.Size(SHAPES[index]))).to(dtype)
-        worked_on, directions = [], {}
-        for matrices_of_round in exchange.rounds:
-            moving = [(matrix, owner) for matrix, owner in matrices_of_round if matrix.param_index in present]
+    With bfloat16 directions are rounded once more before they travel.
+    """
+    shape, placements = LAYOUTS[layout]
 
-            def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-                worked_on.extend(matrix.param_index for matrix in owned)
-                return [result_of(tensor) for tensor in wholes]
-
-            of_round = {matrix.param_index for matrix, _ in moving} & shards.keys()
-            directions |= exchange.run(moving, {index: shards[index] for index in of_round}, work)
-        same = directions.keys() == shards.keys()
-        for index, values in directions.items():
-            expected = slice_of(index, rank).of(result_of(whole(index).to(dtype)).contiguous())
-            same = same and torch.equal(values, expected.reshape(values.shape)) and values.shape == shards[index].shape
-        return same, worked_on
-
-    results = run_ranks(ranks * replicas, run)
-    assert all(same for same, _ in results)
-    assert sorted(index for _, worked_on in results for index in worked_on) == present  # each once
-
-
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])
-def test_a_process_group_shares_the_work_and_changes_nothing(mars_type):
-    def run(rank: int, shares: bool = True) -> list[Tensor]:
-        params = [nn.Parameter(whole(index)) for index in range(len(SHAPES))]
-        group = dist.group.WORLD if shares else None
-        mars = Mars(params, mars_type=mars_type, ns_dtype="float32", process_group=group)
-        for step in range(4):
-            for index, param in enumerate(params):
-                param.grad = whole(index, step + 1) if index != step else None  # experts come and go
+    def run(mesh: DeviceMesh, placements: list[Any], process_group: Any) -> list[Tensor]:
+        params = [nn.Parameter(place(whole(index), mesh, placements)) for index in range(len(SHAPES))]
+        settings = {"mars_type": mars_type, "ns_dtype": ns_dtype, "clip_threshold": None, "lr": 1.0}
+        mars = Mars(params, **settings, process_group=process_group)
+        for step in range(3):
+            for index, param in enumerate(params):  # experts come and go, one never comes
+                gradient = place(whole(index, step + 1), mesh, placements)
+                param.grad = None if index in (step, 5) else gradient
             mars.step()
         return [param.detach() for param in params]
 
-    (expected,) = run_ranks(1, lambda rank: run(rank, shares=False))
-    for weights in run_ranks(3, run):
-        assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    def compare(rank: int) -> float:
+        mesh = init_device_mesh("cpu", shape)
+        weights = run(mesh, placements, None if placements else dist.group.WORLD)
+        pairs = zip(weights, [place(tensor, mesh, placements) for tensor in expected], strict=True)
+        return max((local(a) - local(b)).abs().amax().item() for a, b in pairs if local(a).numel())
+
+    (expected,) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
+    made: list[torch.Size] = []
+
+    def noted(momenta: list[Tensor], *args: Any) -> list[Tensor]:
+        made.extend(momentum.shape for momentum in momenta)
+        return orthogonalize.compute_directions(momenta, *args)
+
+    with mock.patch("mars_hf.step.compute_directions", noted):
+        results = run_ranks(torch.Size(shape).numel(), compare)
+    assert max(results) <= (0 if ns_dtype == "float32" else 2e-2)
+    steps = [SHAPES[index] for step in range(3) for index in range(len(SHAPES)) if index not in (step, 5)]
+    assert sorted(made) == sorted(steps)
 
 
 WRONG = {

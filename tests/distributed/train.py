@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,19 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from workload import (
-    ACCUMULATION,
-    CASES,
-    MAX_GRAD_NORM,
-    MICRO_BATCH,
-    STEPS,
-    Case,
-    TinyGPT2,
-    Tokens,
-    build_model,
-    lr_factor,
-    uses_branch,
-)
+from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Case, Tokens, build_model, lr_factor
 
 import mars_hf
 from mars_hf import orthogonalize, universal
@@ -60,7 +49,6 @@ class CountCollectives(TorchDispatchMode):
     """Record the sizes of all collectives started inside, through any Python function."""
 
     def __init__(self) -> None:
-        """Start with none."""
         super().__init__()
         self.numels: list[int] = []
 
@@ -77,7 +65,6 @@ class Watched:
     """Record every call of an optimizer's `step()`."""
 
     def __init__(self, mars: mars_hf.Mars, flags: set[str]) -> None:
-        """Replace `mars.step` by one that records."""
         self.calls: list[dict[str, Any]] = []
         self.metrics: list[dict[str, float]] = []
         self._mars = mars
@@ -109,8 +96,8 @@ class Watched:
                 damage if "local_norms" in flags else contextlib.nullcontext(),
             ):
                 result = step(*args, **kwargs)
-            kinds = {"mars_rule": mars_rule, "matrices": matrices}
-            self.calls.append({**kinds, "collectives": count.numels, "orthogonalized": sum(orthogonalized)})
+            sizes = {"collectives": count.numels, "orthogonalized": sum(orthogonalized)}
+            self.calls.append({"mars_rule": mars_rule, "matrices": matrices, **sizes})
             return result
 
         mars.step = watched  # type: ignore[method-assign]
@@ -151,13 +138,13 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in results.items()}
 
 
-def sharded_state(model: nn.Module, mars: mars_hf.Mars, more: dict[str, Any]) -> dict[str, Any]:
+def dcp_states(model: nn.Module, mars: mars_hf.Mars, more: dict[str, Any]) -> dict[str, Any]:
     states = dcp_state.get_state_dict(model, mars)
     return dict(zip(("model", "optimizer"), states, strict=True)) | more
 
 
-def load_sharded(folder: Path, model: nn.Module, mars: mars_hf.Mars, **more: Any) -> None:
-    state = sharded_state(model, mars, more)
+def load_dcp(folder: Path, model: nn.Module, mars: mars_hf.Mars, **more: Any) -> None:
+    state = dcp_states(model, mars, more)
     dcp.load(state, checkpoint_id=folder)
     states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     dcp_state.set_state_dict(model, mars, **states)
@@ -168,10 +155,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     first = [param for name, param in model.named_parameters() if "h.0" in name]
     rest = [param for name, param in model.named_parameters() if "h.0" not in name]
     return [{"params": first, "weight_decay": 0.2, "lr": 4e-3}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
-
-
-def rates_of(mars: mars_hf.Mars) -> list[list[Any]]:
-    return [[group[key] for key in ("role", "initial_lr", "weight_decay")] for group in mars.param_groups]
 
 
 def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
@@ -187,7 +170,6 @@ class TorchRun:
     """A plain loop. The engine `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
 
     def __init__(self, engine: str, case: Case, flags: set[str] | None = None) -> None:
-        """Build a fresh model and optimizer."""
         self.engine, self.case, self.flags = engine, case, flags or set()
         self.part, self.parts = dist.get_rank(), dist.get_world_size()  # of the data
         self.tokens = Tokens()
@@ -221,7 +203,7 @@ class TorchRun:
             # A static graph must see every backward pass (otherwise torch asserts).
             unsynced = self.engine in ("ddp", "ddp_bucket_view") and micro < ACCUMULATION - 1
             with self.wrapped.no_sync() if unsynced else contextlib.nullcontext():
-                (self.wrapped(ids, ids, uses_branch(self.case, step))["loss"] / ACCUMULATION).backward()
+                (self.wrapped(ids, ids, self.case.uses_branch(step))["loss"] / ACCUMULATION).backward()
         if self.engine == "single_zeros":
             for param in self.model.parameters():
                 if param.requires_grad and param.grad is None:
@@ -246,23 +228,14 @@ class TorchRun:
             self.watched.end_step()
 
     def save(self, folder: Path) -> None:
-        """Save, through DCP where parameters are sharded."""
-        if any(isinstance(param, DTensor) for param in self.model.parameters()):
-            dcp.save(sharded_state(self.model, self.mars, {}), checkpoint_id=folder)
-        elif dist.get_rank() == 0:
-            folder.mkdir(parents=True)
-            torch.save([self.model.state_dict(), self.mars.state_dict()], folder / "all.pt")
+        dcp.save(dcp_states(self.model, self.mars, {}), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
         """Load what `save` has saved, or a universal checkpoint."""
-        if (folder / "all.pt").exists():
-            model, optimizer = torch.load(folder / "all.pt")
-            self.model.load_state_dict(model)
-            self.mars.load_state_dict(optimizer)
-        elif (folder / "universal").exists():
+        if (folder / "universal").exists():
             universal.load(folder / "universal", self.model, self.mars)
         else:
-            load_sharded(folder, self.model, self.mars)
+            load_dcp(folder, self.model, self.mars)
 
     def results(self) -> Results:
         return plain_results(self.model, self.mars)
@@ -270,13 +243,13 @@ class TorchRun:
     def notes(self) -> dict[str, Any]:
         totals = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in self.total_norms]
         norms = {"corrected_norms": self.norms, "total_norms": [norm.item() for norm in totals]}
-        return {**self.watched.notes(), **norms, "groups": rates_of(self.mars)}
+        return {**self.watched.notes(), **norms, "groups": settings_of(self.mars)}
 
     def close(self) -> None:
         pass
 
 
-def shard(model: TinyGPT2, mesh_shape: tuple[int, ...], **settings: Any) -> None:
+def shard(model: Any, mesh_shape: tuple[int, ...], **settings: Any) -> None:
     """Set up FSDP2 on CPUs; with two dimensions, the first holds replicas."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
@@ -343,12 +316,11 @@ class DeepSpeedRun:
         self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.mars, config=config)
 
     def train(self, first: int, end: int) -> None:
-        """Take the steps from `first` to before `end`."""
         for step in range(first, end):
             set_lr(self.mars, step)
             for micro in range(ACCUMULATION):
                 ids = Tokens().micro_batch(step, micro, dist.get_rank(), dist.get_world_size())
-                self.engine.backward(self.engine(ids, ids, uses_branch(self.case, step))["loss"])
+                self.engine.backward(self.engine(ids, ids, self.case.uses_branch(step))["loss"])
                 self.engine.step()
             self.watched.end_step()
 
@@ -369,7 +341,7 @@ class DeepSpeedRun:
         return deepspeed_results(self.model, self.engine, self.mars)
 
     def notes(self) -> dict[str, Any]:
-        return {**self.watched.notes(), "groups": rates_of(self.mars)}
+        return {**self.watched.notes(), "groups": settings_of(self.mars)}
 
     def close(self) -> None:
         self.engine.destroy()
@@ -394,18 +366,14 @@ def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Resu
     link_states(engine)
     results = states_by_layout(model, mars)
     results |= {f"step.{index}": state["step"].clone() for index, state in enumerate(mars.state.values())}
+    # With round_robin_gradients DeepSpeed 0.19 links weights to the wrong places of the reordered partitions.
+    is_linked = not getattr(engine.optimizer, "round_robin_gradients", False)
     for name, param in model.named_parameters():
-        if not param.requires_grad:
-            whole = deepspeed.zero.GatheredParameters([param]) if hasattr(param, "ds_id") else contextlib.nullcontext()
-            with whole:
-                results[f"weight.{name}"] = param.detach().float().clone()
-            continue
-        if getattr(engine.optimizer, "round_robin_gradients", False):
-            # DeepSpeed 0.19 links weights to the wrong places of the reordered partitions; the model's own are right.
-            results[f"weight.{name}"] = param.detach().clone()
-            continue
-        results[f"weight.{name}"] = safe_get_full_fp32_param(param).detach().clone()
-        results[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg").detach().clone()
+        with deepspeed.zero.GatheredParameters([param]) if hasattr(param, "ds_id") else contextlib.nullcontext():
+            results[f"weight.{name}"] = param.detach().float().clone()
+        if param.requires_grad and is_linked:
+            results[f"weight.{name}"] = safe_get_full_fp32_param(param).detach().clone()
+            results[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg").detach().clone()
     return results
 
 
@@ -476,13 +444,7 @@ def train_way_in(
 
 
 def make_trainer(
-    way: str,
-    model: nn.Module,
-    case: Case,
-    folder: str,
-    zero: dict[str, Any] | None,
-    callbacks: Any = None,
-    **settings: Any,
+    way: str, model: nn.Module, case: Case, folder: str, zero: Any, callbacks: Any = None, **settings: Any
 ) -> Trainer:
     """Return a Trainer that gets MARS in one of the ways; further settings are TrainingArguments."""
     shared = {"model": model, "train_dataset": Tokens(), "data_collator": default_data_collator, "callbacks": callbacks}
@@ -532,9 +494,8 @@ class AccelerateRun:
         check_wrapper(backend, self.wrapped)
 
     def train(self, first: int, end: int) -> None:
-        """Take the steps from `first` to before `end`."""
         batches = self.accelerator.skip_first_batches(self.loader, first * ACCUMULATION)
-        for index, batch in enumerate(batches, start=1):
+        for batch in itertools.islice(batches, (end - first) * ACCUMULATION):
             with self.accelerator.accumulate(self.wrapped):
                 self.accelerator.backward(self.wrapped(**batch)["loss"])
                 if self.accelerator.sync_gradients:
@@ -542,19 +503,16 @@ class AccelerateRun:
                 self.optimizer.step()
                 self.schedule.step()
                 self.optimizer.zero_grad()
-            if index == (end - first) * ACCUMULATION:
-                break
 
     def save(self, folder: Path) -> None:
         if self.backend == "fullyshard":
-            state = sharded_state(self.model, self.mars, {"schedule": self.schedule})
-            dcp.save(state, checkpoint_id=folder)
+            dcp.save(dcp_states(self.model, self.mars, {"schedule": self.schedule}), checkpoint_id=folder)
         else:
             self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> None:
         if self.backend == "fullyshard":
-            load_sharded(folder, self.model, self.mars, schedule=self.schedule)
+            load_dcp(folder, self.model, self.mars, schedule=self.schedule)
         else:
             self.accelerator.load_state(str(folder))
 

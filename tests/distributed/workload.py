@@ -58,6 +58,10 @@ class Case:
             "fused": self.kernels or None,
         }
 
+    def uses_branch(self, step: int) -> bool:
+        """Return whether the branch takes part; it does in the first step, where engines detect unused parameters."""
+        return not self.skipping or step % 2 == 0
+
     def create(self, model: nn.Module, **settings: Any) -> mars_hf.Mars:
         """Return the optimizer of a model, which takes gradients where the loop would let it."""
         mars = mars_hf.create(model, **self.hyperparameters(), **settings)
@@ -100,7 +104,6 @@ class TinyGPT2(GPT2LMHeadModel):
     """
 
     def __init__(self, config: GPT2Config) -> None:
-        """Build the blocks of GPT-2 from `config`, and the branch."""
         super().__init__(config)
         self.narrow = nn.Linear(config.n_embd, 2)
         self.wide = nn.Linear(2, config.n_embd)
@@ -118,19 +121,9 @@ class TinyGPT2(GPT2LMHeadModel):
 def build_model(case: Case) -> TinyGPT2:
     """Build the model, with the same weights at every call."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=18,
-        n_head=3,
-        n_layer=2,
-        n_positions=16,
-        vocab_size=VOCAB,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
+    sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": VOCAB}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
     model = TinyGPT2(config)
     model.transformer.wpe.weight.requires_grad_(not case.frozen)
     return model
@@ -163,22 +156,15 @@ class Tokens(Dataset):
         self.ids = torch.cat([half, half], dim=1)
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sequence in Trainer's format."""
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
     def micro_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
         """Return a rank's share of one micro-batch."""
         start = (step * ACCUMULATION + micro) * MICRO_BATCH
         return self.ids[start : start + MICRO_BATCH].chunk(world)[rank]
-
-
-def uses_branch(case: Case, step: int) -> bool:
-    """Return whether the branch takes part in a step; it does in the first, where engines detect unused parameters."""
-    return not case.skipping or step % 2 == 0
 
 
 def lr_factor(step: int) -> float:
