@@ -43,7 +43,8 @@ def copy_tree(target: Path) -> None:
 def passes(tree: Path, test: str, variables: dict[str, str]) -> bool:
     """Return whether a test passes in a tree; an error or a timeout is no pass.
 
-    It runs in a fork of this process, which has imported what takes seconds, and nothing of the tree.
+    It runs in a fork of this process, which has imported what takes seconds, and nothing of the tree; with variables,
+    in a new one.
     """
     child = os.fork()
     if child == 0:
@@ -54,7 +55,10 @@ def passes(tree: Path, test: str, variables: dict[str, str]) -> bool:
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **variables}
         sys.dont_write_bytecode = True
         sys.path[0] = str(tree)
-        os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-n", "0", test]))
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", test]
+        if variables:  # read at import, by Triton for one
+            os.execv(sys.executable, [sys.executable, "-m", "pytest", *options])
+        os._exit(pytest.main(options))
     ended = time.monotonic() + TIMEOUT
     while not (found := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > ended:
