@@ -132,6 +132,15 @@ def test_mars_is_the_reference(rule, exact, shape, size):
         torch.testing.assert_close(param.detach(), plain.x, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion"])
+def test_reference_of_a_scalar(rule):
+    scalar, matrix = (MarsReference(torch.ones(shape), rule, lr=0.1) for shape in ((), (1, 1)))
+    for g in (0.5, -0.2):
+        scalar.step(torch.tensor(g))
+        matrix.step(torch.tensor([[g]]))
+    assert scalar.x == matrix.x.item() != 1.0
+
+
 def test_reference_refuses_an_unknown_rule():
     plain = MarsReference(torch.ones(3, 3), "mars-muon", lr=0.1)
     with pytest.raises(ValueError, match="rule='mars-muon' is unknown; accepted: mars-adamw, mars-lion"):

@@ -248,6 +248,7 @@ def test_images(data, tmp_path):
         (finetune_lm, "--optim sgd", "--optim sgd: the recipe has no learning rate for it, only for adamw_torch"),
         (finetune_lm, "--use_peft true --lora_target_modules nothing", "nothing"),
         (finetune_lm, "--epochs 3", "--epochs"),
+        (finetune_lm, "--metric_for_best_model f1 --max_steps 1", "--metric_for_best_model f1 is none of"),
         (finetune_lm, "--dataset_name short", "the text has fewer than --block_size 32 tokens"),
         (sft_lora, "--dataset_name columns", "columns a, b; accepted: prompt and completion, or messages"),
         (sft_lora, "--max_length 65", "blocks of 65 tokens are longer than the model's context"),
