@@ -15,9 +15,10 @@ from mars_hf.step import check_gradient
 
 # The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]
+Groups = Iterable[Mapping[str, Any]]
 
 
-def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+def corrected_params(param_groups: Groups) -> list[Tensor]:
     """Return the parameters whose gradients a stale gradient corrects."""
     return [
         param
@@ -27,19 +28,18 @@ def corrected_params(param_groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
     ]
 
 
-def require_stale_gradients(
-    param_groups: Iterable[Mapping[str, Any]], all_states: States, *, were_supplied: bool
-) -> None:
+def require_stale_gradients(param_groups: Groups, all_states: States, were_approx: Groups, were_supplied: bool) -> None:
     """Raise RuntimeError in an exact step, other than the first, without stale gradients.
 
     Args:
         param_groups: the optimizer's groups.
         all_states: the optimizer's states.
+        were_approx: groups whose step before was approximate: their last gradients are no stale ones.
         were_supplied: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
     """
     moving = [param for param in corrected_params(param_groups) if param.grad is not None and param in all_states]
     moving_states = [all_states[param] for param in moving]
-    were_supplied = were_supplied or any("last_grad" in state for state in moving_states)
+    were_supplied |= not corrected_params(were_approx) and any("last_grad" in state for state in moving_states)
     if any("step" in state for state in moving_states) and not were_supplied:
         raise RuntimeError(
             "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
@@ -92,7 +92,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
     return uses_any
 
 
-def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
+def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Make the kept stale gradients the last gradients of the next step."""
     corrected_states = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
     if any("previous_grad" in state for state in corrected_states):
@@ -103,7 +103,7 @@ def commit_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states
                 state["last_grad"] = state.pop("previous_grad")
 
 
-def drop_stale_gradients(param_groups: Iterable[Mapping[str, Any]], all_states: States) -> None:
+def drop_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Drop the stale gradients that a step has used."""
     for param in corrected_params(param_groups):
         for key in ("last_grad", "last_grad_scale"):

@@ -424,12 +424,10 @@ class Mars(torch.optim.Optimizer):
             if structure != self._structure:  # somebody has edited the groups
                 list(map(check, structure))
                 warn_of_one_rate(groups, self.defaults)
-                if not self._stale_gradients_supplied:  # the last gradients of approximate steps are no stale ones
-                    were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
-                    exact.drop_stale_gradients(were_approx, self.state)
-                self._structure = structure
             if is_exact:
-                exact.require_stale_gradients(groups, self.state, were_supplied=self._stale_gradients_supplied)
+                were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
+                exact.require_stale_gradients(groups, self.state, were_approx, self._stale_gradients_supplied)
+            self._structure = structure
             lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
         except (RuntimeError, ValueError) as raised:
             if whole is None:

@@ -156,8 +156,9 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
     for index, group in enumerate(groups if groups and isinstance(groups[0], dict) else [{"params": groups}]):
         entries = group["params"]
         for entry in [entries] if isinstance(entries, Tensor) else entries:
-            role = settings_of.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
-            split.setdefault((index, repr(role)), {**group, **role, "params": []})["params"].append(entry)
+            role_settings = settings_of.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
+            part = split.setdefault((index, repr(role_settings)), {**group, **role_settings, "params": []})
+            part["params"].append(entry)
     mars = create(split.values(), **{name: value for name, value in arguments.items() if name not in options})
     mars.created_with = arguments
     return mars

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers import equal
@@ -196,10 +198,16 @@ def test_last_gradients_of_approximate_steps_are_no_stale_ones():
     optimizer = Mars(params, **SETTINGS)
     backward(params, 0)
     optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    for _ in range(2):  # refused as often as it is asked for
+        for group in optimizer.param_groups:
+            group["is_approx"] = False
+        with pytest.raises(RuntimeError, match="no stale gradient"):
+            optimizer.step()
+    assert equal(before, optimizer.state_dict()["state"])
     for group in optimizer.param_groups:
-        group["is_approx"] = False
-    with pytest.raises(RuntimeError, match="no stale gradient"):
-        optimizer.step()
+        group["is_approx"] = True
+    optimizer.step()
 
 
 def test_no_previous_params():
