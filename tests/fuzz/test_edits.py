@@ -132,7 +132,7 @@ class Subject:
             self.set_gradients(all_of_them=True)
             self.optimizer.update_previous_grad()
             self.optimizer.update_last_grad()
-        self.set_gradients(all_of_them=self.undo is not None)  # what is to be refused must be looked at
+        self.set_gradients(all_of_them=self.undo is not None)  # refusals depend on every gradient being there
         before = Mirror.of(self.optimizer)
         try:
             self.judge(bfloat16)

@@ -91,7 +91,7 @@ def end(process: subprocess.Popen[bytes], below: list[psutil.Process], timeout: 
 
 
 def kill(process: subprocess.Popen[bytes], output: Path, aim: str, chance: random.Random, seconds: float) -> int:
-    """Kill a run as told, unless it ends before, and return its exit code; `seconds` is what a whole one takes."""
+    """Kill a run unless it ends first, and return its exit code; `seconds`: duration of an uninterrupted run."""
     skipped = chance.randrange(STEPS // 4)
 
     def is_writing() -> bool:

@@ -173,7 +173,7 @@ class RunArguments(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None) -> RunArguments:
-    """Return the settings of `read` as dataclasses, of which TrainingArguments takes hold of the device.
+    """Return the settings of `read` as dataclasses; making TrainingArguments initializes the device.
 
     Raises:
         ValueError: the config is for GPUs, and there is none; the message names all flags that it needs on CPU.

@@ -150,7 +150,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Turn what a full disk makes libraries raise into one line."""
+    """Raise ValueError with folder and free bytes for an error while saving: libraries raise several kinds."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's own is a RuntimeError
