@@ -33,6 +33,8 @@ from mars_hf.settings import (
     SETTINGS,
     STRUCTURAL_KEYS,
     check,
+    check_arguments,
+    expand,
     reject_unknown,
     shown,
 )
@@ -606,6 +608,9 @@ def create(
         process_group: as `Mars`.
         **settings: any of `Mars`, and with a model:
 
+            mars_type: also `"muon"`: torch.optim.Muon's update, which is mars-m with other defaults: gamma = 1 - beta1,
+                `clip_threshold=None`, `split_fused="none"`. One buffer a matrix; AdamW for everything else.
+
             split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
                 projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`.
             lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d`
@@ -623,19 +628,25 @@ def create(
             that can be read.
     """
     reject_unknown(settings, SETTINGS, "mars_hf.create")
-    settings = check({**({} if like is None else saved_settings.read(like)), **settings})
-    options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
-    hyperparameters = {name: value for name, value in settings.items() if name not in options}
+    saved = {} if like is None else saved_settings.read(like, settings.get("mars_type"))
+    settings = check_arguments({**saved, **settings})
+    expanded = expand(settings)
+    options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
+    hyperparameters = {name: value for name, value in expanded.items() if name not in options}
     if isinstance(model_or_params, nn.Module):
-        groups = param_groups(model_or_params, mars_type=settings.get("mars_type", DEFAULTS["mars_type"]), **options)
+        groups = param_groups(model_or_params, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
         mars = Mars(groups, process_group=process_group, **hyperparameters)
         mars._model = weakref.ref(model_or_params)
         mars._unsharded = frozenset(
             name for name, param in model_or_params.named_parameters() if param.requires_grad and not is_dtensor(param)
         )
-    elif stated := [f"{name}={shown(value)}" for name, value in options.items() if value != MODEL_DEFAULTS[name]]:
+    elif stated := [
+        f"{name}={shown(settings[name])}"
+        for name in settings.keys() & MODEL_DEFAULTS
+        if settings[name] != MODEL_DEFAULTS[name]
+    ]:
         raise ValueError(f"{', '.join(stated)}: plain parameters have neither names nor modules; pass the model")
     else:
         mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
-    mars.created_with = settings
+    mars.created_with = {**expanded, **settings}
     return mars

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, check, reject_unknown, shown
+from mars_hf.settings import DEFAULTS, MODEL_DEFAULTS, MUON, check_arguments, reject_unknown, shown
 
 FILE = "mars.json"
 # Not what the loop and the machine decide.
@@ -37,7 +37,7 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return arguments of `create` as JSON holds them, with the defaults of those left out; None for None."""
     if created_with is None:
         return None
-    values = check({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
+    values = check_arguments({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
     return dict(json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain)))
 
 
@@ -57,11 +57,12 @@ def write_whole(path: Path, content: str) -> None:
         raise
 
 
-def read(like: str | os.PathLike[str]) -> dict[str, Any]:
+def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
     """Return the arguments for `create` that a mars.json holds, checked as a caller's are.
 
     Args:
         like: a folder with a mars.json, the file itself, or the name of a repository of the Hub. A folder counts first.
+        mars_type: that of the caller, which wins; only `"muon"`, a name for settings, must be the file's too.
 
     Raises:
         ValueError: there is none, it cannot be read, or it holds no arguments; one line says what is wrong.
@@ -80,10 +81,15 @@ def read(like: str | os.PathLike[str]) -> dict[str, Any]:
         )
     try:
         reject_unknown(arguments, KEPT, "create")
-        return check(arguments)
+        arguments = check_arguments(arguments)
     except ValueError as error:
         version = shown(content.get("mars_hf", "(unknown)"))
         raise ValueError(f"{where}: its {FILE}, of mars_hf {version}: {error}") from None
+    if mars_type == MUON != arguments["mars_type"]:
+        raise ValueError(
+            f"mars_type={MUON!r} and {where}, settings of {arguments['mars_type']}, contradict each other; give one"
+        )
+    return arguments
 
 
 def _find(like: str | os.PathLike[str], where: str) -> Path:

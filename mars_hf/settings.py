@@ -19,6 +19,8 @@ LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m
 MARS_TYPES = tuple(LR_1D_RATIO)
 ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
 ROLES = ("matrix", "vector", "adamw")
+# A name for mars-m as torch.optim.Muon computes it; see `expand`.
+MUON = "muon"
 
 
 class Kind(NamedTuple):
@@ -80,6 +82,8 @@ _COEFFICIENTS = Kind(
     lambda value: value in SCHEDULES if isinstance(value, str) else _are_coefficients(value),
     names=tuple(SCHEDULES),
 )
+_TYPE = _one_of(*MARS_TYPES)
+_TYPE = _TYPE._replace(accepted=f"{_TYPE.accepted}; {MUON!r} in create")
 _SPLIT = Kind(
     "'auto', 'none', or a mapping of name patterns to sizes",
     lambda value: (
@@ -116,7 +120,7 @@ _TABLE = (
     Setting("eps", 1e-8, _NUMBER, "Added to the root of the second moment."),
     Setting("weight_decay", 0.0, _NUMBER, "Decoupled decay of the matrices."),
     Setting("gamma", 0.025, _NUMBER, "Scale of the correction."),
-    Setting("mars_type", "mars-adamw", _one_of(*MARS_TYPES), "Update rule of the matrices."),
+    Setting("mars_type", "mars-adamw", _TYPE, "Update rule of the matrices."),
     Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step."),
     Setting("clip_threshold", 1.0, _THRESHOLD, "Largest norm of a corrected gradient."),
     Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment."),
@@ -188,6 +192,25 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     return checked
+
+
+def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `create`, checked; unlike a group's, their `mars_type` may be `"muon"`."""
+    if str(settings.get("mars_type")) != MUON:
+        return check(settings)
+    return {**check({**settings, "mars_type": "mars-m"}), "mars_type": MUON}
+
+
+def expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `create` with what `mars_type="muon"` stands for: its defaults differ from those of mars-m.
+
+    mars-m at gamma = 1 - beta1 without clipping has the momentum of torch.optim.Muon, with Nesterov's form; without the
+    split it orthogonalizes each parameter whole, scaled as by `adjust_lr_fn="match_rms_adamw"`.
+    """
+    if arguments.get("mars_type") != MUON:
+        return dict(arguments)
+    gamma = 1 - arguments.get("betas", DEFAULTS["betas"])[0]
+    return {"gamma": gamma, "clip_threshold": None, "split_fused": "none", **arguments, "mars_type": "mars-m"}
 
 
 def _checked(name: str, value: Any, kind: Kind) -> Any:

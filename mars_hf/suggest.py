@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 from mars_hf.newton_schulz import muon_scale, shampoo_scale
 from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
 
+_MARS_M = (
+    "mars-m without its clip (clip_threshold=None) keeps one buffer instead of two; comparisons show no gain from it.",
+    "muon is mars-m without the clip and without the split of query, key and value, at the same rates.",
+)
+
 
 class AdamW(NamedTuple):
     """AdamW's tuned settings; the decay is that of matrices, decoupled as in torch.optim.AdamW."""
@@ -106,6 +111,8 @@ def run(options: argparse.Namespace) -> str:
     rows = [list(suggestions[0]), *([_text(value) for value in settings.values()] for settings in suggestions)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+    if "mars-m" in rules:
+        lines += ["", *_MARS_M]
     return "\n".join([*lines, *map(_forms, suggestions)])
 
 

@@ -37,7 +37,9 @@ class AxolotlPlugin(BasePlugin):
         def adding_mars(hook: Any) -> Any:
             def hook_pre_create_trainer(self: Any, trainer_kwargs: dict[str, Any], trainer_cls: Any) -> tuple[Any, Any]:
                 trainer_kwargs, trainer_cls = hook(self, trainer_kwargs, trainer_cls)
-                if str(self.cfg.optimizer) in registry.OPTIM_NAMES and trainer_cls.__name__ not in _REWARD_TRAINERS:
+                # Its "muon" is Axolotl's own; ours is "mars_muon".
+                is_mars = str(self.cfg.optimizer) in registry.OPTIM_NAMES.keys() - {"muon"}
+                if is_mars and trainer_cls.__name__ not in _REWARD_TRAINERS:
                     trainer_cls = with_mars(trainer_cls)
                 return trainer_kwargs, trainer_cls
 

@@ -16,12 +16,18 @@ from accelerate.state import AcceleratorState, is_initialized
 from transformers.trainer import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
-from transformers.training_args import TrainingArguments
+from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars
+from mars_hf.settings import MARS_TYPES, MUON
 from mars_hf.summary import line
 from mars_hf.training import guard, hub
+
+# Values of `TrainingArguments.optim`, after `register`.
+OPTIM_NAMES = {**{rule.replace("-", "_"): rule for rule in MARS_TYPES}, "mars_muon": MUON}
+if MUON not in [member.value for member in OptimizerNames]:  # a later transformers may have its own
+    OPTIM_NAMES[MUON] = MUON
 
 
 class LastGradientCallback(TrainerCallback):
@@ -186,7 +192,7 @@ def _data_parallel_group() -> Any:
 def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
     """Whether a Trainer is to make a Mars: by name, or with `factory()`."""
     made_by, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, {})
-    by_name = str(getattr(args.optim, "value", args.optim)).startswith("mars_")
+    by_name = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES
     return by_name or type(made_by).__name__ == "MarsFactory"
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from mars_hf import _compat, saved_settings
 from mars_hf.distributed.shards import shape_of
 from mars_hf.optimizer import Mars
-from mars_hf.settings import check
+from mars_hf.settings import check_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -70,7 +70,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     if resumes and saved["create"] is not None and stated is not None:
         create = saved["create"]
         changed = [f"{name}={create[name]} (given: {stated[name]})" for name in stated if create[name] != stated[name]]
-        mars.created_with = check(create)
+        mars.created_with = check_arguments(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
     line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
     return [line] if changed else []

@@ -11,25 +11,24 @@ import transformers.trainer_optimizer
 from torch import Tensor, nn
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-import mars_hf.training.callback  # noqa: F401, guards every Trainer made from now on
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars, create
 from mars_hf.param_groups import param_groups
 from mars_hf.settings import (
     DEFAULTS,
-    MARS_TYPES,
     MODEL_DEFAULTS,
     ORTHOGONAL_TYPES,
     PAIR_KEYS,
     SETTINGS,
-    check,
+    check_arguments,
+    expand,
     parse_optim_args,
     reject_unknown,
 )
+from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
 
 logger = logging.getLogger(__name__)
 
-OPTIM_NAMES = {rule.replace("-", "_"): rule for rule in MARS_TYPES}
 # TrainingArguments' names of settings. Left at the default of their class, these leave MARS's in force.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
 
@@ -98,8 +97,8 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     """Return the arguments of `create`: settings and what TrainingArguments state, above what `like` takes up."""
     reject_unknown(settings, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
     like = settings.get("like")
-    saved = {} if like is None else _halved(saved_settings.read(like))
-    stated = _halved(check({name: value for name, value in settings.items() if name != "like"}))
+    saved = {} if like is None else _halved(saved_settings.read(like, settings.get("mars_type")))
+    stated = _halved(check_arguments({name: value for name, value in settings.items() if name != "like"}))
     for name, key in {"learning_rate": "lr", **_ARGUMENTS}.items():
         value = getattr(args, name)
         if key != "lr" and value == _class_default(args, name):
@@ -136,7 +135,8 @@ def _class_default(args: TrainingArguments, name: str) -> Any:
 
 def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict[str, Any]) -> Mars:
     """Make Mars of somebody else's groups, which keep what they state; roles and layouts are those in the model."""
-    mars_type = arguments.get("mars_type", DEFAULTS["mars_type"])
+    expanded = expand(arguments)
+    mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
     if model is None:
         if mars_type in ORTHOGONAL_TYPES:
             logger.warning(
@@ -145,7 +145,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
                 mars_type,
             )
         return create(groups, **arguments)
-    options = {name: value for name, value in arguments.items() if name in MODEL_DEFAULTS}
+    options = {name: value for name, value in expanded.items() if name in MODEL_DEFAULTS}
     settings_of = {
         id(param): {name: value for name, value in group.items() if name != "params"}
         for group in param_groups(model, mars_type=mars_type, **options)
@@ -159,16 +159,17 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
             role_settings = settings_of.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
             part = split.setdefault((index, repr(role_settings)), {**group, **role_settings, "params": []})
             part["params"].append(entry)
-    mars = create(split.values(), **{name: value for name, value in arguments.items() if name not in options})
-    mars.created_with = arguments
+    mars = create(split.values(), **{name: value for name, value in expanded.items() if name not in options})
+    mars.created_with = {**expanded, **arguments}
     return mars
 
 
 def register() -> None:
     """Make the rules' names values of `TrainingArguments.optim` and of `--optim`; safe to call twice.
 
-    They are `mars_adamw`, `mars_lion`, `mars_shampoo` and `mars_m`. Call it before TrainingArguments or a parser is
-    made. Further settings come from `optim_args`, which are checked when TrainingArguments are made.
+    They are `mars_adamw`, `mars_lion`, `mars_shampoo`, `mars_m`, `mars_muon` and, where transformers has no such name,
+    `muon`. Call it before TrainingArguments or a parser is made. Further settings come from `optim_args`, which are
+    checked when TrainingArguments are made.
     """
     handlers: dict[Any, Any] = transformers.trainer_optimizer._OPTIMIZER_HANDLERS
     for name in OPTIM_NAMES:

@@ -65,7 +65,9 @@ class _Optimizer:
     A setting left out has the optimizer's own default: that of `mars_hf.Mars`, or of AdamW, NAdam and Muon in torch.
     """
 
-    optimizer: str = _option("mars_adamw", "mars_adamw, mars_lion, mars_shampoo, mars_m, adamw, nadamw or muon.")
+    optimizer: str = _option(
+        "mars_adamw", "mars_adamw, mars_lion, mars_shampoo, mars_m, mars_muon, adamw, nadamw or muon (torch's)."
+    )
     adjust_lr_fn: Literal["match_rms_adamw", "original"] | None = _option(
         None, "Scale of muon: match_rms_adamw, that of mars_m, when left out; original, the paper's."
     )
@@ -99,7 +101,7 @@ _MUON = ("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps", "ns
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "mars_adamw": tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS),
     "mars_lion": tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS),
-    **{rule.replace("-", "_"): _MARS for rule in ORTHOGONAL_TYPES},
+    **{rule.replace("-", "_"): _MARS for rule in (*ORTHOGONAL_TYPES, "mars-muon")},
     "adamw": _ADAM,
     "nadamw": _ADAM,
     "muon": (*_MUON, "adjust_lr_fn"),

@@ -95,7 +95,9 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
                 f"--gamma_schedule: without clipping {name} keeps no last gradient, so gamma cannot change; leave out "
                 "--clip_threshold 0"
             )
-        return mars_hf.factory(training, mars_type=name.replace("_", "-"), **shared, **settings)
+        return mars_hf.factory(
+            training, mars_type="muon" if name == "mars_muon" else name.replace("_", "-"), **shared, **settings
+        )
     if unknown := {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH:
         raise ValueError(
             f"param_rules: optimizer {name} has no {', '.join(sorted(unknown))} of its own by name; it takes "

@@ -1,0 +1,98 @@
+"""`mars_type="muon"`: torch.optim.Muon's update, by every way into a Trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers import mars_of
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import mars_hf
+from mars_hf import MarsTrainer, saved_settings
+from mars_hf.settings import MUON
+
+MEANING = {"mars_type": "mars-m", "gamma": pytest.approx(0.05), "clip_threshold": None}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=32, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("beta1", [0.95, 0.8])
+def test_torch_muon(beta1):
+    """Momentum buffers to float32's rounding; weights to that of bfloat16, in which torch's Muon iterates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.Tanh(), nn.Linear(48, 24, bias=False))
+    twin = copy.deepcopy(model)
+    settings = {"lr": 0.01, "weight_decay": 0.1, "betas": (beta1, 0.99), "ns_dtype": "bfloat16"}
+    mars = mars_hf.create(model, mars_type=MUON, param_rules=[("2.weight", {"role": "matrix"})], **settings)
+    muon = torch.optim.Muon(twin.parameters(), 0.01, 0.1, momentum=beta1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(6):
+        for module in (model, twin):
+            module.zero_grad()
+        x = torch.randn(128, 24)
+        for module in (model, twin):
+            (module(x) - x).square().sum().backward()
+        before = [param.detach().clone() for param in model.parameters()]
+        mars.step()
+        muon.step()
+        for param, other, old in zip(model.parameters(), twin.parameters(), before, strict=True):
+            assert mars.state[param].keys() == {"step", "exp_avg"}  # one buffer
+            torch.testing.assert_close(mars.state[param]["exp_avg"], muon.state[other]["momentum_buffer"])
+            assert (param - other).norm() <= 0.05 * (param - old).norm()  # both round in bfloat16
+        twin.load_state_dict(model.state_dict())  # the same gradients in the next step
+
+
+def test_fused_weights_stay_whole():
+    mars = mars_hf.create(gpt2(), mars_type=MUON)
+    groups = {group["role"]: group for group in mars.param_groups}
+    assert all("parts" not in (group["layout"] or {}) or not group["layout"]["parts"] for group in mars.param_groups)
+    assert MEANING.items() <= groups["matrix"].items() and "transformer.wte.weight" in groups["adamw"]["param_names"]
+
+
+@pytest.mark.parametrize("door", ["create", "factory", "muon", "mars_muon", "MarsTrainer", "like", "groups"])
+def test_doors(door, tmp_path):
+    model, settings = gpt2(), {"mars_type": MUON}
+    mars_hf.register()
+    optim = {"optim": door} if door in ("muon", "mars_muon") else {}
+    args = TrainingArguments(tmp_path / "run", max_steps=1, report_to="none", use_cpu=True, **optim)
+    keywords = {"optimizers": (mars_hf.create(model, **settings), None)} if door == "create" else {}
+    if door == "like":
+        saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), **settings).created_with, [])
+        keywords = {"optimizers": (mars_hf.create(model, like=tmp_path), None)}
+    if door in ("factory", "groups"):
+        make, _ = factory = mars_hf.factory(args, **settings)
+        make.model = model
+        keywords = {"optimizer_cls_and_kwargs": factory}
+        if door == "groups":
+            keywords = {"optimizers": (make(model.named_parameters()), None)}
+    kind = Trainer if door != "MarsTrainer" else MarsTrainer
+    keywords |= {"mars_kwargs": settings} if door == "MarsTrainer" else {}
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+    trainer = kind(model, args, train_dataset=rows, **keywords)
+    trainer.train()
+    mars = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    assert MEANING.items() <= mars.param_groups[0].items()
+    trainer.save_model(tmp_path / "saved")
+    kept = json.loads((tmp_path / "saved" / saved_settings.FILE).read_text())["create"]
+    assert kept["mars_type"] == MUON and kept["split_fused"] == "none" and kept["clip_threshold"] is None
+
+
+def test_stated_settings_win():
+    group = mars_hf.create(gpt2(), mars_type=MUON, gamma=0.0, clip_threshold=1.0, betas=(0.9, 0.99)).param_groups[0]
+    assert (group["gamma"], group["clip_threshold"]) == (0.0, 1.0)
+
+
+def test_name_of_no_rule(tmp_path):
+    params = list(gpt2().parameters())
+    with pytest.raises(ValueError, match=r"mars_type='muon' is not valid; accepted: .*; 'muon' in create"):
+        mars_of([params[0]], mars_type=MUON)
+    saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type="mars-m").created_with, [])
+    with pytest.raises(ValueError, match=r"mars_type='muon' and like=.*, settings of mars-m, contradict each other"):
+        mars_hf.create(gpt2(), mars_type=MUON, like=tmp_path)
