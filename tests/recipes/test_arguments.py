@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,21 +68,19 @@ def test_config_section_and_command_line():
         "weight_decay: 0.2\nmax_eval_blocks: null\nlr_scheduler_type: cosine_with_min_lr\n"
         "lr_scheduler_kwargs: {min_lr: 3e-5}\nparam_rules: [{pattern: '*.wte.weight', lr: 2e-3}]\n",
     )
-    run = parse(*config, "--n_layer", "1", "--beta2", "0.7")
-    assert (run.model.n_layer, run.optimizer.optimizer) == (1, "adamw")
-    assert (run.optimizer.beta1, run.optimizer.beta2) == (0.8, 0.7)
-    assert (run.training.learning_rate, run.training.weight_decay) == (1e-3, 0.3)
-    assert run.training.lr_scheduler_kwargs == {"min_lr": 3e-5}
+    model, _, optimizer, training, _ = parse(*config, "--n_layer", "1", "--beta2", "0.7")
+    assert (model.n_layer, optimizer.optimizer, optimizer.beta1, optimizer.beta2) == (1, "adamw", 0.8, 0.7)
+    assert (training.learning_rate, training.weight_decay) == (1e-3, 0.3)
+    assert training.lr_scheduler_kwargs == {"min_lr": 3e-5}
     (group,) = (group for group in make(gpt2(), *config).param_groups if group["lr"] == 2e-3)
     assert group["param_names"] == ["transformer.wte.weight"]
-    run = parse("--config", "llama", "--model_type", "phi3")
-    model, training = run.model, run.training
+    model, _, optimizer, training, _ = parse("--config", "llama", "--model_type", "phi3")
     assert (model.model_type, model.n_head, model.n_kv_head, model.n_inner) == ("phi3", 4, 2, 352)
-    assert (run.optimizer.optimizer, training.learning_rate, run.optimizer.lr_1d) == ("mars_m", 1.6e-2, 3.2e-2)
+    assert (optimizer.optimizer, training.learning_rate, optimizer.lr_1d) == ("mars_m", 1.6e-2, 3.2e-2)
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("setting", "words"),
     [
         ("--config gpt2-tiny", r"--config 'gpt2-tiny': no such file, and not one of .* \(embedded, gpt2-"),
         ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
@@ -91,55 +90,40 @@ def test_config_section_and_command_line():
         (f"--max_steps {10**400}", "give a number below 2"),
         ("--lr_scheduler_kwargs 3", "must be a mapping.*; give --lr_scheduler_kwargs"),
         ("--lr_scheduler_type linear", "min_lr_rate.*; give --lr_scheduler_kwargs"),
-        ("--optimizer adamw --gamma 0.1", "adamw has no gamma"),
-        ("--optimizer adamw --is_approx false", "adamw has no is_approx"),
         ("--optimizer adamw --gamma_schedule linear", "adamw has no gamma_schedule"),
         ("--optimizer mars_adamw --ns_steps 3", "mars_adamw has no ns_steps; it takes "),
         ("--optimizer mars_lion --ns_steps 3", "mars_lion has no ns_steps; it takes "),
         ("--optimizer muon --gamma 0.1", "muon has no gamma"),
-        ("--optimizer nadamw --clip_threshold 1", "nadamw has no clip_threshold"),
         ("--optimizer mars_m --clip_threshold 0 --gamma_schedule linear", "keeps no last gradient"),
-    ],
-)
-def test_wrong_settings(argv, words):
-    with pytest.raises(ValueError, match=words):
-        make(gpt2(), *argv.split())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_paper_config_names_all_flags_that_it_needs_on_cpu():
-    flags = "--use_cpu true --tf32 false.* --data_dir .* --gradient_accumulation_steps 32, or --tokens_per_step 0"
-    with pytest.raises(ValueError, match=rf"gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give {flags}"):
-        parse("--config", "gpt2-small")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
         ("n_layers: 3", "mine.yaml: error: unrecognized arguments: --n_layers=3"),
         ("n_layer: 2.5", "mine.yaml: error: argument --n_layer/--n-layer: invalid int value: '2.5'"),
-        ("bias: 7", "mine.yaml: error: argument --bias"),
-        ("", "mine.yaml holds no settings"),
         ("- 3", "mine.yaml holds no settings"),
         ("a: [", "mine.yaml is not YAML"),
         ("optimizers: {sgd: {}}", "optimizer 'sgd' is unknown"),
+        pytest.param(
+            "--config gpt2-small",  # all flags that it needs on CPU
+            "gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give --use_cpu true --tf32 false.* --data_dir .* "
+            "--gradient_accumulation_steps 32, or --tokens_per_step 0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
+        ),
     ],
 )
-def test_wrong_configs(text, words, capsys):
-    Path("mine.yaml").write_text(text)
-    with pytest.raises(SystemExit) as end:
-        one_line_errors("pretrain_gpt2.py")(parse)("--config", "mine.yaml")
-    assert end.value.code == 2 and words in capsys.readouterr().err
+def test_wrong_settings(setting, words, capsys):
+    """On the command line, or in a config; they end a run with one line."""
+    Path("mine.yaml").write_text(setting)
+    argv = setting.split() if setting.startswith("--") else ["--config", "mine.yaml"]
+    with pytest.raises(SystemExit) as end, one_line_errors("pretrain_gpt2.py"):
+        make(gpt2(), *argv)
+    assert end.value.code == 2 and re.search(words, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("batch", "accumulation", "devices", "block", "remedy"),
     [
         (15, 2, 16, 1024, None),
-        (3, 5, 7, 1024, "give another --block_size or number of devices, whose product divides 491,520, or"),
-        (15, 4, 4, 1024, "give --per_device_train_batch_size 15 --gradient_accumulation_steps 8, or"),
-        (15, 4, 3, 1024, "give --per_device_train_batch_size 10 --gradient_accumulation_steps 16, or"),
-        (15, 4, 8, 1000, "give another --block_size or number of devices, whose product divides 491,520, or"),
+        (3, 5, 7, 1024, "another --block_size or number of devices, whose product divides 491,520"),
+        (15, 4, 4, 1024, "--per_device_train_batch_size 15 --gradient_accumulation_steps 8"),
+        (15, 4, 3, 1024, "--per_device_train_batch_size 10 --gradient_accumulation_steps 16"),
     ],
 )
 def test_tokens_per_step(batch, accumulation, devices, block, remedy):
@@ -147,22 +131,23 @@ def test_tokens_per_step(batch, accumulation, devices, block, remedy):
     training.gradient_accumulation_steps, training.tokens_per_step = accumulation, 491_520
     run = arguments.RunArguments(arguments.ModelArguments(block_size=block), None, None, training, None)
     assert run.count_tokens() == batch * accumulation * devices * block
-    if remedy is None:
-        return run.check_tokens()
-    with pytest.raises(ValueError, match=f"tokens_per_step is 491,520; {remedy} --tokens_per_step 0 for any"):
-        run.check_tokens()
-    training.tokens_per_step = 0
+    if remedy:
+        with pytest.raises(ValueError, match=f"is 491,520; give {remedy}, or --tokens_per_step 0 for any"):
+            run.check_tokens()
+        training.tokens_per_step = 0
     run.check_tokens()
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
-STEPS = 4
 
-
-def gradients(model, steps=STEPS):
+def gradients(model):
     generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(param.shape, generator=generator) for param in model.parameters()] for _ in range(steps)]
+    return [[torch.randn(param.shape, generator=generator) for param in model.parameters()] for _ in range(4)]
+
+
+def copies(model):
+    return [param.detach().double().clone() for param in model.parameters()]
 
 
 def train(model, optimizer, steps):
@@ -170,7 +155,7 @@ def train(model, optimizer, steps):
         for param, gradient in zip(model.parameters(), step, strict=True):
             param.grad = gradient.to(param.dtype)
         optimizer.step()
-    return [param.detach().double().clone() for param in model.parameters()]
+    return copies(model)
 
 
 def of_role(model, optimizer, role):
@@ -178,91 +163,79 @@ def of_role(model, optimizer, role):
     return [index for index, param in enumerate(model.parameters()) if id(param) in ids]
 
 
-def rates_of(optimizer):
-    return {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
-
-
-EMBEDDINGS = {"transformer.wte.weight", "transformer.wpe.weight"}
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "nadamw", "muon", "mars_adamw", "mars_lion", "mars_m", "mars_shampoo"])
+@pytest.mark.parametrize("optimizer", arguments.OPTIMIZERS)
 def test_every_optimizer_takes_a_rate_for_embeddings(optimizer):
-    argv = ("--config", "plain.yaml", "--optimizer", optimizer, "--learning_rate", "0.002")
-    plain = rates_of(make(gpt2(), *argv))
-    changed = rates_of(make(gpt2(), *argv, "--lr_embeddings", "0.05"))
-    assert changed == plain | dict.fromkeys(EMBEDDINGS, 0.05) and 0.05 not in plain.values()
-
-
-@pytest.mark.parametrize("optimizer", ["mars_shampoo", "mars_m"])
-def test_settings_of_newton_schulz_reach_the_optimizer(optimizer):
-    config = write("own.yaml", f"optimizer: {optimizer}\nlearning_rate: 0.01\nlr_1d: 0.02\n")  # no lr_embeddings
-    mars = make(gpt2(), *config, "--ns_steps", "3", "--ns_coefficients", "quintic", "--split_fused", "none")
-    groups, rates = mars.param_groups, rates_of(mars)
-    assert {group["mars_type"] for group in groups} == {optimizer.replace("_", "-")}
-    assert {(group["ns_steps"], group["ns_coefficients"]) for group in groups} == {(3, "quintic")}
-    assert all(group["layout"]["parts"] is None for group in groups if group["role"] == "matrix")
-    assert {rates[name] for name in EMBEDDINGS} == {0.02}
-    argv = ["--optimizer", optimizer, "--param_rules", '[["*.w[tp]e.weight", {"role": "matrix"}]]']
-    groups = make(gpt2(), *argv).param_groups
-    assert {group["role"] for group in groups} == {"matrix", "vector"}
-    assert any(group["layout"]["parts"] for group in groups if group["role"] == "matrix")
+    argv = ("--config", "plain.yaml", "--optimizer", optimizer, "--learning_rate", "0.002", "--lr_embeddings", "0.05")
+    rates = {name: group["lr"] for group in make(gpt2(), *argv).param_groups for name in group["param_names"]}
+    embeddings = {name for name, rate in rates.items() if rate == 0.05}
+    assert embeddings == {"transformer.wte.weight", "transformer.wpe.weight"} and 0.002 in rates.values()
 
 
 def test_mars_and_adamw():
-    assert make(gpt2(), "--is_approx", "false").is_exact
-    lion = make(gpt2(), "--optimizer", "mars_lion", "--clip_threshold", "0")
-    assert lion.param_groups[0]["mars_type"] == "mars-lion" and lion.param_groups[0]["clip_threshold"] is None
-    argv = ["--optimizer", "adamw", "--param_rules", '[["*.wte.weight", {"weight_decay": 0}]]', "--beta1", "0.8"]
-    model = gpt2()
-    adamw = make(model, *argv)
+    group = make(gpt2(), "--optimizer", "mars_lion", "--clip_threshold", "0").param_groups[0]
+    assert (group["mars_type"], group["clip_threshold"]) == ("mars-lion", None)
+    group = make(gpt2(), "--optimizer", "mars_m", "--ns_steps", "3", "--ns_coefficients", "quintic").param_groups[0]
+    assert (group["mars_type"], group["ns_steps"], group["ns_coefficients"]) == ("mars-m", 3, "quintic")
+    model, rules = gpt2(), '[["*.wte.weight", {"weight_decay": 0}]]'
+    adamw = make(model, "--optimizer", "adamw", "--param_rules", rules, "--beta1", "0.8")
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"][0] == 0.8
     decayed = {name for group in adamw.param_groups if group["weight_decay"] for name in group["param_names"]}
     assert decayed == {name for name, param in model.named_parameters() if param.ndim == 2 and "wte" not in name}
 
 
-def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest():
-    """At half the rates, by a schedule; mars_muon too, but for bfloat16's rounding."""
+@pytest.mark.parametrize(
+    ("scale", "rule", "tolerance"),
+    [
+        ("match_rms_adamw", "mars_muon", 0),
+        ("original", "mars_shampoo --clip_threshold 0 --split_fused none --gamma 0.1", 1e-4),
+    ],
+)
+def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest(scale, rule, tolerance):
+    """At half the rates, by a schedule; a rule of MARS too, but for bfloat16's rounding.
+
+    Conv1D stores (in, out): the original scale of a layer out of 8 into 32 is 2, of one out of 32 into 8 is 1.
+    """
     settings = "--config plain.yaml --learning_rate 0.02 --lr_1d 0.006 --weight_decay 0.1 --beta1 0.9".split()
     ends, steps = [], gradients(gpt2())
-    for words in ("muon", "mars_muon", "mars_muon --gamma 0"):
+    for words in (f"muon --adjust_lr_fn {scale}", rule):
         model = gpt2()
-        optimizer = make(model, *settings, "--optimizer", *words.split())
+        start, optimizer = copies(model), make(model, *settings, "--optimizer", *words.split())
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
         ends.append(train(model, optimizer, steps))
-    assert isinstance(optimizer, mars_hf.Mars)
-    matrices, twin = of_role(model, optimizer, "matrix"), gpt2()
-    params, start = list(twin.parameters()), [param.detach().double().clone() for param in twin.parameters()]
-    muon = torch.optim.Muon(
-        [params[index] for index in matrices], lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
-    )
-    rest = [param for index, param in enumerate(params) if index not in matrices]
+    matrices, twin, rest, groups = of_role(model, optimizer, "matrix"), gpt2(), [], []
+    for index, param in enumerate(twin.parameters()):
+        if index not in matrices:
+            rest.append(param)
+            continue
+        inputs, outputs = param.shape
+        factor = max(1, outputs / inputs) ** 0.5 / (0.2 * max(param.shape) ** 0.5) if scale == "original" else 1
+        groups.append({"params": [param], "lr": 0.01 * factor, "weight_decay": 0.1 / factor})
+    muon = torch.optim.Muon(groups, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
     both = SimpleNamespace(step=lambda: (muon.step(), adamw.step()))
-    for one, expected, mars, zero in zip(ends[0], train(twin, both, steps), ends[1], start, strict=True):
-        assert torch.equal(one, expected)
+    for one, mars, expected, zero in zip(*ends, train(twin, both, steps), start, strict=True):
+        assert (one - expected).norm() <= tolerance * (one - zero).norm()
         assert (mars - one).norm() <= 0.02 * (one - zero).norm()
-    index = matrices[0]  # without the correction it is another optimizer
-    assert (ends[2][index] - ends[0][index]).norm() > 0.1 * (ends[0][index] - start[index]).norm()
 
 
 def test_nadamw_is_nesterov_adam_with_decoupled_decay():
     """Dozat's NAdam in float64, with beta1 whole from the first step."""
     model = gpt2().double()
-    start = [param.detach().clone() for param in model.parameters()]
-    argv = ["--config", "plain.yaml", "--optimizer", "nadamw", "--learning_rate", "0.01", "--weight_decay", "0.1"]
-    optimizer, steps = make(model, *argv, "--beta1", "0.9", "--beta2", "0.95"), gradients(model)
+    start = copies(model)
+    argv = "--config plain.yaml --optimizer nadamw --learning_rate 0.01 --weight_decay 0.1 --beta1 0.9 --beta2 0.95"
+    optimizer, steps = make(model, *argv.split()), gradients(model)
     decays, ends = of_role(model, optimizer, "matrix"), train(model, optimizer, steps)
-    for index, value in enumerate(start):
-        m, v = torch.zeros_like(value), torch.zeros_like(value)
+    for index, (value, end) in enumerate(zip(start, ends, strict=True)):
+        m = v = torch.zeros_like(value)
         for number, step in enumerate(steps, start=1):
             g = step[index].double()
-            m = 0.9 * m + 0.1 * g
-            v = 0.95 * v + 0.05 * g * g
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             ahead = 0.9 * m / (1 - 0.9 ** (number + 1)) + 0.1 * g / (1 - 0.9**number)
-            value = value * (1 - 0.01 * 0.1 * (index in decays))
-            value = value - 0.01 * ahead / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
+            value = value * (1 - 0.01 * 0.1 * (index in decays)) - 0.01 * ahead / (
+                (v / (1 - 0.95**number)).sqrt() + 1e-8
+            )
         # Updates are 0.01; NAdam keeps its product in float32.
-        torch.testing.assert_close(ends[index], value, rtol=0, atol=1e-7)
+        torch.testing.assert_close(end, value, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -279,22 +252,6 @@ def test_gamma_schedule(shape, factors):
     assert described["gamma"] == 0.1  # the setting, not its last value
 
 
-RULES = '- {pattern: "*.mlp.*", lr: 1e-3, gamma: 0.1}\n- {pattern: "*.wpe.weight", role: vector}\n'
-IN_LINE = '[["*.mlp.*", {"lr": 1e-3, "gamma": 0.1}], ["*.wpe.weight", {"role": "vector"}]]'
-
-
-@pytest.mark.parametrize("place", ["config", "command line", "file"])
-def test_rules_by_name_come_from_the_config_the_command_line_or_a_file(place):
-    Path("rules.yaml").write_text(RULES)
-    config = write("mine.yaml", f"param_rules:\n{RULES}" if place == "config" else "")
-    argv = {"config": [], "command line": ["--param_rules", IN_LINE], "file": ["--param_rules", "rules.yaml"]}[place]
-    groups = [group for group in make(gpt2(), *config, *argv).param_groups if "pattern" in group]
-    assert [(group["pattern"], group["role"], group["gamma"]) for group in groups] == [
-        *(("*.mlp.*", "matrix", 0.1), ("*.mlp.*", "vector", 0.1), ("*.wpe.weight", "vector", 0.025))
-    ]
-    assert groups[0]["lr"] == 1e-3
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -306,37 +263,28 @@ def test_rules_by_name_come_from_the_config_the_command_line_or_a_file(place):
         (OverflowError("too large"), 2, "program: too large\n"),
         (ValueError("\x1b[31mred " + "9" * 400), 2, f"program: \\x1b[31mred {'9' * 200}...\n"),
         (KeyboardInterrupt(), 130, "program: interrupted\n"),
-        (RuntimeError("x"), None, ""),
         (KeyError("x"), None, ""),
         (SystemExit(3), 3, ""),
     ],
-    ids=["value", "system", "number", "text of others", "ctrl-c", "ours", "key", "exit"],
+    ids=["value", "system", "number", "text of others", "ctrl-c", "ours", "exit"],
 )
 def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
     """One line, unless they are mistakes of the program."""
-
-    @one_line_errors("program")
-    def main() -> None:
-        raise error
-
     for rank, printed in (("0", line), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit if line else type(error)) as end:
-            main()
+        with pytest.raises(SystemExit if line else type(error)) as end, one_line_errors("program"):
+            raise error
         assert getattr(end.value, "code", None) == code
         assert end.value.__cause__ is error if line else end.value is error
         assert capsys.readouterr().err == printed
-
-
-def test_environment_that_is_no_number(monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
-    with pytest.raises(SystemExit):
-        one_line_errors("program")(lambda: None)()
-    assert "LOCAL_WORLD_SIZE=two in the environment is not a number" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "two")
+    with pytest.raises(SystemExit), one_line_errors("program"):
+        pass
+    assert "LOCAL_RANK=two in the environment is not a number" in capsys.readouterr().err
 
 
 ENDING = """
-import atexit, sys
+import atexit
 from pretraining.run import errors
 
 class Kept:
@@ -345,27 +293,13 @@ class Kept:
 
 kept = Kept()
 atexit.register(print, "at exit")
-
-@errors.one_line_errors("program")
-def main():
-    print("done")
-    if sys.argv[1] == "fails":
-        raise ValueError("no")
-
-errors.run(main)
+errors.run(lambda: print("done"))
 """
 
 
-@pytest.mark.parametrize(
-    ("processes", "end", "code", "printed"),
-    [
-        ("1", "succeeds", 0, "done\nat exit\nthe interpreter ends\n"),
-        ("2", "succeeds", 0, "done\nat exit\n"),
-        ("2", "fails", 2, "done\nat exit\nthe interpreter ends\n"),
-    ],
-)
-def test_a_process_of_several_ends_before_the_interpreter(processes, end, code, printed):
+@pytest.mark.parametrize(("processes", "last"), [("1", "the interpreter ends\n"), ("2", "")])
+def test_a_process_of_several_ends_before_the_interpreter(processes, last):
     """Threads of gloo abort an interpreter that ends; what is registered to run at exit runs, and no output is lost."""
     environment = {"WORLD_SIZE": processes, "PYTHONPATH": str(SCRIPT.parent)}
-    ended = subprocess.run([sys.executable, "-c", ENDING, end], capture_output=True, text=True, env=environment)
-    assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
+    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout) == (0, f"done\nat exit\n{last}"), ended.stderr
