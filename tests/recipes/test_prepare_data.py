@@ -165,21 +165,19 @@ def test_find_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "call"),
+    ("options", "name", "config", "split"),
     [
-        (["openwebtext"], ("Skylion007/openwebtext", None, "train")),
-        (["fineweb-edu"], ("HuggingFaceFW/fineweb-edu", "sample-100BT", "train")),
-        (["a/b", "--dataset_config", "x", "--train_split", "validation"], ("a/b", "x", "validation")),
+        ("openwebtext", "Skylion007/openwebtext", None, "train"),
+        ("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample-100BT", "train"),
+        ("a/b --dataset_config x --train_split validation", "a/b", "x", "validation"),
     ],
 )
-def test_hub_names(tmp_path, monkeypatch, options, call):
-    """One document in 2,000 is held out, by nanoGPT's seed."""
-    texts = [f"page {n} of the web" for n in range(2500)]
-    load = mock.Mock(return_value=datasets.Dataset.from_dict({"id": list(range(2500)), "text": texts}))
+def test_hub_names(tmp_path, monkeypatch, options, name, config, split):
+    load = mock.Mock(return_value=datasets.Dataset.from_dict({"id": list(range(67)), "text": TEXTS}))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    meta = assert_prepared(prepare(tmp_path, "--dataset", *options), reference_split(texts))
-    load.assert_called_once_with(*call[:2], split=call[2], num_proc=None)
-    assert (meta["dataset"], meta["train"]["documents"], meta["val"]["documents"]) == (call[0], 2498, 2)
+    meta = assert_prepared(prepare(tmp_path, "--dataset", *options.split()), reference_split(TEXTS))
+    load.assert_called_once_with(name, config, split=split, num_proc=None)
+    assert meta["dataset"] == name
 
 
 def test_folders_are_replaced_once_complete(tmp_path, monkeypatch):
@@ -345,11 +343,10 @@ def test_embedded_corpus(tmp_path, capsys, monkeypatch):
     """Of a standard library of 61 files, and some that are no part of the corpus."""
     root, library = tmp_path / "library", {f"a/m{n}.py": f"x = 'm{n} äöü'\n" for n in range(60)}
     others = dict.fromkeys(("a/test/t.py", "encodings/e.py", "site-packages/s.py"), "x") | {"empty.py": " \n"}
-    for name, text in {**library, **others}.items():
+    for name, text in {**library, **others, "latin.py": "# caf\xe9\n"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(text, "latin-1" if name == "latin.py" else "utf-8")
     (root / "gone.py").symlink_to(root / "nowhere")
-    (root / "latin.py").write_bytes(b"# caf\xe9\n")
     monkeypatch.setattr(embedded.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
 
     library = dict(sorted(library.items())) | {"latin.py": "# caf\ufffd\n"}
