@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,10 +71,10 @@ def deepspeed(request, monkeypatch):
             setattr(module, kind.__name__, kind)
 
 
-def trained(seed: int = 1, **settings: Any) -> tuple[nn.Linear, mars_hf.Mars]:
+def trained(seed: int = 1, model: nn.Module | None = None, **settings: Any) -> tuple[Any, mars_hf.Mars]:
     """Return a model and its optimizer after two steps."""
     torch.manual_seed(seed)
-    model = nn.Linear(5, 3)
+    model = model or nn.Linear(5, 3)
     mars = mars_hf.create(model, **settings)
     train(model, mars, 2)
     return model, mars
@@ -165,17 +166,11 @@ def in_one_process(folder: Path, **settings: Any) -> tuple[nn.Linear, mars_hf.Ma
 def by_engine(folder: Path, **settings: Any) -> None:
     """Load as ZeRO-1/2 does, whose own loader trusts the files."""
     model = nn.Linear(5, 3)
-    names = {param: name for name, param in model.named_parameters()}
-    engine = SimpleNamespace(optimizer=mars_hf.create(model, **settings), param_names=names)
-    engine.groups = [[param] for param in names]
-    called = []
-
-    def original(*args: Any) -> None:
-        called.append(args)
-        torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)
-
+    names, optimizer = {param: name for name, param in model.named_parameters()}, mars_hf.create(model, **settings)
+    engine = SimpleNamespace(optimizer=optimizer, param_names=names, groups=[[param] for param in names])
+    original = mock.Mock(side_effect=lambda _, zero: torch.load(f"{zero}/zero/optimizer_state.pt", weights_only=False))
     engines.load_zero12(original, engine, "groups", str(folder))
-    assert called == [("groups", str(folder))]
+    original.assert_called_once_with("groups", str(folder))
 
 
 def refusal(read: Callable[..., object], place: Path, *args: Any) -> str:
@@ -286,7 +281,7 @@ def of_weight(key: str, value: Any) -> Callable[[dict, list[dict]], None]:
         ),
         *(
             (renamed(name), "cannot be the name of a file")
-            for name in ("../../escaped", "/escaped", "a/../../../escaped", "..", "", "a\0b", 7)
+            for name in ("../../x", "/x", "a/../../../x", "..", "", "a\0b", 7)
         ),
     ],
 )
@@ -295,7 +290,7 @@ def test_zero_checkpoints_that_cannot_be_converted(tmp_path, zero2, change, matc
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=match):
         universal.to_universal(zero2, tmp_path / "universal")
-    assert sorted(tmp_path.rglob("*")) == before and not Path("/escaped").exists()
+    assert sorted(tmp_path.rglob("*")) == before and not Path("/x").exists()
 
 
 def test_files_of_zero_checkpoints(tmp_path, zero2):
@@ -334,11 +329,8 @@ def test_states_of_another_shape(converted, key, shape):
     ],
 )
 def test_other_models(converted, model, match):
-    mars = mars_hf.create(model)
-    before = [param.clone() for param in model.parameters()]
     with pytest.raises(ValueError, match=match):
-        universal.load(converted, model, mars)
-    assert not mars.state and all(map(torch.equal, model.parameters(), before))
+        in_one_process(converted, model=model)
 
 
 def test_other_folders_and_optimizers(zero2, converted):
@@ -397,14 +389,11 @@ def arm(tmp_path) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize("name", [*RANKS, MODEL])
-def test_code_in_a_zero_checkpoint(tmp_path, zero2, arm, name, capsys):
+def test_code_in_a_zero_checkpoint(tmp_path, zero2, arm, name):
     arm(zero2 / name)
-    target = tmp_path / "universal"
-    line = refusal(universal.to_universal, zero2 / name, zero2, target)
-    assert "posix.mkdir" in line and "torch.serialization.add_safe_globals" in line and not target.exists()
-    with pytest.raises(SystemExit, match="2"):
-        main(["to_universal", str(zero2), str(target)])
-    assert "posix.mkdir" in capsys.readouterr().err.strip().splitlines()[-1]
+    line = refusal(universal.to_universal, zero2 / name, zero2, tmp_path / "universal")
+    assert "posix.mkdir" in line and "torch.serialization.add_safe_globals" in line
+    assert not (tmp_path / "universal").exists()
 
 
 @pytest.mark.parametrize("name", READ_BY_LOADING)
@@ -476,24 +465,21 @@ class Payload:
     def __reduce__(self):
         return os.mkdir, (str(folder / "executed"),)
 
-def engine(stage, load_universal):
+def engine(stage, **checkpoint):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": load_universal},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "checkpoint": checkpoint}
+    config["zero_optimization"] = {"stage": stage}
     return deepspeed.initialize(model=model, optimizer=mars_hf.create(model), config=config)[0]
 
 for stage in (2, 3):
-    saved = folder / f"zero{stage}"
-    trained = engine(stage, False)
+    saved, trained = folder / f"zero{stage}", engine(stage)
     for _ in range(2):
         trained.backward(trained(torch.ones(1, 4)).square().sum())
         trained.step()
     trained.save_checkpoint(saved, tag="saved")
     universal.to_universal(saved / "saved", saved / "universal")
-    engine(stage, True).load_checkpoint(saved)
+    engine(stage, load_universal=True).load_checkpoint(saved)
     for name in ("optimizer_state.pt", "weight/last_grad.pt"):
         file = saved / "universal" / "zero" / name
         whole = file.read_bytes()
@@ -501,7 +487,7 @@ for stage in (2, 3):
             content = torch.load(file, weights_only=True)
         torch.save({**content, "more": Payload()}, file)
         try:
-            engine(stage, True).load_checkpoint(saved)
+            engine(stage, load_universal=True).load_checkpoint(saved)
         except ValueError as error:
             assert str(file) in str(error) and "mkdir" in str(error), error
         else:
@@ -516,12 +502,6 @@ print("done")
 def test_deepspeed_itself(tmp_path):
     pytest.importorskip("deepspeed")
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    distributed = Path(__file__).parent / "distributed"
-    finished = subprocess.run(
-        [sys.executable, "-c", REAL, str(tmp_path), str(distributed)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-c", REAL, str(tmp_path), str(Path(__file__).parent / "distributed")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.stdout.rstrip().endswith("done"), finished.stderr[-3000:]

@@ -10,21 +10,19 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 from helpers import arguments, gpt2, mars_trainer, trainer
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
-from transformers.integrations import integration_utils
 
 import mars_hf
 from mars_hf import summary
 from mars_hf.training import guard
 
 METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine", "mars/update_rms"}
-TRACKED = {"report_to": ["tensorboard"]}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
 both_trainers = pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
 
 
@@ -33,18 +31,14 @@ def registered() -> None:
     mars_hf.register()
 
 
-@pytest.fixture
-def tracker(monkeypatch):
-    """Return a class in TensorBoard's place whose `rows` receive what reporters receive."""
+class Tracker(TrainerCallback):
+    """Keep what reporters receive."""
 
-    class Tracker(TrainerCallback):
-        rows: ClassVar[list] = []
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
 
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            self.rows.append(dict(logs))
-
-    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tensorboard", Tracker)
-    return Tracker
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.rows.append(dict(logs))
 
 
 def run_with_mars(args, make=trainer, *, callbacks=None, **settings):
@@ -59,8 +53,9 @@ def losses(run) -> list[dict]:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_reach_every_tracker(tmp_path, tracker):
-    run = run_with_mars(arguments(tmp_path, **TRACKED, gradient_accumulation_steps=2))
+def test_metrics_reach_every_tracker(tmp_path):
+    tracker = Tracker()
+    run = run_with_mars(arguments(tmp_path, gradient_accumulation_steps=2), callbacks=[tracker])
     run.train()
     *rows, end = tracker.rows
     assert METRICS - set(rows[0]) == {"mars/grad_cosine"}  # which needs two steps
@@ -68,10 +63,9 @@ def test_metrics_reach_every_tracker(tmp_path, tracker):
     assert losses(run) == [row | {"step": index + 1} for index, row in enumerate(rows)]
     assert "train_runtime" in end and not METRICS & set(end)
     others = run_with_mars(arguments(tmp_path, logging_steps=2, gradient_accumulation_steps=2))
-    others.train()  # each line has the metrics of its step alone
-    assert [{name: row[name] for name in METRICS} for row in losses(others)] == [
-        {name: row[name] for name in METRICS} for row in rows[1::2]
-    ]
+    others.train()
+    for row, expected in zip(losses(others), rows[1::2], strict=True):  # each line has the metrics of its step alone
+        assert {name: row[name] for name in METRICS} == {name: expected[name] for name in METRICS}
 
 
 @pytest.mark.parametrize(
@@ -98,12 +92,11 @@ def test_measured_steps(tmp_path, settings, measured):
 
 
 def test_one_callback_ahead_of_the_reporters(tmp_path, caplog):
-    for make in (trainer, mars_trainer):
-        for callbacks in ([], [mars_hf.LastGradientCallback()], [mars_hf.LastGradientCallback]):
-            run = run_with_mars(arguments(tmp_path, **TRACKED), make, callbacks=callbacks)
-            kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
-            assert kinds.count("LastGradientCallback") == 1
-            assert kinds.index("LastGradientCallback") < kinds.index("TensorBoardCallback")
+    for callbacks in ([], [mars_hf.LastGradientCallback()], [mars_hf.LastGradientCallback]):
+        run = run_with_mars(arguments(tmp_path, report_to=["tensorboard"]), mars_trainer, callbacks=callbacks)
+        kinds = [type(callback).__name__ for callback in run.callback_handler.callbacks]
+        assert kinds.count("LastGradientCallback") == 1
+        assert kinds.index("LastGradientCallback") < kinds.index("TensorBoardCallback")
     assert "there is already one" not in caplog.text
 
 
@@ -151,8 +144,9 @@ def test_first_line_is_short():
     assert len(line) <= 160 and "200 matrices (200T) at lr=1.23e-05-3.7e-05" in line
 
 
-def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, tracker, monkeypatch):
-    trainer(arguments(tmp_path, max_steps=1, optim="adamw_torch", **TRACKED)).train()
+def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, monkeypatch):
+    tracker = Tracker()
+    trainer(arguments(tmp_path, max_steps=1, optim="adamw_torch"), callbacks=[tracker]).train()
     assert logged() == [] and not METRICS & set().union(*tracker.rows)
     monkeypatch.setattr(TrainerState, "is_world_process_zero", property(lambda self: False, lambda self, value: None))
     trainer(arguments(tmp_path, max_steps=1, optim="mars_adamw")).train()
@@ -162,20 +156,20 @@ def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, tracker,
 @pytest.mark.slow
 def test_settings_of_a_checkpoint_win(tmp_path, logged):
     """The lines match the facts: logged rates, the groups' settings, and mars.json."""
-    saves = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear"}
 
-    def train(checkpoint=None, steps=6, **settings):
-        run = run_with_mars(arguments(tmp_path, **saves, max_steps=steps), **settings)
+    def train(checkpoint=None, steps=4, **settings):
+        args = arguments(tmp_path, **SAVES, lr_scheduler_type="linear", max_steps=steps)
+        logged()
+        run = run_with_mars(args, **settings)
         run.train(resume_from_checkpoint=checkpoint)
         return run
 
     train(gamma=0.1)
-    logged()
-    train(str(tmp_path / "checkpoint-3"), gamma=0.1)
+    train(str(tmp_path / "checkpoint-2"), gamma=0.1)
     assert len(logged()) == 1
-    run = train(str(tmp_path / "checkpoint-3"), 8, lr=4e-3, gamma=0.05)
+    run = train(str(tmp_path / "checkpoint-2"), 8, lr=4e-3, gamma=0.05)
     rates = {row["step"]: row["learning_rate"] for row in losses(run)}
-    assert rates[5] == pytest.approx(1e-2 * (1 - 4 / 8))  # the saved rate on this run's schedule
+    assert rates[4] == pytest.approx(1e-2 * (1 - 3 / 8))  # the saved rate on this run's schedule
     mars = guard.innermost(run.optimizer)
     assert mars.param_groups[0]["gamma"] == 0.1
     assert {"lr": 0.01, "gamma": 0.1}.items() <= mars.created_with.items()
@@ -207,34 +201,37 @@ def sgd(model) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_another_optimizer_stops_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        *((trainer, way) for way in ("callback", "name and SGD", "factory", "instance")),
+        *((mars_trainer, way) for way in ("instance", "own")),
+    ],
+)
+def test_another_optimizer_stops_the_run(tmp_path, make, way):
+    """DeepSpeed puts its own in Mars's place."""
+    model, args = gpt2(), arguments(tmp_path, **({"optim": "mars_adamw"} if way == "name and SGD" else {}))
+    sources = {
+        "callback": {"callbacks": [mars_hf.LastGradientCallback()]},
+        "name and SGD": {"optimizers": (sgd(model), None)},
+        "factory": {"optimizer_cls_and_kwargs": mars_hf.factory(args)},
+        "instance": {"optimizers": (mars_hf.create(model), None)},
+        "own": {},
+    }
+    run = make(args, model, **sources[way])
+    run.create_scheduler = lambda *_, **__: setattr(run, "optimizer", sgd(run.model))
+    with pytest.raises(RuntimeError, match=r"SGD, not Mars; pass Trainer\(optimizers="):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_another_mars_stops_the_run(tmp_path):
     model = gpt2()
-    given, callbacks = {"optimizers": (sgd(model), None)}, {"callbacks": [mars_hf.LastGradientCallback()]}
-    for named, settings in (({}, callbacks), ({}, callbacks | given), ({"optim": "mars_adamw"}, given)):
-        with pytest.raises(RuntimeError, match=r"not Mars; pass Trainer\(optimizers="):
-            trainer(arguments(tmp_path, **named), model, **settings).train()
     stepping, given = mars_hf.create(model), mars_hf.create(model)
     callbacks = [mars_hf.LastGradientCallback(given)]
     with pytest.raises(RuntimeError, match="another Mars"):
         trainer(arguments(tmp_path), model, optimizers=(stepping, None), callbacks=callbacks).train()
     trainer(arguments(tmp_path), model, optimizers=(given, None), callbacks=callbacks).train()
-
-
-@pytest.mark.parametrize(
-    ("make", "way"), [(trainer, "factory"), (trainer, "instance"), (mars_trainer, "instance"), (mars_trainer, None)]
-)
-def test_swapped_optimizer_stops_the_run(tmp_path, make, way):
-    """DeepSpeed puts its own in Mars's place."""
-    model, args = gpt2(), arguments(tmp_path)
-    sources = {
-        "factory": {"optimizer_cls_and_kwargs": mars_hf.factory(args)},
-        "instance": {"optimizers": (mars_hf.create(model), None)},
-    }
-    run = make(args, model, **sources.get(way, {}))
-    run.create_scheduler = lambda *_, **__: setattr(run, "optimizer", sgd(run.model))
-    with pytest.raises(RuntimeError, match="SGD, not Mars"):
-        run.train()
-    assert run.state.global_step == 0
 
 
 @pytest.mark.slow
@@ -292,8 +289,8 @@ def new_head(model):
 )
 def test_parameters_made_after_the_optimizer_stop_the_run(tmp_path, make, change, message):
     model = gpt2()
-    optimizers = (mars_hf.create(model), None)
-    run = make(arguments(tmp_path), change(model), optimizers=optimizers)
+    mars = mars_hf.create(model)
+    run = make(arguments(tmp_path), change(model), optimizers=(mars, None))
     with pytest.raises(RuntimeError, match=message):
         run.train()
     assert run.state.global_step == 0
@@ -315,45 +312,47 @@ def test_parameters_under_flat_tensors(name):
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """Return a folder with a run of MARS, one of AdamW, and both without the states of optimizers and schedules."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    without_states = shutil.ignore_patterns("optimizer.pt", "scheduler.pt")
+    for name, make in (("mars", mars_trainer), ("adamw", trainer)):
+        make(arguments(folder / name, **SAVES), gpt2()).train()
+        shutil.copytree(folder / name, folder / f"{name}-weights", ignore=without_states)
+    return folder
 
 
 @both_trainers
-def test_another_optimizer_and_a_checkpoint_of_mars(tmp_path, make):
+def test_another_optimizer_and_a_checkpoint_of_mars(tmp_path, checkpoints, make):
     """torch.optim.AdamW loads all of it, and would train with MARS's betas and learning rates."""
-    run_with_mars(arguments(tmp_path, **SAVES)).train()
-    model, settings, checkpoint = gpt2(), {}, str(tmp_path / "checkpoint-2")
+    model, settings, checkpoint = gpt2(), {}, str(checkpoints / "mars" / "checkpoint-2")
     if make is mars_trainer:
         params = sorted(model.parameters(), key=lambda param: param.ndim == 1)  # as MARS groups them
         settings["optimizers"] = (torch.optim.AdamW([{"params": params[:10]}, {"params": params[10:]}]), None)
-    run = make(arguments(tmp_path / "other", **SAVES), model, **settings)
+    run = make(arguments(tmp_path), model, **settings)
     message = r"MARS saved the checkpoint of step 2, and AdamW would resume.*optim='mars_adamw'.*from_pretrained"
     with pytest.raises(RuntimeError, match=message):
         run.train(resume_from_checkpoint=checkpoint)
     assert run.state.global_step == 2
-    mars_trainer(arguments(tmp_path, **SAVES), gpt2()).train(resume_from_checkpoint=checkpoint)
+    mars_trainer(arguments(tmp_path), gpt2()).train(resume_from_checkpoint=checkpoint)
 
 
-def test_another_optimizer_and_a_checkpoint_without_state(tmp_path):
+def test_another_optimizer_and_a_checkpoint_without_state(tmp_path, checkpoints):
     """What it saves is its own."""
-    mars_trainer(arguments(tmp_path, save_only_model=True, **SAVES), gpt2()).train()
-    for folder, checkpoint in (("adamw", tmp_path / "checkpoint-2"), ("again", tmp_path / "adamw" / "checkpoint-4")):
-        trainer(arguments(tmp_path / folder, **SAVES), gpt2()).train(resume_from_checkpoint=str(checkpoint))
+    for checkpoint in (checkpoints / "mars-weights" / "checkpoint-2", tmp_path / "checkpoint-4"):
+        trainer(arguments(tmp_path, **SAVES), gpt2()).train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path):
+def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
     """It is refused, and the remedies work."""
-    trainer(arguments(tmp_path, **SAVES), gpt2()).train()
-    checkpoint = tmp_path / "checkpoint-2"
-    run = mars_trainer(arguments(tmp_path / "mars", **SAVES), gpt2())
-    with pytest.raises(
-        ValueError, match=r"another optimizer saved it.*from_pretrained.*without DeepSpeed.*without optimizer\.pt"
-    ):
-        run.train(resume_from_checkpoint=str(checkpoint))
-    copied = tmp_path / "copied" / "checkpoint-2"
-    shutil.copytree(checkpoint, copied, ignore=shutil.ignore_patterns("optimizer.pt", "scheduler.pt"))
-    run = mars_trainer(arguments(tmp_path / "mars", **SAVES), gpt2())
-    run.train(resume_from_checkpoint=str(copied))
+    checkpoint = checkpoints / "adamw" / "checkpoint-2"
+    message = r"another optimizer saved it.*from_pretrained.*without DeepSpeed.*without optimizer\.pt"
+    with pytest.raises(ValueError, match=message):
+        mars_trainer(arguments(tmp_path), gpt2()).train(resume_from_checkpoint=str(checkpoint))
+    run = mars_trainer(arguments(tmp_path), gpt2())
+    run.train(resume_from_checkpoint=str(checkpoints / "adamw-weights" / "checkpoint-2"))
     assert run.state.global_step == 4 and isinstance(guard.innermost(run.optimizer), mars_hf.Mars)
     assert run.optimizer.optimizer.state[run.model.transformer.wte.weight]["step"] == 2
-    mars_trainer(arguments(tmp_path / "new"), GPT2LMHeadModel.from_pretrained(checkpoint)).train()
+    mars_trainer(arguments(tmp_path), GPT2LMHeadModel.from_pretrained(checkpoint)).train()

@@ -3,114 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, gpt2, mars_of, mars_trainer, trainer
+from helpers import arguments, gpt2, mars_trainer, trainer
 from test_stale_pass import use_fp16_on_cpu
-from torch import nn
 from transformers import TrainerCallback
 
 import mars_hf
-from mars_hf import Mars
-
-
-def parameters() -> list[nn.Parameter]:
-    torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((16, 12), (5,), (3, 2, 4))]
-
-
-def set_gradients(step: int, *twins: list[nn.Parameter]) -> None:
-    for params in twins:
-        generator = torch.Generator().manual_seed(step)
-        for param in params:  # below the global norm, near it, far above
-            param.grad = (0.01, 1.0, 30.0)[step % 3] * torch.randn(param.shape, generator=generator, dtype=param.dtype)
-
-
-def test_state_dict_with_scaled_last_gradients(tmp_path):
-    """The saved state includes the scale that moved gradients still need."""
-    settings = {"lr": 0.01, "max_grad_norm": 1.0, "take_grad": True}
-    params = parameters()
-    optimizer = mars_of(params, **settings)
-    for step in range(3):
-        set_gradients(step, params)
-        optimizer.step()
-    set_gradients(2, params)
-    norm = nn.utils.get_total_norm([param.grad for param in params])
-    assert optimizer.state[params[0]]["last_grad_scale"].item() == pytest.approx(1 / (norm.item() + 1e-6), rel=1e-14)
-    resumed = copy.deepcopy(params)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    other = mars_of(resumed, **settings)
-    other.load_state_dict(torch.load(tmp_path / "state.pt"))
-    for step in range(3, 6):
-        set_gradients(step, params, resumed)
-        optimizer.step(), other.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
-
-
-def test_metrics_of_clipped_gradients():
-    folded, plain = parameters(), parameters()
-    one, two = Mars(folded, max_grad_norm=1.0), Mars(plain)
-    one.collect_metrics(True), two.collect_metrics(True)
-    for step in range(4):
-        set_gradients(step, folded, plain)
-        nn.utils.clip_grad_norm_(plain, 1.0)
-        one.step(), two.step()
-        assert one.pop_metrics() == pytest.approx(two.pop_metrics(), rel=1e-5, abs=1e-9)
-
-
-# --- Trainer and MarsTrainer ------------------------------------------------------------------------------------------
 
 
 class Watch(TrainerCallback):
-    """Record the optimizer's settings in each step, and optionally raise."""
+    """Record the optimizer's settings in each step, and optionally raise between two micro-batches."""
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.norms: list[Any] = []
         self.takes: list[bool] = []
         self.breaks_at = breaks_at
 
+    def on_substep_end(self, args, state, control, **_):
+        if state.global_step == self.breaks_at:
+            raise InterruptedError
+
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
         self.norms.append(optimizer.optimizer.max_grad_norm)
         self.takes.append(optimizer.optimizer.take_grad)
-        if state.global_step == self.breaks_at:
-            raise InterruptedError
 
 
 class Unfreeze(TrainerCallback):
     """Train the second block from the third step on; torch's schedulers need a rate for each new group."""
 
+    def __init__(self, told: bool) -> None:
+        self.told = told  # whether the optimizer hears of it
+
     def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_):
-        if state.global_step == 2:
+        thawed = [param.requires_grad_(state.global_step >= 2) for param in model.transformer.h[1].parameters()]
+        if state.global_step == 2 and self.told:
             before = len(optimizer.param_groups)
-            optimizer.add_param_group({"params": [p.requires_grad_() for p in model.transformer.h[1].parameters()]})
+            optimizer.add_param_group({"params": thawed})
             for group in optimizer.param_groups[before:]:
                 lr_scheduler.base_lrs.append(group["lr"])
                 lr_scheduler.lr_lambdas.append(lr_scheduler.lr_lambdas[0])
 
 
-class UnfreezeUnknown(TrainerCallback):
-    """Train the embedding from the third step on without telling the optimizer."""
-
-    def on_step_begin(self, args, state, control, model=None, **_):
-        model.transformer.wte.requires_grad_(state.global_step >= 2)
-
-
-def compare_with_trainer(folder: Path, callback: Any = None, checkpoint: Path | None = None, **settings: Any) -> Watch:
+def compare_with_trainer(folder: Path, unfreeze: Any = None, checkpoint: Path | None = None, **settings: Any) -> Watch:
     """Compare norms and weights of Trainer and MarsTrainer; return what was set in the latter's optimizer."""
     logs, weights = [], []
     for make in (trainer, mars_trainer):
         model, watch = gpt2(), Watch()
-        if callback is Unfreeze:
-            model.transformer.h[1].requires_grad_(False)
-        elif callback is UnfreezeUnknown:
-            model.transformer.wte.requires_grad_(False)
+        model.transformer.h[1].requires_grad_(unfreeze is None)
         mars = mars_hf.create([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6)
         args = arguments(folder / make.__name__, **{"max_steps": 6, **settings})
-        run = make(args, model, optimizers=(mars, None), callbacks=[*filter(None, [callback]), watch])
+        run = make(args, model, optimizers=(mars, None), callbacks=[*filter(None, [unfreeze]), watch])
         run.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         assert mars.max_grad_norm is None and not mars.take_grad
         assert make is mars_trainer or watch.norms == [None] * len(watch.norms)
@@ -123,19 +69,20 @@ def compare_with_trainer(folder: Path, callback: Any = None, checkpoint: Path | 
     return watch
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0, 1e3])
-def test_parity_with_trainer(tmp_path, max_grad_norm):
-    watch = compare_with_trainer(tmp_path, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2)
-    assert watch.norms == [max_grad_norm or None] * 6 and watch.takes == [True] * 6
-
-
-@pytest.mark.slow
-def test_layers_unfrozen_in_mid_training(tmp_path):
-    assert compare_with_trainer(tmp_path, Unfreeze, max_grad_norm=0.1).norms == [0.1] * 6
-
-
-def test_parameters_unknown_to_the_optimizer(tmp_path):
-    assert compare_with_trainer(tmp_path, UnfreezeUnknown, max_grad_norm=0.1).norms == [0.1, 0.1, *[None] * 4]
+@pytest.mark.parametrize(
+    ("max_grad_norm", "unfreeze", "norms"),
+    [
+        (0.1, None, [0.1] * 6),
+        (0.0, None, [None] * 6),
+        (1e3, None, [1e3] * 6),
+        (0.1, Unfreeze(told=True), [0.1] * 6),
+        (0.1, Unfreeze(told=False), [0.1, 0.1, *[None] * 4]),
+    ],
+)
+def test_parity_with_trainer(tmp_path, max_grad_norm, unfreeze, norms):
+    """Also with layers that are unfrozen in mid-training, and are known to the optimizer or not."""
+    watch = compare_with_trainer(tmp_path, unfreeze, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2)
+    assert watch.norms == norms and watch.takes == [True] * 6
 
 
 @pytest.mark.slow
@@ -152,13 +99,17 @@ def test_resuming_with_another_norm(tmp_path, max_grad_norm):
 @pytest.mark.parametrize("breaks_at", [None, 1])
 @pytest.mark.parametrize("own", [None, 0.5])
 def test_optimizer_is_given_back(tmp_path, own, breaks_at):
-    """A second run clips at its own norm, and a custom loop keeps its gradients."""
-    model = gpt2()
+    """A second run clips at its own norm, and neither a custom loop nor a state dict has settings of the first one."""
+    model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2)
     mars = mars_hf.create(model, max_grad_norm=own)
-    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
+    run = mars_trainer(args, model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
     with contextlib.nullcontext() if breaks_at is None else pytest.raises(InterruptedError):
         run.train()
     assert mars.max_grad_norm == own and not mars.take_grad
+    for norm in (None, 0.7):
+        other = mars_hf.create(gpt2(), max_grad_norm=norm)
+        other.load_state_dict(mars.state_dict())
+        assert other.max_grad_norm == norm and not other.take_grad
     second = Watch()
     norm = 0.25 if own is None else own
     again = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None), callbacks=[second])
@@ -168,11 +119,16 @@ def test_optimizer_is_given_back(tmp_path, own, breaks_at):
 
 
 def test_exact_optimizer_is_given_back(tmp_path):
-    model = gpt2()
+    """Also by a run that is interrupted within a step, whose stale gradients the next one does not meet."""
+    model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2)
     mars = mars_hf.create(model, is_approx=False)
-    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+    run = mars_trainer(args, model, optimizers=(mars, None), callbacks=[Watch(breaks_at=2)])
+    with pytest.raises(InterruptedError):
+        run.train()
+    run.pop_callback(Watch)
+    run.train()
     with pytest.raises(RuntimeError, match=r"mars_hf\.MarsTrainer"):
-        trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
+        trainer(args, model, optimizers=(mars, None)).train()
 
 
 @pytest.mark.parametrize("own", [0.05, 50.0])
@@ -203,15 +159,3 @@ def test_contradicting_norms(tmp_path):
     mars = mars_hf.create(model, max_grad_norm=0.5)
     with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
         mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
-
-
-@pytest.mark.parametrize("saved_by", ["trainer", "user"])
-def test_state_dict_has_no_settings_of_the_loop(tmp_path, saved_by):
-    """Clipping and ownership of gradients follow this run, not the run that saved."""
-    model = gpt2()
-    mars = mars_hf.create(model, max_grad_norm=0.3 if saved_by == "user" else None)
-    mars_trainer(arguments(tmp_path), model, optimizers=(mars, None)).train()
-    for norm in (None, 0.5):
-        other = mars_hf.create(gpt2(), max_grad_norm=norm)
-        other.load_state_dict(mars.state_dict())
-        assert other.max_grad_norm == norm and not other.take_grad

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
-from hub_server import HubServer, mistakes_in
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from test_stale_pass import Dense
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, modelcard
 
@@ -123,38 +124,36 @@ def test_card_of_a_run(tmp_path):
     assert data.license is None and data.base_model is None
 
 
-@pytest.mark.parametrize("make", [trainer, mars_trainer], ids=["Trainer", "MarsTrainer"])
-def test_card_of_a_given_optimizer(tmp_path, make):
-    model = gpt2()
+def test_card_of_a_given_optimizer(tmp_path, monkeypatch):
+    """With its learning rates, and, once the weights are there, with code that loads them without MARS."""
+    model, folder = gpt2(), tmp_path / 'a "name"'
     rules = [("*[x|w]te.weight", {"lr": 1e-4})]
-    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=6e-3, param_rules=rules), None))
+    run = mars_trainer(arguments(folder), model, optimizers=(mars_hf.create(model, lr=6e-3, param_rules=rules), None))
     run.train()
     card = card_of(run)
-    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card
+    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card and "## Usage" not in card
     assert "- learning_rate: 0.006\n" in card and "5e-05" not in card and "OptimizerNames" not in card
-
-
-def test_usage(tmp_path, monkeypatch):
-    folder = tmp_path / 'a "name"'
-    run = trainer(arguments(folder, **BY_NAME))
-    run.train()
-    assert "## Usage" not in card_of(run)
     run.save_model()
     run.create_model_card()
     code = card_of(run).partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "mars_hf", None)  # who loads the model needs no MARS
+    monkeypatch.setitem(sys.modules, "mars_hf", None)
     names: dict = {}
     exec(code, names)
-    assert all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), run.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), model.parameters(), strict=True))
     assert str(tmp_path) not in card_of(run)
 
 
 def test_facts_of_the_user(tmp_path):
-    run = evaluated(
-        arguments(tmp_path, **BY_NAME, **EVALUATED), compute_metrics=lambda _: {"accuracy": 0.5, "nan": math.nan}
-    )
+    """Without them Trainer calls the data set None, in the text and as a type that the Hub refuses."""
+    ids = Blocks(8).ids.tolist()
+    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    args = arguments(tmp_path, **BY_NAME, **EVALUATED)
+    run = trainer(args, eval_dataset=data, compute_metrics=lambda _: {"accuracy": 0.5, "nan": math.nan})
     run.train()
+    results = [(result.dataset_type, result.metric_type) for result in metadata_of(run).eval_results]
+    assert sorted(results) == [("unknown", "accuracy"), ("unknown", "loss")]
+    assert "on an unknown dataset." in card_of(run) and metadata_of(run).datasets is None
     facts = {"license": "apache-2.0", "dataset": "blocks", "dataset_tags": "me/blocks", "dataset_args": "sample"}
     run.create_model_card(**facts, tags="tiny")
     run.save_model()
@@ -179,7 +178,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_card_stays(tmp_path, edit):
-    run = trainer(arguments(tmp_path, **BY_NAME))
+    run = trainer(arguments(tmp_path, **BY_NAME, max_steps=1))
     run.train()
     path = tmp_path / "README.md"
     path.write_bytes(EDITS[edit](path.read_bytes()))
@@ -228,25 +227,6 @@ def test_failing_card(tmp_path, failures, caplog, monkeypatch):
     run.create_model_card(license="mit")  # as before a push
     assert len(failures()) == 3 and metadata_of(run).license == "mit"
     caplog.clear()
-
-
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
-def test_nameless_data_set(tmp_path):
-    """Trainer calls it None, in the text and as a type that the Hub refuses."""
-    from datasets import Dataset
-
-    ids = Blocks(8).ids.tolist()
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    args = arguments(tmp_path, **BY_NAME, **EVALUATED)
-    run = trainer(args, eval_dataset=data, compute_metrics=lambda _: {"accuracy": 0.5})
-    run.train()
-    assert "on an unknown dataset." in card_of(run) and mistakes_in(card_of(run)) == []
-    (mistake,) = mistakes_in(card_of(run).replace("library_name", "license: Apache 2.0\nlibrary_name"))
-    assert mistake["message"] == '"license" must be one of apache-2.0, mit, ...: Apache 2.0'
-    results = [(result.dataset_type, result.metric_type) for result in metadata_of(run).eval_results]
-    assert sorted(results) == [("unknown", "accuracy"), ("unknown", "loss")]
 
 
 def test_results_of_the_best_weights(tmp_path):
@@ -354,7 +334,6 @@ KEEP = [("*wte*", {"weight_decay": 0.0})]
 @pytest.mark.parametrize(
     ("before", "now", "kept"),
     [
-        ({"lr": 1e-2, "gamma": 0.1}, {"lr": 4e-3, "gamma": 0.05}, {"lr": 1e-2, "gamma": 0.1, "lr_1d": None}),
         ({"lr_1d": 1e-3, "betas_1d": (0.8, 0.9)}, {}, {"lr_1d": 1e-3, "betas_1d": [0.8, 0.9], "betas": [0.95, 0.99]}),
         ({"lr_embeddings": 1e-4}, {"lr_embeddings": 2e-4}, {"lr_embeddings": 1e-4, "lr": 3e-3}),
         ({"weight_decay": 0.1, "param_rules": KEEP}, {"param_rules": KEEP}, {"weight_decay": 0.1}),
@@ -377,45 +356,45 @@ def test_mars_json_after_resuming(tmp_path, before, now, kept):
     assert [group["lr"] for group in like.param_groups] == [group["lr"] for group in found["groups"]]
 
 
-# --- from a server with the protocol of the Hub -----------------------------------------------------------------------
+class Hub(SimpleHTTPRequestHandler):
+    """Serve a folder to `hf_hub_download`, as the Hub does: OWNER/NAME/resolve/main/FILE."""
 
-LIKE = """
-import sys
-import torch
-import mars_hf
+    def log_message(self, *_):
+        self.server.requests.append(f"{self.command} {self.path}")
 
-model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-for name in sys.argv[1:]:
-    try:
-        print(mars_hf.create(model, like=name).param_groups[0]["gamma"])
-    except ValueError as error:
-        print(error)
-"""
+    def end_headers(self):
+        self.send_header("ETag", "1")
+        self.send_header("X-Repo-Commit", "0" * 40)
+        super().end_headers()
 
-
-def like(*names: str, **environment: str) -> list[str]:
-    command = [sys.executable, "-c", LIKE, *names]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
-    ).stdout.splitlines()
+    def send_error(self, code, *_):
+        is_repository = Path(self.directory, *self.path.split("/")[1:3]).is_dir()
+        self.send_response(code)
+        self.send_header("X-Error-Code", "EntryNotFound" if is_repository else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
 
-@pytest.mark.slow
-def test_like_of_a_repository(tmp_path):
+def test_like_of_a_repository(tmp_path, monkeypatch):
     """From the server, then from the cache, and one line for everything that can be missing."""
-    with HubServer() as hub:
-        hub.repos.add("me/x")
-        hub.empty.add("me/empty")
-        hub.files["mars.json"] = json.dumps({"format": 1, "mars_hf": "0.1.0", "create": {"gamma": 0.05}}).encode()
-        environment = hub.environment(str(tmp_path / "home"))
-        gamma, nothing, empty = like("me/x", "me/nothing", "me/empty", **environment)
-        assert gamma == "0.05"
-        assert {line for line in hub.requests if "me/x" in line} == {
-            *("HEAD /me/x/resolve/main/mars.json", "GET /me/x/resolve/main/mars.json")  # one file, no listing
-        }
+    (tmp_path / "hub/me/empty").mkdir(parents=True)
+    served = tmp_path / "hub/me/x/resolve/main"
+    served.mkdir(parents=True)
+    (served / "mars.json").write_text(json.dumps({"mars_hf": "0.1.0", "create": {"gamma": 0.05}}))
+    model = gpt2()
+    with HTTPServer(("127.0.0.1", 0), partial(Hub, directory=tmp_path / "hub")) as server, monkeypatch.context() as hub:
+        server.requests = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        hub.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
+        hub.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert mars_hf.create(model, like="me/x").param_groups[0]["gamma"] == 0.05
+        asked = "/me/x/resolve/main/mars.json"
+        assert set(server.requests) == {f"HEAD {asked}", f"GET {asked}"}  # one file, no listing
         reason = "no such folder, and the Hub does not give its mars.json"
-        assert nothing.startswith(f"like='me/nothing': {reason} (RepositoryNotFoundError")
-        assert "EntryNotFoundError" in empty and empty.startswith(f"like='me/empty': {reason}")
-    gamma, gone = like("me/x", "me/never", **{**environment, "HF_HUB_OFFLINE": "1"})
-    assert gamma == "0.05"
-    assert gone.startswith(f"like='me/never': {reason} (LocalEntryNotFoundError")
+        for name, error in (("me/nothing", "RepositoryNotFoundError"), ("me/empty", "RemoteEntryNotFoundError")):
+            with pytest.raises(ValueError, match=rf"^like='{name}': {reason} \({error}"):
+                mars_hf.create(model, like=name)
+        server.shutdown()
+    assert mars_hf.create(model, like="me/x").param_groups[0]["gamma"] == 0.05

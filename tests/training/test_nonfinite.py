@@ -96,20 +96,15 @@ FIRST = "transformer.wte.weight, transformer.wpe.weight, transformer.h.0.ln_1.we
 @pytest.mark.parametrize(
     ("kind", "parameters"), [(mars_hf.MarsTrainer, f"1 parameters: {POISONED}"), (Trainer, f"28 parameters: {FIRST}")]
 )
-def test_gradient_is_reported_and_stops(tmp_path, reports, kind, parameters):
+def test_gradient_is_reported_and_stops(tmp_path, reports, caplog, kind, parameters):
     run = make(tmp_path, {2: GRADIENT}, NonFiniteCallback(), kind=kind)
     with pytest.raises(NonFiniteError, match=r"^3 steps in a row with a non-finite loss or gradient; .*step 5: "):
         run.train()
     lines = reports()
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 4", "step 5"]  # NaN is in the weights then
     assert lines[0] == f"step 3: non-finite gradient norm nan in {parameters} (1 in a row, the run stops at 3)"
-
-
-def test_plain_trainer_says_nan(tmp_path, caplog):
-    run = make(tmp_path, {2: GRADIENT}, kind=Trainer)
-    run.train()
-    lines = [record.message for record in caplog.records if "NaN" in record.message]
-    assert lines[0] == "step 3: NaN gradients; lower the learning rate, check the data"
+    logged = [record.message for record in caplog.records if "NaN" in record.message]  # without this callback, too
+    assert logged[0] == "step 3: NaN gradients; lower the learning rate, check the data"
 
 
 def test_loss_is_reported_and_good_steps_reset_the_count(tmp_path, reports):

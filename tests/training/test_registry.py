@@ -87,11 +87,15 @@ def test_default_arguments_of_a_subclass(tmp_path):
 
 
 def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
+    """A search changes them in place, and may contradict what was given."""
     args = arguments(tmp_path, learning_rate=1e-3, adam_beta2=0.9)
-    make, settings = mars_hf.factory(args, gamma=0.1)
+    (make, settings), (contradicting, _) = mars_hf.factory(args, gamma=0.1), mars_hf.factory(args, lr=1e-3)
+    assert shown(contradicting()(gpt2()), "lr") == [(1e-3,), (5e-4,)]
     args.learning_rate = 1e-4
     mars = make()(gpt2(), **settings)
     assert shown(mars, "lr", "betas") == [(1e-4, (0.95, 0.9)), (5e-5, (0.9, 0.95))]
+    with pytest.raises(ValueError, match="contradict"):
+        contradicting()(gpt2())
 
 
 @pytest.mark.parametrize(
@@ -108,15 +112,6 @@ def test_wrong_settings(tmp_path, stated, given, message):
     with pytest.raises(ValueError, match=message) as error:
         mars_hf.factory(arguments(tmp_path, **stated), **given)
     assert isinstance(error.value, TypeError) == ("gama" in given)
-
-
-def test_contradiction_that_a_search_makes(tmp_path):
-    args = arguments(tmp_path, learning_rate=1e-3)
-    made = {"optimizer_cls_and_kwargs": mars_hf.factory(args, lr=1e-3)}
-    made_by(trainer(args, **made))
-    args.learning_rate = 1e-4
-    with pytest.raises(ValueError, match="contradict"):
-        trainer(args, **made).create_optimizer()
 
 
 # --- Trainer ---------------------------------------------------------------------------------------------------------
@@ -136,41 +131,26 @@ def test_parity_with_an_instance(tmp_path, door):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["mars_shampoo", "mars_m"])
-def test_rules_that_orthogonalize_by_name(tmp_path, name):
-    rules = tmp_path / "rules.json"
-    rules.write_text('[["*.mlp.c_fc.weight", {"role": "adamw"}]]')
-    text = f"split_fused=none,param_rules={rules},ns_steps=3"
-    run = trainer(arguments(tmp_path, optim=name, learning_rate=1e-3, optim_args=text))
-    run.train()
-    groups = [group for group in run.optimizer.optimizer.param_groups if group["params"]]
-    roles = ["matrix", "adamw", "vector", "adamw"]  # no matrix is split
-    rule = name.replace("_", "-")
-    assert [(group["role"], group["mars_type"], group["ns_steps"]) for group in groups] == [
-        (role, rule, 3) for role in roles
-    ]
-    names = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in (0, 1)]
-    assert [name for name in groups[3]["param_names"] if "c_fc" in name] == names
-
-
 @pytest.mark.slow
 def test_hyperparameter_search(tmp_path):
-    rates, proposals = [], []
-
-    def space(trial):
-        proposals.append(trial.suggest_categorical("learning_rate", [1e-3, 5e-5]))
-        return {"learning_rate": proposals[-1]}
+    rates = []
 
     def objective(metrics):
         rates.append(run.optimizer.optimizer.param_groups[0]["lr"])
         return metrics["eval_loss"]
 
-    args = arguments(tmp_path, max_steps=1, eval_strategy="no")
+    args = arguments(tmp_path, max_steps=1)
     run = trainer(args, model_init=lambda trial: gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1))
     run.eval_dataset = run.train_dataset
-    sampler = optuna.samplers.GridSampler({"learning_rate": [1e-3, 5e-5]}, seed=0)
-    run.hyperparameter_search(space, objective, n_trials=2, direction="minimize", backend="optuna", sampler=sampler)
-    assert rates == proposals and set(rates) == {1e-3, 5e-5}
+    grid = {"learning_rate": [1e-3, 1e-4]}
+    search = {"backend": "optuna", "sampler": optuna.samplers.GridSampler(grid, seed=0), "n_trials": 2}
+    run.hyperparameter_search(
+        lambda trial: {name: trial.suggest_categorical(name, values) for name, values in grid.items()},
+        objective,
+        direction="minimize",
+        **search,
+    )
+    assert sorted(rates) == [1e-4, 1e-3]
 
 
 # --- as other trainers call what Trainer makes its optimizer with ----------------------------------------------------
@@ -189,11 +169,25 @@ def decay_groups(run, **settings) -> list[dict]:
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "optim_args": "gamma=0.1"}
 
 
+def facts(optimizer: mars_hf.Mars) -> set[tuple]:
+    """Return what trains each parameter; groups state their own weight decay."""
+    return {
+        (*(group[name] for name in ("role", "lr", "gamma")), repr(group["layout"]), param)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
 @pytest.mark.parametrize("way", ["class", "named", "args", "args again", "optimizer_dict", "params"])
 def test_ways_of_calling(tmp_path, way):
-    run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
+    """Trainers that group the parameters must not make mars-m orthogonalize embeddings."""
+    rules = tmp_path / "rules.json"
+    rules.write_text('[["*.mlp.c_fc.weight", {"role": "adamw"}]]')
+    options = {"optim_args": f"gamma=0.1,split_fused=none,param_rules={rules}"}
+    run = trainer(arguments(tmp_path, optim="mars_m", **SETTINGS | options))
     expected = made_by(run)
-    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args)
+    assert [group["role"] for group in expected.param_groups] == ["matrix", "adamw", "vector", "adamw"]  # no split one
+    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
     assert kwargs["lr"] == 1e-3  # as those of other optimizers
     groups = decay_groups(run)
     optimizer = {
@@ -204,12 +198,8 @@ def test_ways_of_calling(tmp_path, way):
         "optimizer_dict": lambda: cls()(run.model, optimizer_dict=groups, **kwargs),  # sentence-transformers
         "params": lambda: cls()(run.model, params=groups, **kwargs),
     }[way]()
-    assert type(optimizer) is mars_hf.Mars
-    names = ("role", "lr", "weight_decay", "gamma")
-    assert shown(optimizer, *names) == shown(expected, *names)
-    assert [set(group["params"]) for group in optimizer.param_groups] == [
-        set(group["params"]) for group in expected.param_groups
-    ]
+    assert type(optimizer) is mars_hf.Mars and facts(optimizer) == facts(expected)
+    assert optimizer.created_with == expected.created_with
 
 
 def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
@@ -219,27 +209,11 @@ def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     groups = [*decay_groups(run, lr=5e-4), {"params": list(loss.parameters()), "weight_decay": 0.0}]
     cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
     optimizer = cls()(run.model, optimizer_dict=groups, **kwargs)
-    assert shown(optimizer, "role", "lr") == [("matrix", 5e-4), ("vector", 5e-4), ("matrix", 1e-3), ("vector", 5e-4)]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [10, 18, 1, 1]
-
-
-@pytest.mark.parametrize("name", ["mars_adamw", "mars_m"])
-def test_roles_of_groups(tmp_path, name):
-    """Trainers that group the parameters must not make mars-m orthogonalize embeddings."""
-
-    class CreatesFromGroups(Trainer):
-        def create_optimizer(self, model=None):
-            cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = cls(decay_groups(self), **kwargs)
-            return self.optimizer
-
-    run = trainer(arguments(tmp_path, optim=name, **SETTINGS))
-    expected, found = made_by(run), made_by(CreatesFromGroups(run.model, run.args))
-    sets = [
-        {(group["role"], repr(group["layout"]), param) for group in mars.param_groups for param in group["params"]}
-        for mars in (expected, found)
+    assert shown(optimizer, "role", "lr", "weight_decay") == [
+        *(("matrix", 5e-4, 0.1), ("vector", 5e-4, 0.0)),
+        *(("matrix", 1e-3, 0.0), ("vector", 5e-4, 0.0)),
     ]
-    assert sets[0] == sets[1]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [10, 18, 1, 1]
 
 
 def test_groups_without_a_model(tmp_path, caplog):
@@ -250,14 +224,6 @@ def test_groups_without_a_model(tmp_path, caplog):
     assert caplog.text.count("embeddings and heads included") == 1
     cls([{"params": list(model.parameters())}], model=model, **kwargs)
     assert caplog.text.count("embeddings and heads included") == 1 and cls() is cls
-
-
-def test_groups_keep_options_for_models(tmp_path):
-    model = gpt2()
-    rules = [("*.mlp.c_fc.weight", {"role": "adamw"})]
-    made, settings = mars_hf.factory(arguments(tmp_path), mars_type="mars-m", param_rules=rules)
-    mars = made(list(model.parameters()), model=model, **settings)
-    assert {"param_rules": rules, "mars_type": "mars-m"}.items() <= mars.created_with.items()
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
