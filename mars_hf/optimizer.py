@@ -25,6 +25,7 @@ from mars_hf.param_groups import (
     split_by_role,
     warn_of_one_rate,
 )
+from mars_hf.release import GradientRelease
 from mars_hf.settings import (
     DEFAULTS,
     KEYS_1D,
@@ -188,6 +189,9 @@ class Mars(torch.optim.Optimizer):
     # `p.grad` to None. Views, sharded gradients and gradients of another dtype than the state's are copied.
     take_grad = False
 
+    # Steps parameters inside backward; None leaves all of them to `step()`.
+    _release: GradientRelease | None = None
+
     # Set by whoever runs the loop and supplies stale gradients; LastGradientCallback stops exact runs without it.
     expects_stale_gradients = False
 
@@ -344,20 +348,8 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups
-        has_gradients = any(param.grad is not None for group in groups for param in group["params"])
-        if not (has_gradients and self.state):
-            self._reject_replaced()
-        update_rules = list(map(rule_of, groups))
-        specs, chunk_of, whole = self._locate(update_rules)
-        if not has_gradients and whole is None:
-            self._reject_frozen()
-            return loss
-        with contextlib.ExitStack() as stack:
-            for device in {"cpu", *(param.device.type for group in groups for param in group["params"])} - {"meta"}:
-                if torch.is_autocast_enabled(device):  # the arithmetic of a step is not the model's
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            self._step(update_rules, specs, chunk_of, whole)
+        if self._release is None or not self._release.finish():
+            self._step()
         return loss
 
     def _locate(self, update_rules: Sequence[str]) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
@@ -407,61 +399,67 @@ class Mars(torch.optim.Optimizer):
         """Return the first parameter, or an empty tensor where there is none."""
         return next((param for group in self.param_groups for param in group["params"]), torch.empty(0))
 
-    def _step(
-        self,
-        update_rules: Sequence[str],
-        specs: Mapping[Tensor, ShardSpec],
-        chunk_of: Mapping[int, Any],
-        whole: WholeSums | None,
-    ) -> None:
+    def _step(self) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
         groups, max_grad_norm = self.param_groups, self.max_grad_norm
+        has_gradients = any(param.grad is not None for group in groups for param in group["params"])
+        if not (has_gradients and self.state):
+            self._reject_replaced()
+        update_rules = list(map(rule_of, groups))
+        specs, chunk_of, whole = self._locate(update_rules)
+        if not has_gradients and whole is None:
+            self._reject_frozen()
+            return
         is_exact = not all(group["is_approx"] for group in groups)
         lists, moving = list[TensorList](), list[dict[str, Any]]()
         error: Exception | None = None
-        if dist.is_available() and dist.is_initialized():
-            place_gradients(groups)
-        try:
-            structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in groups]
-            if structure != self._structure:  # somebody has edited the groups
-                list(map(check, structure))
-                warn_of_one_rate(groups, self.defaults)
+        with contextlib.ExitStack() as stack:
+            for device in {"cpu", *(param.device.type for group in groups for param in group["params"])} - {"meta"}:
+                if torch.is_autocast_enabled(device):  # the arithmetic of a step is not the model's
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            if dist.is_available() and dist.is_initialized():
+                place_gradients(groups)
+            try:
+                structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in groups]
+                if structure != self._structure:  # somebody has edited the groups
+                    list(map(check, structure))
+                    warn_of_one_rate(groups, self.defaults)
+                if is_exact:
+                    were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
+                    exact.require_stale_gradients(groups, self.state, were_approx, self._stale_gradients_supplied)
+                self._structure = structure
+                lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
+            except (RuntimeError, ValueError) as raised:
+                if whole is None:
+                    raise
+                error = raised  # the other ranks are to know it
+            sums = take_sums(lists, max_grad_norm, self._metrics) if error is None else {}
+            if whole is not None:
+                for place, part in sums.items():
+                    if lists[place].process_group is not None:
+                        rows = part[CC:] if max_grad_norm is None else part[: LL + 1]
+                        whole.add(lists[place].process_group, lists[place].indices, rows)
+                whole.reduce(error)
+            norm = set_factors(lists, sums, whole, max_grad_norm, self._metrics)
+            if norm is not None:
+                self.grad_norm.copy_(norm)
+            if is_exact and moving:
+                exact.keep_params(groups, self.state)
+            if moving:
+                torch._foreach_add_([state["step"] for state in moving], 1)
+            rounds: dict[Any, Any] = {}
+            if whole is not None and self._orthogonalizer is not None:
+                rounds = self._orthogonalizer.rounds(whole)
+            for tensors in lists:
+                if tensors.chunk is None:
+                    update(tensors, metrics=self._metrics)
+                else:
+                    rounds.setdefault(tensors.chunk, None)
+            for chunk, shared in rounds.items():
+                update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
             if is_exact:
-                were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
-                exact.require_stale_gradients(groups, self.state, were_approx, self._stale_gradients_supplied)
-            self._structure = structure
-            lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
-        except (RuntimeError, ValueError) as raised:
-            if whole is None:
-                raise
-            error = raised  # the other ranks are to know it
-        sums = take_sums(lists, max_grad_norm, self._metrics) if error is None else {}
-        if whole is not None:
-            for place, part in sums.items():
-                if lists[place].process_group is not None:
-                    rows = part[CC:] if max_grad_norm is None else part[: LL + 1]
-                    whole.add(lists[place].process_group, lists[place].indices, rows)
-            whole.reduce(error)
-        norm = set_factors(lists, sums, whole, max_grad_norm, self._metrics)
-        if norm is not None:
-            self.grad_norm.copy_(norm)
-        if is_exact and moving:
-            exact.keep_params(groups, self.state)
-        if moving:
-            torch._foreach_add_([state["step"] for state in moving], 1)
-        rounds: dict[Any, Any] = {}
-        if whole is not None and self._orthogonalizer is not None:
-            rounds = self._orthogonalizer.rounds(whole)
-        for tensors in lists:
-            if tensors.chunk is None:
-                update(tensors, metrics=self._metrics)
-            else:
-                rounds.setdefault(tensors.chunk, None)
-        for chunk, shared in rounds.items():
-            update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
-        if is_exact:
-            exact.drop_stale_gradients(groups, self.state)
-            self._stale_gradients_supplied = False
+                exact.drop_stale_gradients(groups, self.state)
+                self._stale_gradients_supplied = False
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
@@ -492,7 +490,7 @@ class Mars(torch.optim.Optimizer):
             warnings.warn(
                 "no parameter of this optimizer has a gradient in its first step, so nothing trains; fully_shard and "
                 "parallelize_module replace parameters: make the optimizer after them",
-                stacklevel=6,  # of the call of step()
+                stacklevel=7,  # of the call of step()
             )
 
     @property
@@ -527,6 +525,11 @@ class Mars(torch.optim.Optimizer):
     def is_exact(self) -> bool:
         """Whether any parameter needs stale gradients."""
         return any(not group["is_approx"] for group in self.param_groups)
+
+    @property
+    def releases_gradients(self) -> bool:
+        """Whether parameters step inside backward; see `create`."""
+        return self._release is not None
 
     @property
     def has_previous_params(self) -> bool:
@@ -620,6 +623,10 @@ def create(
                 `pattern`. The first pattern that matches a parameter's name in `model.named_parameters()` decides. A
                 rule states any setting of a parameter group except `max_grad_norm`, and wins over the other arguments;
                 `role` is `"matrix"`, `"vector"` or `"adamw"`.
+            release_gradients: True steps each parameter inside `backward()`, as soon as its gradient is there, which
+                then becomes its last gradient: the loop never holds all gradients. `step()` only checks. For one
+                micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact
+                form. Not saved.
 
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
@@ -630,6 +637,7 @@ def create(
     reject_unknown(settings, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, settings.get("mars_type"))
     settings = check_arguments({**saved, **settings})
+    release_gradients = settings.pop("release_gradients", False)
     expanded = expand(settings)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
@@ -649,4 +657,7 @@ def create(
     else:
         mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **settings}
+    if release_gradients:
+        mars.take_grad = True
+        mars._release = GradientRelease(mars, mars._step)
     return mars

@@ -104,14 +104,15 @@ class Setting(NamedTuple):
     """A keyword of `Mars` or `create`.
 
     Scope `group`: a key of every parameter group. `1d`: becomes the vectors' `lr`, `betas` or `weight_decay`, so that
-    schedulers see one of each. `model`: an option of `create` for models.
+    schedulers see one of each. `model`: an option of `create` for models. `run`: an option of `create` that is not
+    saved.
     """
 
     name: str
     default: Any
     kind: Kind
     help: str
-    scope: Literal["group", "1d", "model"] = "group"
+    scope: Literal["group", "1d", "model", "run"] = "group"
 
 
 _TABLE = (
@@ -141,9 +142,10 @@ _TABLE = (
     Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
     Setting("param_rules", [], Kind("rules", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
+    Setting("release_gradients", False, _FLAG, "Step each parameter inside backward, and drop its gradient.", "run"),
 )
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
-DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope != "model"}
+DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope in ("group", "1d")}
 MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
 KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
 GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")  # of groups alone

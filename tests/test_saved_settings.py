@@ -55,7 +55,11 @@ def test_like(tmp_path, settings):
 
 
 def test_kept_settings(tmp_path):
-    assert OTHERS.keys() | ORTHOGONAL.keys() == set(saved_settings.KEPT) == set(SETTINGS) - {"max_grad_norm", "fused"}
+    assert (
+        OTHERS.keys() | ORTHOGONAL.keys()
+        == set(saved_settings.KEPT)
+        == set(SETTINGS) - {"max_grad_norm", "fused", "release_gradients"}
+    )
     defaults = {name: {**DEFAULTS, **MODEL_DEFAULTS}[name] for name in saved_settings.KEPT}
     assert leave(tmp_path, mars_hf.create(tiny())) == json.loads(json.dumps(defaults))
     leave(tmp_path, mars_hf.create(tiny(), max_grad_norm=1.0, fused=False))

@@ -79,6 +79,7 @@ class LastGradientCallback(TrainerCallback):
             self._active = None
             guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
+            guard.require_one_gradient(self._mars, args)
             self._check_parameters(optimizer)
             if self._mars.process_group is None:
                 self._mars.process_group = _data_parallel_group()

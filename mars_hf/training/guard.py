@@ -12,7 +12,7 @@ from mars_hf.optimizer import Mars
 from mars_hf.settings import check_arguments
 
 if TYPE_CHECKING:
-    from transformers import TrainerState
+    from transformers import TrainerState, TrainingArguments
 
 _MARK = "mars_hf"  # among the states of callbacks in trainer_state.json
 
@@ -93,6 +93,16 @@ def require_stale_gradients(mars: Mars) -> None:
         raise RuntimeError(
             "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer, "
             "mars_hf.with_mars(...) for a subclass, python -m mars_hf run for a script, or is_approx=True"
+        )
+
+
+def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
+    """Raise RuntimeError for a Mars that steps inside backward, in a Trainer that changes gradients afterwards."""
+    if mars.releases_gradients and (args.max_grad_norm or args.gradient_accumulation_steps > 1 or args.fp16):
+        raise RuntimeError(
+            f"release_gradients=True with max_grad_norm={args.max_grad_norm}, gradient_accumulation_steps="
+            f"{args.gradient_accumulation_steps}, fp16={args.fp16}: parameters step inside backward(); use "
+            "max_grad_norm=0, gradient_accumulation_steps=1 and no fp16"
         )
 
 

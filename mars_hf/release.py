@@ -1,0 +1,85 @@
+"""`create(model, release_gradients=True)`: each parameter steps as soon as backward has its gradient.
+
+The gradient becomes the last gradient on the spot, so a run holds one gradient at a time instead of all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_hf.distributed.shards import is_dtensor
+
+if TYPE_CHECKING:
+    from mars_hf.optimizer import Mars
+
+
+class GradientRelease:
+    """Hooks on the parameters of an optimizer, which step them one by one."""
+
+    def __init__(self, optimizer: Mars, step: Callable[[], None]) -> None:
+        """Hook the parameters; `step` updates those that have a gradient, and may take it."""
+        self._optimizer = weakref.ref(optimizer)  # parameters that outlive it keep their hooks
+        self._step = weakref.WeakMethod(step)
+        self._stepped: set[Tensor] = set()
+        self._hook()
+
+    def finish(self) -> bool:
+        """Return whether backward has taken the step, and wait for the next one.
+
+        False if it had no hooks yet, on parameters that an engine has exchanged for its own: they get them now.
+
+        Raises:
+            RuntimeError: gradients that no hook has seen.
+        """
+        stepped, self._stepped = self._stepped, set()
+        left = [param for param in self._params() if param.grad is not None]
+        if left and (stepped or not self._hook()):
+            raise RuntimeError(
+                f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
+                f"first of shape {tuple(left[0].shape)}; take each gradient from backward(), or leave it out"
+            )
+        return bool(stepped)
+
+    def _params(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+
+    def _hook(self) -> bool:
+        """Hook the parameters without a hook; return whether there are any."""
+        new = [param for param in self._params() if getattr(param, "mars_release", None) is not self]
+        for param in new:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.mars_release = self  # type: ignore[attr-defined]
+        return bool(new)
+
+    def _on_gradient(self, param: Tensor) -> None:
+        optimizer, step = self._optimizer(), self._step()
+        if optimizer is None or step is None or param.grad is None:
+            return
+        params = self._params()
+        if reason := self._unfit(param, params, alone=optimizer.max_grad_norm is None and not optimizer.is_exact):
+            raise RuntimeError(f"release_gradients=True: {reason}")
+        with torch.no_grad():
+            step()
+        param.grad = None
+        self._stepped.add(param)
+
+    def _unfit(self, param: Tensor, params: list[Tensor], *, alone: bool) -> str | None:
+        """Return why a parameter cannot step now; None if it can."""
+        if not alone:
+            return "each parameter steps alone; max_grad_norm must be None, and is_approx True"
+        if param in self._stepped:
+            return "a second backward() before step(), or reentrant checkpoints; take one micro-batch a step"
+        if not any(each is param for each in params):
+            return "an engine has exchanged the optimizer's parameters; only fully_shard may"
+        if not is_dtensor(param) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return "DistributedDataParallel averages gradients later, in buckets that hold them all; use fully_shard"
+        if len({each.device for each in params}) > 1:
+            return "parameters on several devices, whose gradients may come at the same time"
+        return None

@@ -1,0 +1,140 @@
+"""`release_gradients`: steps inside backward equal ordinary ones to the bit, and hold one gradient at a time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import arguments, equal, gpt2, mars_trainer, trainer
+
+import mars_hf
+
+RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "muon")
+
+
+def make(rule: str = "mars-adamw", **settings: Any) -> tuple[Any, mars_hf.Mars]:
+    model = gpt2()
+    model.transformer.wpe.weight.requires_grad_(False)
+    mars = mars_hf.create(model, mars_type=rule, lr=0.01, weight_decay=0.1, clip_threshold=0.05, **settings)
+    mars.take_grad = True
+    return model, mars
+
+
+def backward(model: Any, seed: int = 0) -> None:
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equals_ordinary_steps(rule):
+    """With a schedule, metrics, a resume in the middle, a frozen parameter and a tied one."""
+    runs = []
+    for releases in (False, True):
+        model, mars = make(rule, release_gradients=releases)
+        schedule = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: 1 / (1 + step))
+        for step in range(4):
+            if step == 2:
+                state = copy.deepcopy(mars.state_dict())
+                mars = mars_hf.create(model, mars_type=rule, release_gradients=releases)
+                mars.load_state_dict(state)
+                mars.take_grad = True
+                schedule = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: 1 / (1 + step), last_epoch=1)
+            mars.collect_metrics(step == 3)
+            backward(model, step)
+            assert releases == all(param.grad is None for param in model.parameters())
+            mars.step()
+            schedule.step()
+            mars.zero_grad()
+        runs.append((model.state_dict(), mars.state_dict(), mars.pop_metrics()))
+    assert equal(runs[0][:2], runs[1][:2])
+    assert runs[0][2] == pytest.approx(runs[1][2]) and runs[0][2]["mars/update_rms"] > 0
+
+
+def test_one_gradient_at_a_time():
+    model, mars = make(release_gradients=True)
+    most = []
+    for param in filter(lambda param: param.requires_grad, model.parameters()):  # after the optimizer's hook
+        param.register_post_accumulate_grad_hook(
+            lambda _: most.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    for seed in range(2):
+        backward(model, seed)
+        mars.step()
+    assert set(most) == {0} and len(most) == 2 * len(mars.state)
+    lasts = [state["last_grad"] for state in mars.state.values() if "last_grad" in state]
+    assert lasts and all(last.untyped_storage().nbytes() == 4 * last.numel() for last in lasts)
+
+
+def test_hooks_end_with_the_optimizer():
+    model, mars = make(release_gradients=True)
+    del mars
+    backward(model)
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("accumulation", r"a second backward\(\) before step"),
+        ("max_grad_norm", "max_grad_norm must be None"),
+        ("exact", "max_grad_norm must be None, and is_approx True"),
+        ("hand", r"1 parameters have gradients that backward\(\) did not hand over"),
+    ],
+)
+def test_loops_that_need_whole_gradients(kind, words):
+    model, mars = make(release_gradients=True, is_approx=kind != "exact")
+    if kind == "accumulation":
+        backward(model)
+    elif kind == "max_grad_norm":
+        mars.max_grad_norm = 1.0
+    elif kind == "hand":
+        model.lm_head.weight.grad = torch.ones(64, 8)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=f"release_gradients=True: .*{words}"):
+        mars.step() if kind == "hand" else backward(model)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_exchanged_parameters():
+    """By the model's new ones, as accelerate does under FSDP2: a step, then they have hooks. By others: an error."""
+    model, mars = make(release_gradients=True)
+    twin, ordinary = make()
+    new = copy.deepcopy(twin)
+    fresh = dict(zip(model.parameters(), new.parameters(), strict=True))
+    for group in mars.param_groups:
+        group["params"] = [fresh[param] for param in group["params"]]
+    for step in range(3):
+        for each, optimizer in ((new, mars), (twin, ordinary)):
+            backward(each, step)
+            assert any(param.grad is not None for param in each.parameters()) is (each is twin or step == 0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(new.state_dict(), twin.state_dict())
+    with pytest.raises(RuntimeError, match="an engine has exchanged the optimizer's parameters"):
+        backward(model)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["Trainer", "MarsTrainer"])
+def test_trainers(own, tmp_path):
+    ends = []
+    for releases in (False, True):
+        model, args = gpt2(), arguments(tmp_path, max_grad_norm=0.0, learning_rate=0.01)
+        if own:
+            run = mars_trainer(args, model, mars_kwargs={"release_gradients": releases})
+        else:
+            run = trainer(args, model, optimizers=(mars_hf.create(model, lr=0.01, release_gradients=releases), None))
+        run.train()
+        ends.append(model.state_dict())
+    assert equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_grad_norm": 1.0}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}], ids=str
+)
+def test_trainers_that_need_whole_gradients(wrong, tmp_path):
+    model = gpt2()
+    mars = mars_hf.create(model, release_gradients=True)
+    with pytest.raises(RuntimeError, match="use max_grad_norm=0, gradient_accumulation_steps=1 and no fp16"):
+        trainer(arguments(tmp_path, **wrong), model, optimizers=(mars, None)).train()
