@@ -1,6 +1,6 @@
 """`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MarsTrainer as its Trainer.
 
-The other commands are `configs`, `to_universal` and `suggest`; see `--help`.
+The other commands are `check`, `configs`, `to_universal` and `suggest`; see `--help`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ def main(argv: list[str] | None = None) -> None:
     convert = commands.add_parser("to_universal", help="convert a DeepSpeed ZeRO checkpoint into a universal one")
     convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
+    commands.add_parser("check", help="compare kernels with plain PyTorch, and two processes with one, on this machine")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     suggestions = commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW")
     suggest.add_arguments(suggestions)
     options = parser.parse_args(argv)
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)
+    elif options.command == "check":
+        from mars_hf import check
+
+        sys.exit(0 if check.run() else 1)
     elif options.command == "configs":
         package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout
         folders = [path / "accelerate_configs" for path in (package, package.parent)]

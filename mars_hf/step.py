@@ -132,9 +132,13 @@ def build_lists(
     total = sum(entry.tensors[0].numel() for entry in entries)
     lists = []
     for (place, device, *_, dense, takes, process_group, chunk), parts in alike.items():
-        dtypes = [tensor.dtype for tensor in parts[0][0].tensors]
-        backend = choose_backend(param_groups[place], device, dtypes, total, dense=dense)
-        lists.append(TensorList(param_groups[place], update_rules[place], backend, takes, chunk, process_group))
+        group, rule, first = param_groups[place], update_rules[place], parts[0][0]
+        names = ("params", "grads", *first.keys)
+        dtypes = {name: tensor.dtype for name, tensor in zip(names, first.tensors, strict=True)}
+        if rule in ORTHOGONAL_TYPES:  # kernels write first moments
+            dtypes["params"] = iteration_dtype(group, first.tensors[0], device)
+        backend = choose_backend(group, device, dtypes, _ARITHMETIC.get(rule, "momentum"), total, dense=dense)
+        lists.append(TensorList(group, rule, backend, takes, chunk, process_group))
         _fill(lists[-1], parts)
     for entry in entries:
         all_states[entry.param] = entry.state

@@ -1,5 +1,7 @@
 """Choose the backend of a list of tensors: the plain rules, or kernels that compute the same faster.
 
+Kernels prove that at first use, see `check`; those that fail give way to the plain rules for the rest of the run.
+
 | backend  | where | what it is                               | chosen by `fused=None`                 |
 | -------- | ----- | ---------------------------------------- | -------------------------------------- |
 | triton   | GPU   | kernels/gpu.py, two passes, any tensors  | wherever it runs                       |
@@ -13,8 +15,10 @@ directions.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Collection
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,6 +30,13 @@ from mars_hf import rules
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
+NEEDS = "GPUs need Triton (pip install triton), CPUs a C++ compiler"
+# Of a check, each in another memory order than a contiguous one: more than a tile of the kernels, less than a block.
+_SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
+_LISTS = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
+_failures: dict[torch.device, str] = {}  # why kernels no longer run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,41 +85,123 @@ class Backend:
 
 
 def choose_backend(
-    group: dict[str, Any], device: torch.device, dtypes: Collection[torch.dtype], numel: int, *, dense: bool
+    group: dict[str, Any],
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype],
+    rule: str,
+    numel: int,
+    *,
+    dense: bool,
 ) -> Backend:
     """Return the backend of a list.
 
     Args:
-        group: the parameter group; its `fused`, `amsgrad` and `rounding` decide.
+        group: the parameter group; its `fused`, `amsgrad`, `rounding` and `second_moment` decide.
         device: device of the tensors.
-        dtypes: dtypes of all tensors.
+        dtypes: dtypes of all tensors, by the name of their list; "params" is what the update writes into.
+        rule: the arithmetic, one of `rules.RULES`.
         numel: number of elements in all parameters of the step.
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
     Raises:
-        RuntimeError: `fused=True` where no kernels run.
+        RuntimeError: `fused=True` where no kernels run, or where they compute something else than the plain rules.
     """
     # Whole lists save calls; large ones leave a CPU's cache.
     on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
     plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
-    kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes
+    kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes.values()
     if group["fused"] is False or not dense or group["amsgrad"] or kahan:
         return plain
     if device.type == "cpu" and not group["fused"] and numel < COMPILED_FROM:
         return plain
     kernels = kernels_of(device)
-    if not kernels.DTYPES.issuperset(dtypes):
+    if not kernels.DTYPES.issuperset(dtypes.values()):
         return plain
+    problem = f"no kernels run on {device.type}: {NEEDS}"
     if kernels.is_available(device):
-        return Backend(kernels.NAME, kernels, clips=kernels.NAME == "compiled")
+        problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels, clips=kernels.NAME == "compiled")
+        # A check waits for the device, which the capture of a CUDA graph does not survive.
+        if not problem and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            problem = check(backend, device, tuple(dtypes.items()), rule, group["second_moment"])
+        if not problem:
+            return backend
+        if not group["fused"] and device not in _failures:
+            logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
+            _failures[device] = problem
     if group["fused"]:
-        raise RuntimeError(
-            f"fused=True, and no kernels run on {device.type}: GPUs need Triton (pip install triton), CPUs a C++ "
-            "compiler; use fused=None"
-        )
+        raise RuntimeError(f"fused=True, and {problem}; use fused=None")
     return plain
 
 
 def kernels_of(device: torch.device) -> ModuleType:
     """Return the module of the kernels for a device."""
     return importlib.import_module(f"mars_hf.kernels.{'cpu' if device.type == 'cpu' else 'gpu'}")
+
+
+@functools.cache
+def check(
+    backend: Backend, device: torch.device, dtypes: tuple[tuple[str, torch.dtype], ...], rule: str, second_moment: str
+) -> str:
+    """Return what kernels compute otherwise than `rules`, "" if nothing; once a process for each set of arguments.
+
+    They take the sums and the update of a few small tensors, with and without scales; tensors and random numbers are
+    the check's own.
+
+    Every rank decides for itself. Machines of one kind decide alike, and replicas on several kinds round differently
+    anyway. A collective would hang where ranks hold different lists, as under ZeRO.
+    """
+    # Of the largest element, beyond each element's own rounding.
+    tolerance = 1e-12 if {dtype for _, dtype in dtypes} == {torch.float64} else 2e-6
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for scaled in (False, True):
+                found, expected = (
+                    _compute(one, device, dtypes, rule, second_moment, scaled)
+                    for one in (backend, Backend("foreach", foreach=True))
+                )
+                for (name, one), (_, other) in zip(found, expected, strict=True):
+                    wanted = other.double()
+                    excess = (one.double() - wanted).abs() - torch.finfo(other.dtype).eps * wanted.abs()
+                    worst = float(excess.max() / wanted.abs().max())
+                    if not worst <= tolerance:  # NaN too
+                        raise AssertionError(f"{name} differs by {worst:.1e} of its largest element")
+    except Exception as error:
+        names = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in dtypes}))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"{backend.name} kernels fail on {device} for {rule} in {names}: {reason[:300]}"
+    return ""
+
+
+def _compute(
+    backend: Backend,
+    device: torch.device,
+    dtypes: tuple[tuple[str, torch.dtype], ...],
+    rule: str,
+    second_moment: str,
+    scaled: bool,
+) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a check after an update, and their sums, by name."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    lists: dict[str, list[Tensor]] = {name: [] for name in _LISTS}
+    for name, dtype in dtypes:
+        lists[name] = [
+            torch.randn(offset + shape.numel(), dtype=torch.float32, device="cpu", generator=generator)
+            .to(device, dtype)[offset:]  # all but the first start at odd addresses
+            .view(shape)
+            .transpose(0, -1)
+            for offset, shape in enumerate(_SHAPES)
+        ]
+    lists["exp_avg_sq"] = [tensor.abs() for tensor in lists["exp_avg_sq"]]
+    numbers = torch.tensor([0.7, 0.5, 2.0, -1.0], dtype=torch.float64, device=device)
+    scales: dict[str, Any] = {"scale": numbers[0], "last_scales": numbers[1:]} if scaled else {}
+    sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, **scales)
+    # As in a step: compiled kernels clip by themselves, here where nothing is scaled.
+    clips = backend.clips and not scaled
+    options = rules.Options(
+        **scales, k=0.4, rule=rule, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+        factors=None if clips else rules.clip_factors(sums[3], 5.0), clip_threshold=5.0 if clips else None,
+        nesterov=0.3 if scaled else 0.0, second_moment=second_moment, keep_last=not scaled,
+        seeds=[1, 2, 3] if scaled and lists["params"][0].dtype == torch.bfloat16 else (),
+    )  # fmt: skip
+    backend.run_update(*lists.values(), options=options)
+    return [(name, tensor) for name, tensors in (("sums", list(sums.T)), *lists.items()) for tensor in tensors]

@@ -1,0 +1,139 @@
+"""Kernels check themselves at first use, and `python -m mars_hf check` on request."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from contract import BACKENDS, every_kernel
+from helpers import backend_names
+from torch import nn
+
+from mars_hf import Mars, check
+from mars_hf import kernels as backends
+from mars_hf.__main__ import main
+
+
+@pytest.fixture
+def kernels(backend, device, monkeypatch):
+    """Return the kernels of the backend, which take tensors of any size and are not checked yet."""
+    module = BACKENDS[backend]().kernels
+    monkeypatch.setattr(backends, "kernels_of", lambda device: module)
+    monkeypatch.setattr(backends, "COMPILED_FROM", 0)
+    monkeypatch.setattr(backends, "_failures", {})
+    monkeypatch.setattr(module, "DTYPES", {torch.float32, torch.bfloat16})
+    monkeypatch.setattr(backends, "check", functools.cache(backends.check.__wrapped__))
+    return module
+
+
+def set_gradients(optimizer):
+    generator = torch.Generator().manual_seed(0)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        param.grad = torch.randn(param.shape, generator=generator).to(param)
+
+
+def train(device, **settings):
+    """Return an optimizer of a matrix and a vector after two steps."""
+    optimizer = Mars([nn.Parameter(torch.ones(shape, device=device)) for shape in ((6, 5), (5,))], **settings)
+    for _ in range(2):
+        set_gradients(optimizer)
+        optimizer.step()
+    return optimizer
+
+
+def fail(*args, **settings):
+    raise ValueError("no such\n\ninstruction")
+
+
+def damaged(name, function):
+    """Return a function that damages what another one has written or returned."""
+
+    def call(*args, **settings):
+        result = function(*args, **settings)
+        values = (result if name == "sums" else args[2 if name == "exp_avg" else 0])[-1]
+        values[(-1,) * values.ndim if name == "params" else ...] *= torch.nan if name == "params" else 1.00001
+        return result
+
+    return call
+
+
+@every_kernel
+@pytest.mark.parametrize("name", ["sums", "exp_avg", "params", "ValueError: no such instruction"])
+def test_broken_kernels(backend, device, kernels, name, monkeypatch, caplog):
+    """The run goes on in plain PyTorch, after one warning; `fused=True` is an error instead."""
+    target, calls = "sums" if name == "sums" else "update", []
+    broken = fail if name.startswith("ValueError") else damaged(name, getattr(kernels, target))
+    monkeypatch.setattr(kernels, target, lambda *args, **settings: calls.append(args) or broken(*args, **settings))
+    expected = train(device, fused=False)
+    with pytest.raises(RuntimeError, match=rf"fused=True, and {backend} kernels fail on .*{name}.*; use fused=None"):
+        train(device, fused=True)
+    assert not caplog.records
+    optimizer = train(device)
+    assert len(calls) == 1, "checks run once, and no kernel of the device after one has failed"
+    ours, plain = (
+        [p for group in of.param_groups for p in group["params"]] + [s["exp_avg"] for s in of.state.values()]
+        for of in (optimizer, expected)
+    )
+    assert all(map(torch.equal, ours, plain)) and not {"compiled", "triton"} & set(backend_names(optimizer))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"fail on {ours[0].device} for adamw in float32" in record.message and name in record.message
+
+
+@every_kernel
+def test_check_leaves_no_trace(backend, device, kernels, monkeypatch):
+    """It runs in every mode, once for each kind of list, and draws no number of the user's generators."""
+    states = torch.random.get_rng_state(), torch.get_deterministic_debug_mode()
+    try:
+        torch.use_deterministic_algorithms(True)
+        with torch.enable_grad(), torch.autocast(device, dtype=torch.bfloat16):
+            optimizer = train(device)
+        backends.check.cache_clear()
+        with torch.inference_mode():
+            optimizer.step()
+    finally:
+        torch.set_deterministic_debug_mode(states[1])
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    set_gradients(optimizer)
+    assert set(backend_names(optimizer)) == {backend} and not backends._failures
+    assert backends.check.cache_info().misses == 2
+
+
+@every_kernel
+@pytest.mark.parametrize(("mars_type", "rule"), [("mars-lion", "lion"), ("mars-m", "momentum")])
+def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch):
+    """The dtypes of a list's tensors; of mars-m the momenta that Newton-Schulz takes, not the parameters."""
+    seen = []
+    monkeypatch.setattr(backends, "check", lambda _, device, *args: seen.append(args) or "")
+    train(device, mars_type=mars_type, state_dtype="bfloat16", ns_dtype="bfloat16", second_moment="gradient")
+    written = torch.bfloat16 if mars_type == "mars-m" else torch.float32
+    states = [(name, torch.bfloat16) for name in ("exp_avg", "last_grad")]
+    assert seen[0] == ((("params", written), ("grads", torch.float32), *states), rule, "gradient")
+
+
+@every_kernel
+def test_command(backend, device, kernels, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
+    monkeypatch.setattr(check.rules, "RULES", ("adamw",))
+    monkeypatch.setattr(check.multiprocessing, "spawn", lambda *args, **settings: None)
+    for row, module, name in [(None, kernels, "NAME"), (2, kernels, "update"), (-1, check.multiprocessing, "spawn")]:
+        backends.check.cache_clear()
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+            if row is not None:
+                patch.setattr(module, name, fail)
+            main(["check"])
+        rows = ["differs" in line for line in capsys.readouterr().out.splitlines()]
+        assert (end.value.code, any(rows)) == ((0, False) if row is None else (1, rows[row]))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_command_in_two_processes():
+    command = [sys.executable, "-m", "mars_hf", "check"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in finished.stdout.splitlines()]
+    assert [row[-1] for row in rows if row[:2] == ["two", "processes"]][-2:] == ["ok", "ok"]
