@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pretrain_gpt2
 import pytest
 import torch
-from helpers import refused
+from helpers import equal, refused
 from hub_server import HubServer, mistakes_in
 from huggingface_hub import ModelCard
 from pretraining.data import token_files
@@ -47,8 +47,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def equal_weights(a: Path, b: Path) -> bool:
-    first, second = weights(a), weights(b)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return equal(weights(a), weights(b))
 
 
 def launch(*argv: object, config: str = "single_cpu", script: Path = SCRIPT, code: int = 0, **variables: str):
@@ -81,16 +80,19 @@ def test_model_and_metrics(finished, tokens):
     metrics, blocks = metrics_of(finished), TokenDataset(tokens, "val", 32, max_blocks=8)
     with torch.no_grad():
         losses = [model(**{k: v[None] for k, v in blocks[i].items()}).loss.item() for i in range(8)]
-    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
-    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
-    per_token = token_files.load(tokens).bytes_per_token
-    assert metrics["bits_per_byte"] == pytest.approx(metrics["eval_loss"] / math.log(2) / per_token)
-    assert (metrics["steps"], metrics["tokens"], metrics["is_approx"]) == (8, 8 * 4 * 32, True)
-    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"]
+    loss = sum(losses) / 8
+    assert {key: metrics[key] for key in ("eval_loss", "perplexity", "bits_per_byte")} == pytest.approx(
+        {
+            "eval_loss": loss,
+            "perplexity": math.exp(loss),
+            "bits_per_byte": loss / math.log(2) / token_files.load(tokens).bytes_per_token,
+        },
+        rel=1e-5,
+    )
+    assert (metrics["steps"], metrics["tokens"]) == (8, 8 * 4 * 32)
     assert metrics["tokens_per_second"] > 0 and metrics["train_loss"] > 0
-    groups = {group["role"]: group for group in metrics["groups"]}
     shown = ("rule", "learning_rate", "weight_decay", "gamma")
-    assert {role: tuple(group.get(key) for key in shown) for role, group in groups.items()} == {
+    assert {group["role"]: tuple(group.get(key) for key in shown) for group in metrics["groups"]} == {
         "matrix": ("mars-m", 1.6e-2, 0.1, 0.05),  # of configs/embedded.yaml
         "adamw": ("adamw", 3.2e-2, 0.1, None),
         "vector": ("adamw", 1.6e-2, 0.1, None),
@@ -98,46 +100,14 @@ def test_model_and_metrics(finished, tokens):
 
 
 def test_card(finished, tokens):
-    card, name, metrics = ModelCard.load(finished / "README.md"), token_files.load(tokens).name, metrics_of(finished)
+    card, name, loss = ModelCard.load(finished / "README.md"), token_files.load(tokens).name, metrics_of(finished)
     assert f"trained from scratch on the {name} dataset." in card.text
-    assert f"| {metrics['eval_loss']:.4f} " in card.text and 'GPT2LMHeadModel.from_pretrained("mars")' in card.text
-    assert card.data.library_name == "transformers" and "mars-m" in card.text
+    assert f"| {loss['eval_loss']:.4f} " in card.text and 'GPT2LMHeadModel.from_pretrained("mars")' in card.text
     row = next(line for line in card.text.splitlines() if line.startswith("| matrix"))
-    assert "(0.95, 0.99)" in row and "| 0.05 |" in row
+    assert "mars-m" in row and "(0.95, 0.99)" in row and "| 0.05 |" in row
     (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", metrics["eval_loss"], name)
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", loss["eval_loss"], name)
     assert json.loads((finished / "mars.json").read_text())["create"]["mars_type"] == "mars-m"
-
-
-def test_reproducible_and_not_overwritten(finished, tokens, tmp_path):
-    run(tmp_path / "again", tokens)
-    assert equal_weights(finished, tmp_path / "again")
-    before = (finished / "metrics.json").read_bytes()
-    with refused("--overwrite_output_dir"):
-        run(finished, tokens)
-    assert (finished / "metrics.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("argv", "row"),
-    [
-        ("--is_approx false", "| 0.05 | 1 | False |"),
-        ("--optimizer mars_adamw", "| matrix | mars-adamw |"),
-        ("--optimizer mars_lion", "| matrix | mars-lion |"),
-        ("--optimizer mars_shampoo", "| matrix | mars-shampoo |"),
-        ("--optimizer adamw", ""),
-    ],
-)
-def test_optimizers(finished, tokens, tmp_path, argv, row, capsys):
-    metrics = run(tmp_path / "run", tokens, *argv.split())
-    assert metrics["optimizer"] == (argv.split()[1] if "optimizer" in argv else "mars_m")
-    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"] == metrics_of(finished)["eval_loss_at_step_0"]
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert row in card and ("MARS" in card) == bool(row)
-    exact = "approx" in argv
-    assert metrics["is_approx"] == (not exact if row else None)
-    assert ("is_approx=False: two gradients a step" in capsys.readouterr().out) == exact
-    assert not equal_weights(finished, tmp_path / "run")
 
 
 def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
@@ -147,68 +117,26 @@ def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_llama(tokens, tmp_path, kind):
-    argv = ["--config", "llama", "--model_type", kind, "--n_kv_head", "1", "--n_inner", "48", "--max_steps", "20"]
-    metrics = run(tmp_path / "run", tokens, *argv)
-    assert metrics["eval_loss"] < metrics["eval_loss_at_step_0"] - 0.2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.num_key_value_heads == 1
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_give_the_weights_of_one(tokens, tmp_path):
-    # eps 1e-6 and no biases: key biases have no gradient but rounding noise, which Adam would turn into steps. So
-    # would Newton-Schulz in bfloat16, with any rounding.
-    argv = [*TINY, "--data_dir", tokens, "--bias", "false", "--eps", "1e-6", "--sample_tokens", "0"]
-    argv += ["--ns_dtype", "float32", "--output_dir"]
-    launch(*argv, tmp_path / "ddp", "--per_device_train_batch_size", "2", config="cpu_ddp")
-    launch(*argv, tmp_path / "one")
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "ddp")
-    for name in one:
-        assert (one[name] - two[name]).abs().max() <= 5e-5 * one[name].abs().max(), name
-    one, two = (metrics_of(tmp_path / name) for name in ("one", "ddp"))
-    assert one["tokens"] == two["tokens"] and one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
-    assert "- total_train_batch_size: 4\n" in (tmp_path / "ddp" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_push_to_hub(tokens, tmp_path):
-    argv = [*TINY, "--data_dir", tokens, "--output_dir"]
+def test_launched_run_pushes_if_asked_and_follows_omp_num_threads(tokens, tmp_path, monkeypatch):
+    """accelerate launch gives its worker OMP_NUM_THREADS=1 where the user has not set it."""
+    script, argv = tmp_path / "threads.py", [*TINY[:-2], "--max_steps", "2", "--data_dir", tokens, "--output_dir"]
+    script.write_text(
+        "import sys, torch, pretrain_gpt2\npretrain_gpt2.main(sys.argv[1:])\nprint('threads', torch.get_num_threads())"
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with HubServer() as hub:
-        environment = hub.environment(str(tmp_path / "home"))
-        launch(*argv, tmp_path / "kept", **environment)
-        assert hub.requests == []  # nothing is sent unless asked
+        settings = {"script": script, **hub.environment(str(tmp_path / "home"))}
+        ended = launch(*argv, tmp_path / "kept", **settings)
+        assert hub.requests == [] and f"threads {os.cpu_count()}" in ended.stdout.splitlines()
 
-        launch(*argv, tmp_path / "pushed", "--push_to_hub", "true", "--hub_model_id", "me/x", **environment)
+        push = ("--push_to_hub", "true", "--hub_model_id", "me/x")
+        ended = launch(*argv, tmp_path / "pushed", *push, OMP_NUM_THREADS="1", **settings)
+        assert "threads 1" in ended.stdout.splitlines()
         names = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json", "mars.json"}
         assert names <= set(hub.files) and not any(name.endswith(("train.bin", "optimizer.pt")) for name in hub.files)
         card = hub.files["README.md"].decode()
         assert mistakes_in(card) == [] and "# x" in card and "mars-m" in card and "| 0.05 |" in card
         assert hub.files["model.safetensors"] == (tmp_path / "pushed" / "model.safetensors").read_bytes()
-
-        script = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "model, tokenizer = (c.from_pretrained('me/x') for c in (AutoModelForCausalLM, AutoTokenizer))\n"
-            "print(model.config.n_embd, tokenizer.decode(tokenizer('import os').input_ids))\n"
-        )
-        command, environment = [sys.executable, "-c", script], {**os.environ, **environment}
-        loaded = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert loaded.stdout.strip() == "16 import os", loaded.stderr[-2000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("omp_num_threads", "threads"), [(None, os.cpu_count()), ("1", 1)])
-def test_omp_num_threads(tmp_path, tokens, monkeypatch, omp_num_threads, threads):
-    """accelerate launch gives its worker OMP_NUM_THREADS=1 where the user has not set it."""
-    script = tmp_path / "threads.py"
-    script.write_text(
-        "import sys, torch, pretrain_gpt2\npretrain_gpt2.main(sys.argv[1:])\nprint('threads', torch.get_num_threads())"
-    )
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    argv = [*TINY[:-2], "--max_steps", "2", "--data_dir", tokens, "--output_dir", tmp_path / "run"]
-    variables = {"OMP_NUM_THREADS": omp_num_threads} if omp_num_threads else {}
-    assert f"threads {threads}" in launch(*argv, script=script, **variables).stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -220,15 +148,12 @@ def test_default_job(tmp_path):
     assert "--- sample ---" in ended.stdout and "100/100" in ended.stderr  # the progress bar
 
 
-def test_divergence(tmp_path, tokens, capsys):
+def test_divergence(tmp_path, tokens):
     """A learning rate far too high ends a run in one line; what was trained before is kept."""
     saves = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--warmup_steps", "0")
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path / "out", tokens, *saves, "--learning_rate", "1e20", "--max_steps", "20")
-    text = str(end.value.__context__)
-    assert text.startswith("3 steps in a row with a non-finite loss or gradient")
-    assert end.value.code == 2 and f"pretrain_gpt2.py: {text}\n" in capsys.readouterr().err
-    (kept,) = (tmp_path / "out").glob("checkpoint-*")
-    assert f"Resume from {kept} with a lower learning rate" in text
+    line = rf"^3 steps in a row with a non-finite loss or gradient.* Resume from {tmp_path}/checkpoint-\d+ with a lower"
+    with refused(line):
+        run(tmp_path, tokens, *saves, "--learning_rate", "1e20", "--max_steps", "20")
+    (kept,) = tmp_path.glob("checkpoint-*")
     assert all(torch.isfinite(value).all() for value in weights(kept).values())
-    assert not (tmp_path / "out" / "metrics.json").exists()
+    assert not (tmp_path / "metrics.json").exists()
