@@ -20,7 +20,7 @@ _EPILOG = """examples:
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw --optim_args is_approx=false ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
-  python -m mars_hf suggest --adamw-lr 3e-4 --batch-tokens 524288 --width 768"""
+  python -m mars_hf suggest --adamw-lr 3e-4 --width 768"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,33 +44,28 @@ def main(argv: list[str] | None = None) -> None:
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
     commands.add_parser("check", help="compare kernels with plain PyTorch, and two processes with one, on this machine")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
-    suggestions = commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW")
-    suggest.add_arguments(suggestions)
+    suggest.add_arguments(commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW"))
     options = parser.parse_args(argv)
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)
-    elif options.command == "check":
+        return
+    if options.command == "check":
         from mars_hf import check
 
         sys.exit(0 if check.run() else 1)
-    elif options.command == "configs":
-        package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout
-        folders = [path / "accelerate_configs" for path in (package, package.parent)]
-        print(folders[0] if folders[0].is_dir() else folders[1])
-    elif options.command == "suggest":
-        try:
+    try:
+        if options.command == "configs":
+            package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout
+            folders = [path / "accelerate_configs" for path in (package, package.parent)]
+            print(folders[0] if folders[0].is_dir() else folders[1])
+        elif options.command == "suggest":
             print(suggest.run(options))
-        except ValueError as error:
-            suggestions.error(str(error))
-    else:
-        from mars_hf.universal import to_universal
+        else:
+            from mars_hf.universal import to_universal
 
-        try:
             to_universal(options.source, options.target)
-        except (ValueError, ImportError) as error:  # ImportError: the files hold classes of DeepSpeed
-            convert.error(str(error) or repr(error))
-        except OSError as error:
-            convert.error(f"{error.filename or options.source}: {error.strerror or error}")
+    except (ValueError, OSError, ImportError) as error:  # ImportError: the files hold classes of DeepSpeed
+        parser.error(str(error) or repr(error))
 
 
 def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool) -> None:

@@ -1,7 +1,7 @@
 """`python -m mars_hf suggest`: settings of each rule from AdamW's; docs/choosing.md derives them.
 
 A rule gets the learning rate at which its update of a matrix has the root mean square of AdamW's, if gradients are
-independent from step to step, and betas and decays of the same half-lives in tokens.
+independent from step to step, and decays that shrink weights alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from typing import Any, NamedTuple
+from typing import Any
 
 from mars_hf.newton_schulz import muon_scale, shampoo_scale
 from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
@@ -20,39 +20,29 @@ _MARS_M = (
 )
 
 
-class AdamW(NamedTuple):
-    """AdamW's tuned settings; the decay is that of matrices, decoupled as in torch.optim.AdamW."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-
-    def at_batch(self, ratio: float) -> AdamW:
-        """Return the settings for `ratio` times as many tokens a step: half-lives in tokens stay."""
-        betas = (self.betas[0] ** ratio, self.betas[1] ** ratio)
-        return AdamW(self.lr * math.sqrt(ratio), betas, self.weight_decay * math.sqrt(ratio))
-
-
-def suggest(rule: str, adamw: AdamW, *, batch_ratio: float = 1.0, width: int | None = None) -> dict[str, Any]:
-    """Return keywords of `create`; `batch_ratio` is tokens a step over those that AdamW was tuned at."""
+def suggest(
+    rule: str,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    *,
+    width: int | None = None,
+) -> dict[str, Any]:
+    """Return keywords of `create` from AdamW's tuned settings; its decay is decoupled, as in torch.optim.AdamW."""
     orthogonal = rule in ORTHOGONAL_TYPES
-    target = adamw.at_batch(batch_ratio)
     # Published configurations that orthogonalize have beta1 0.95 where AdamW has 0.9: about twice the half-life.
-    beta1, tuned_beta1 = (betas[0] ** (0.5 if orthogonal else 1.0) for betas in (target.betas, adamw.betas))
-    # The correction keeps its strength if gamma keeps its share of 1 - beta1.
-    gamma = DEFAULTS["gamma"] * (1 - beta1) / (1 - tuned_beta1)
-    lr = target.lr * first_moment_rms(target.betas[0]) / update_rms(rule, beta1=beta1, gamma=gamma, width=width)
+    beta1 = betas[0] ** (0.5 if orthogonal else 1.0)
+    rule_lr = lr * first_moment_rms(betas[0]) / update_rms(rule, beta1=beta1, gamma=DEFAULTS["gamma"], width=width)
     return {
         "mars_type": rule,
-        "lr": lr,
-        "lr_1d": target.lr,
-        "betas": (beta1, target.betas[1]),
-        "betas_1d": target.betas,
-        "gamma": gamma,
+        "lr": rule_lr,
+        "lr_1d": lr,
+        "betas": (beta1, betas[1]),
+        "betas_1d": betas,
         # A step shrinks a weight by lr * weight_decay.
-        "weight_decay": target.weight_decay * target.lr / lr,
+        "weight_decay": weight_decay * lr / rule_lr,
         # AdamW decays embeddings; in these rules they are among the parameters that take `*_1d`.
-        "weight_decay_1d": target.weight_decay if orthogonal else 0.0,
+        "weight_decay_1d": weight_decay if orthogonal else 0.0,
     }
 
 
@@ -87,33 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adamw-lr", type=float, required=True, help="AdamW's tuned peak learning rate")
     add("--adamw-betas", type=float, nargs=2, default=(0.9, 0.95), help="its betas (default: 0.9 0.95)")
     add("--adamw-weight-decay", type=float, default=0.1, help="its decoupled weight decay (default: 0.1)")
-    add("--batch-tokens", type=count, help="tokens a step, over all processes")
-    add("--adamw-batch-tokens", type=count, help="tokens a step where AdamW was tuned (default: --batch-tokens)")
-    add("--width", type=count, help="width of the model; mars-shampoo needs it, and is left out without")
+    add("--width", type=int, help="width of the model; mars-shampoo needs it, and is left out without")
     add("--rule", type=lambda text: text.replace("_", "-"), choices=MARS_TYPES, help="one rule only")
 
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
-    adamw = AdamW(options.adamw_lr, tuple(options.adamw_betas), options.adamw_weight_decay)
-    check({"lr": adamw.lr, "betas": adamw.betas, "weight_decay": adamw.weight_decay})
-    if not adamw.lr > 0:
-        raise ValueError(f"--adamw-lr {adamw.lr!r} is not a learning rate; accepted: a finite number > 0")
-    tokens, tuned_tokens = options.batch_tokens, options.adamw_batch_tokens or options.batch_tokens
-    if tuned_tokens and not tokens:
-        raise ValueError("--adamw-batch-tokens says where AdamW was tuned; give --batch-tokens of the MARS run too")
-    ratio = tokens / tuned_tokens if tokens else 1.0
-    lines = [f"AdamW{f', tuned at {tuned_tokens:,} tokens a step' if tokens else ''}: {_settings_of(adamw)}"]
-    if ratio != 1:
-        lines.append(f"AdamW, moved to {tokens:,} tokens a step: {_settings_of(adamw.at_batch(ratio))}")
-    rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if rule != "mars-shampoo" or options.width]
-    suggestions = [suggest(rule, adamw, batch_ratio=ratio, width=options.width) for rule in rules]
-    rows = [list(suggestions[0]), *([_text(value) for value in settings.values()] for settings in suggestions)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["", *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+    lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
+    check({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    if lr == 0 or (width is not None and width < 1):
+        raise ValueError("--adamw-lr and --width are numbers > 0")
+    rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if rule != "mars-shampoo" or width]
+    texts = [_forms(suggest(rule, lr, betas, options.adamw_weight_decay, width=width)) for rule in rules]
     if "mars-m" in rules:
-        lines += ["", *_MARS_M]
-    return "\n".join([*lines, *map(_forms, suggestions)])
+        texts.insert(0, "\n".join(_MARS_M))
+    return "\n\n".join(texts)
 
 
 def _forms(settings: dict[str, Any]) -> str:
@@ -122,18 +100,13 @@ def _forms(settings: dict[str, Any]) -> str:
     stated = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
     keywords = ", ".join(f"{name}={text}" for name, text in stated.items() if name != "mars_type")
     call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
-    arguments = [f"{name}={text}" for name, text in stated.items() if name in ("lr_1d", "gamma", "weight_decay_1d")]
+    arguments = [f"{name}={text}" for name, text in stated.items() if name in ("lr_1d", "weight_decay_1d")]
     for name in stated.keys() & {"betas", "betas_1d"}:
         arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
-    return f"""
-{rule}
+    return f"""{rule}
   --optim {rule.replace("-", "_")} --learning_rate {lr} --weight_decay {decay} \\
     --optim_args {",".join(sorted(arguments))}
 {textwrap.indent(textwrap.fill(call, 100, break_on_hyphens=False, subsequent_indent="    "), "  ")}"""
-
-
-def _settings_of(adamw: AdamW) -> str:
-    return f"lr {_text(adamw.lr)}, betas {_text(adamw.betas)}, weight decay {_text(adamw.weight_decay)}"
 
 
 def _text(value: Any) -> str:
@@ -145,11 +118,3 @@ def _text(value: Any) -> str:
 def _beta(beta: float) -> str:
     """Return a beta as text, with three significant digits of 1 - beta."""
     return f"{round(beta, 2 - math.floor(math.log10(1 - beta))):.15g}"
-
-
-def count(text: str) -> int:
-    """Parse an integer >= 1, also written as 5e5."""
-    number = float(text)
-    if not (number >= 1 and number % 1 == 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
-    return int(number)

@@ -119,7 +119,7 @@ def test_wrong_command_lines(argv, part, capsys):
 @pytest.mark.parametrize(
     ("error", "part"),
     [
-        (PermissionError(13, "Permission denied", "/x/file.pt"), "/x/file.pt: Permission denied"),
+        (PermissionError(13, "Permission denied", "/x/file.pt"), "[Errno 13] Permission denied: '/x/file.pt'"),
         (ValueError("x.pt cannot be read\n(damaged)"), "cannot be read (damaged)"),
         (ImportError("install deepspeed"), "install deepspeed"),
     ],

@@ -14,7 +14,7 @@ import pretrain_gpt2
 import torch
 from peft import LoraConfig
 
-from mars_hf.suggest import AdamW, suggest
+from mars_hf.suggest import suggest
 
 
 class Start(NamedTuple):
@@ -28,7 +28,7 @@ def suggested(adamw_lr: float) -> dict[str, Start]:
     """Return what `python -m mars_hf suggest` derives from a learning rate of AdamW, by `--optim`."""
     starts = {"adamw_torch": Start(adamw_lr)}
     for rule in ("mars-adamw", "mars-m", "mars-lion"):
-        settings = suggest(rule, AdamW(adamw_lr))
+        settings = suggest(rule, adamw_lr)
         optim_args = "beta1={:.2g},beta2={:.2g},lr_1d={:g}".format(*settings["betas"], settings["lr_1d"])
         starts[rule.replace("-", "_")] = Start(float(f"{settings['lr']:.2g}"), optim_args)
     return starts
