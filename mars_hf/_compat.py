@@ -126,14 +126,6 @@ def is_inside_zero_redundancy_optimizer() -> bool:
     return frame is not None
 
 
-def divides_by_unused_scale(wrapper: Any) -> bool:
-    """Tell whether this is DeepSpeed's wrapper for half precision without ZeRO, and it has a scale to divide by."""
-    if type(wrapper).__name__ not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
-        return False
-    config = getattr(wrapper, "loss_scale_config", None)  # from DeepSpeed 0.19 on; none for bf16 there
-    return bool(config.use_grad_scaling) if config is not None else getattr(wrapper, "cur_scale", 1) != 1
-
-
 def checkpoint_classes(names: Iterable[str]) -> list[Any]:
     """Import those of the names that are in `CHECKPOINT_CLASSES`; ImportError without DeepSpeed."""
     paths = (name.rpartition(".") for name in names if name in CHECKPOINT_CLASSES)

@@ -77,7 +77,6 @@ class LastGradientCallback(TrainerCallback):
                 if any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
             ]
             self._active = None
-            guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
             guard.require_one_gradient(self._mars, args)
             self._check_parameters(optimizer)
@@ -90,12 +89,6 @@ class LastGradientCallback(TrainerCallback):
             hub.attach(self.trainer)
         if state.is_world_process_zero:
             _log(logging.INFO, line(self._mars.param_groups, self._model))
-            max_grad_norm = self._mars.max_grad_norm
-            if max_grad_norm is not None and 0 < args.max_grad_norm < max_grad_norm:
-                warnings.append(
-                    f"max_grad_norm={max_grad_norm:g} of the optimizer has no effect: Trainer clips at max_grad_norm="
-                    f"{args.max_grad_norm:g} before; set it in TrainingArguments, or use mars_hf.MarsTrainer"
-                )
             for warning in warnings:
                 _log(logging.WARNING, warning)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mars_hf import _compat, saved_settings
+from mars_hf import saved_settings
 from mars_hf.distributed.shards import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.settings import check_arguments
@@ -74,17 +74,6 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
     line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
     return [line] if changed else []
-
-
-def require_scaled_losses(optimizer: Any) -> None:
-    """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: half precision."""
-    while optimizer is not None:
-        if _compat.divides_by_unused_scale(optimizer):
-            raise RuntimeError(
-                "fp16 under DeepSpeed without ZeRO (bf16 too before 0.19): its engine divides gradients by a loss "
-                'scale that its backward has not applied; set "zero_optimization": {"stage": 1} in the JSON'
-            )
-        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def require_stale_gradients(mars: Mars) -> None:

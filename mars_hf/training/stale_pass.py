@@ -102,10 +102,7 @@ class StalePass(TrainerCallback):
         if not self._pending and self._trainer.accelerator.scaler is not None and self.norm is not None:
             # A stale gradient that overflows makes the ordinary one overflow, so that the scaler skips the step.
             params = [param for param in self._trainer.model_wrapped.parameters() if param.grad is not None]
-            with torch.no_grad():
-                for param in params:
-                    grad = local(param.grad)
-                    grad.add_((self.norm * 0).to(grad))  # 0, or NaN
+            _scale_gradients(params, 1 + 0 * self.norm)  # by 1, or NaN
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -133,8 +130,8 @@ class StalePass(TrainerCallback):
         if trainer.accelerator.scaler is not None:
             _scale_gradients(params, 1 / trainer.accelerator.scaler.get_scale())
         self.norm = _total_norm(of_model)
-        if trainer.clips_at() > 0:
-            _scale_gradients(of_model, global_scale(self.norm, trainer.clips_at()))
+        if trainer.args.max_grad_norm > 0:
+            _scale_gradients(of_model, global_scale(self.norm, trainer.args.max_grad_norm))
         mars.update_previous_grad()
         mars.update_last_grad()
         for param in params:
@@ -150,6 +147,7 @@ class StalePass(TrainerCallback):
         sync_gradients = gradient_state.sync_gradients
         with _buffers_kept(self._trainer.model_wrapped, *losses):
             attributes.update({name: _copied(before[name]) for name in before if name not in _NOT_COPIED})
+            attributes["log"] = lambda *args, **kwargs: None  # once per batch, in the ordinary pass
             self.running = True
             try:
                 yield
@@ -257,10 +255,8 @@ def _difference(one: Any, other: Any) -> str | None:
     ones, others = dict(_tensors(one)), dict(_tensors(other))
     for place in sorted({*ones, *others}):
         a, b = ones.get(place), others.get(place)
-        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-            return place
-        if not ((a == b) | (a != a) & (b != b)).all():
-            return place
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype) or not torch.allclose(a, b, 0, 0, True):
+            return place  # NaN equals NaN
     return None
 
 

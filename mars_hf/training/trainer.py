@@ -93,8 +93,7 @@ class TrainerWithMars(_Base):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
         settings = self._mars_settings
-        if self.optimizer is None and self._kept_optimizer is not None:
-            self.optimizer = self._kept_optimizer
+        self.optimizer = self.optimizer or self._kept_optimizer
         args = self.args
         if settings is not None:
             self.args = asking_for_mars(args, settings, model or self.model)
@@ -119,18 +118,15 @@ class TrainerWithMars(_Base):
                 f"is_approx=False with {type(self).__name__}: exact MARS takes two gradients of one batch, and "
                 f"{method} makes new completions for each; use is_approx=True"
             )
-        limit, args_limit = mars.max_grad_norm, self.args.max_grad_norm
-        unset = args_limit == type(self.args).__dataclass_fields__["max_grad_norm"].default
-        if limit is not None and args_limit != limit and (not unset or self.is_deepspeed_enabled):
+        if mars.max_grad_norm not in (None, self.args.max_grad_norm):
             raise ValueError(
-                f"max_grad_norm={args_limit!r} in TrainingArguments and {limit!r} for MARS contradict each other; "
-                + ("give one, in TrainingArguments, which DeepSpeed reads" if self.is_deepspeed_enabled else "give one")
+                f"max_grad_norm={self.args.max_grad_norm!r} in TrainingArguments and {mars.max_grad_norm!r} for MARS "
+                "contradict each other; give it in TrainingArguments alone"
             )
         self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
         mars.take_grad = True
         mars.expects_stale_gradients = mars.is_exact
-        if limit is not None:  # off until a step in which it can clip
-            mars.max_grad_norm = None
+        mars.max_grad_norm = None  # until a step in which it can clip
 
     def _give_back(self) -> None:
         """Restore the settings of an adopted optimizer."""
@@ -138,34 +134,19 @@ class TrainerWithMars(_Base):
             setattr(self._adopted, name, value)
         self._adopted, self._adopted_with = None, {}
 
-    def clips_at(self) -> float:
-        """Return the largest global norm of a gradient: the optimizer's, or TrainingArguments'; 0 means no limit."""
-        mars = innermost(self.optimizer)
-        norm = mars.max_grad_norm if isinstance(mars, Mars) else None
-        norm = self._adopted_with.get("max_grad_norm", norm)
-        return self.args.max_grad_norm if norm is None else norm
-
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the given scheduler, or the one that Trainer builds."""
-        if self.lr_scheduler is None and self._kept_scheduler is not None:
-            self.lr_scheduler = self._kept_scheduler
+        self.lr_scheduler = self.lr_scheduler or self._kept_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Leave clipping to the step if it can clip; the returned tensor holds the norm after the step."""
-        mars = innermost(self.optimizer)
-        if not isinstance(mars, Mars) or self._adopted is None or self.is_deepspeed_enabled:
+        mars = self._adopted
+        if mars is None or self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)
-        if self._can_fold(mars, model):
-            mars.max_grad_norm = self.clips_at()
-            return mars.grad_norm
-        mars.max_grad_norm = None
-        max_grad_norm = self.args.max_grad_norm
-        self.args.max_grad_norm = self.clips_at()
-        try:
-            return super()._clip_grad_norm(model)
-        finally:
-            self.args.max_grad_norm = max_grad_norm
+        folds = self._can_fold(mars, model)
+        mars.max_grad_norm = self.args.max_grad_norm if folds else None
+        return mars.grad_norm if folds else super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
@@ -204,11 +185,6 @@ class TrainerWithMars(_Base):
                 callback.watch("loss", loss)
         return loss
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log like Trainer, but not from the stale pass: once per batch."""
-        if not self.in_stale_pass:
-            super().log(logs, *args, **kwargs)
-
 
 class MarsTrainer(TrainerWithMars, Trainer):
     """Train with MARS: with the optimizer given, or with one made of TrainingArguments.
@@ -222,8 +198,7 @@ class MarsTrainer(TrainerWithMars, Trainer):
     A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway, and turns
     gradients into last gradients: callbacks see unclipped gradients before the step and none after it. Trainer's own
     clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, and if the optimizer lacks some of
-    the model's trainable parameters. The optimizer's `max_grad_norm` overrides that of TrainingArguments if the latter
-    is the default. After `train()` the optimizer's own settings are restored.
+    the model's trainable parameters. After `train()` the optimizer's own settings are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
 

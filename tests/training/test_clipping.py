@@ -99,8 +99,9 @@ def test_resuming_with_another_norm(tmp_path, max_grad_norm):
 @pytest.mark.parametrize("breaks_at", [None, 1])
 @pytest.mark.parametrize("own", [None, 0.5])
 def test_optimizer_is_given_back(tmp_path, own, breaks_at):
-    """A second run clips at its own norm, and neither a custom loop nor a state dict has settings of the first one."""
-    model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2)
+    """A second run clips as the first, and neither a custom loop nor a state dict has settings of the first one."""
+    limit = 0.25 if own is None else own
+    model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=limit)
     mars = mars_hf.create(model, max_grad_norm=own)
     run = mars_trainer(args, model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
     with contextlib.nullcontext() if breaks_at is None else pytest.raises(InterruptedError):
@@ -111,11 +112,10 @@ def test_optimizer_is_given_back(tmp_path, own, breaks_at):
         other.load_state_dict(mars.state_dict())
         assert other.max_grad_norm == norm and not other.take_grad
     second = Watch()
-    norm = 0.25 if own is None else own
-    again = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None), callbacks=[second])
+    again = mars_trainer(args, model, optimizers=(mars, None), callbacks=[second])
     again.train()
     again.train()  # the same Trainer once more
-    assert second.norms == [norm] * 8 and second.takes == [True] * 8
+    assert second.norms == [limit] * 8 and second.takes == [True] * 8
 
 
 def test_exact_optimizer_is_given_back(tmp_path):
@@ -131,25 +131,23 @@ def test_exact_optimizer_is_given_back(tmp_path):
         trainer(args, model, optimizers=(mars, None)).train()
 
 
-@pytest.mark.parametrize("own", [0.05, 50.0])
+@pytest.mark.parametrize("norm", [0.05, 50.0])
 @pytest.mark.parametrize("form", ["exact", "scaler"])
-def test_norm_of_the_optimizer_where_the_step_cannot_clip(tmp_path, form, own, monkeypatch):
-    """It overrides TrainingArguments' default, 1.0, which would also clip this model's gradients."""
+def test_norm_where_the_step_cannot_clip(tmp_path, form, norm, monkeypatch):
+    """The optimizer may state it too."""
     weights = []
-    for by in ("optimizer", "arguments"):
+    for stated in (norm, None):
         torch.manual_seed(0)
         model = gpt2()
         for param in model.parameters():
             param.data.mul_(4)  # so that gradients are longer than 1
-        settings = {"is_approx": form != "exact", "lr": 1e-2, "eps": 1e-6}
-        mars = mars_hf.create(model, **settings, **({"max_grad_norm": own} if by == "optimizer" else {}))
-        args = arguments(tmp_path, **({"max_grad_norm": own} if by == "arguments" else {}))
-        run = mars_trainer(args, model, optimizers=(mars, None))
+        settings = {"is_approx": form != "exact", "lr": 1e-2, "eps": 1e-6, "max_grad_norm": stated}
+        mars = mars_hf.create(model, **settings)
+        run = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None))
         if form == "scaler":
             use_fp16_on_cpu(run, 8.0, monkeypatch)
         run.train()
         assert max(row["grad_norm"] for row in run.state.log_history if "grad_norm" in row) > 1.5
-        assert run.args.max_grad_norm == (1.0 if by == "optimizer" else own)
         weights.append([param.detach() for param in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
@@ -157,5 +155,6 @@ def test_norm_of_the_optimizer_where_the_step_cannot_clip(tmp_path, form, own, m
 def test_contradicting_norms(tmp_path):
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=0.5)
-    with pytest.raises(ValueError, match=r"max_grad_norm=0\.25 .* 0\.5"):
-        mars_trainer(arguments(tmp_path, max_grad_norm=0.25), model, optimizers=(mars, None)).train()
+    for norm in (0.25, 0.0, 1.0):
+        with pytest.raises(ValueError, match=rf"max_grad_norm={norm} .* 0\.5 .* in TrainingArguments alone"):
+            mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None)).train()
