@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,22 +53,15 @@ def from_text(text: str) -> list[Rule]:
     Raises:
         ValueError: they cannot be read.
     """
-    where = f"param_rules={text!r}"
-    try:
-        if text.lower().endswith((".yaml", ".yml")):
-            import yaml
+    import yaml
 
-            try:
-                value = yaml.safe_load(Path(text).expanduser().read_text(encoding="utf-8"))
-            except yaml.YAMLError as error:
-                raise ValueError(error) from None
-        else:
-            is_file = text.lower().endswith(".json")
-            value = json.loads(Path(text).expanduser().read_text(encoding="utf-8") if is_file else text)
-    except (ImportError, OSError, ValueError, RecursionError) as error:
+    is_file = text.lower().endswith((".json", ".yaml", ".yml"))
+    try:
+        value = yaml.safe_load(Path(text).expanduser().read_text(encoding="utf-8") if is_file else text)  # JSON is YAML
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{where} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, or a list in "
-            'JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
+            f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
+            'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
         ) from None
     return rules_of(value)
 
@@ -85,33 +77,18 @@ def assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
         names.setdefault(param, []).append(name)
     indices: dict[nn.Parameter, int] = {}
     for index, (pattern, _) in enumerate(rules):
-        matched = [
+        trained = [
             param
             for param, param_names in names.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in param_names)
+            if param.requires_grad and any(fnmatch.fnmatchcase(name, pattern) for name in param_names)
         ]
-        trained = [param for param in matched if param.requires_grad]
         if all(param in indices for param in trained):
-            earlier = {rules[indices[param]].pattern: None for param in trained}
-            frozen = [names[param][0] for param in matched]
-            trainable = [name for param, param_names in names.items() if param.requires_grad for name in param_names]
-            raise ValueError(_why_unused(pattern, earlier, frozen, trainable))
+            free = [name for param in names if param.requires_grad and param not in indices for name in names[param]]
+            near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
+            raise ValueError(
+                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that the rules before it "
+                f"leave; those are named like {', '.join(map(repr, near))}"
+            )
         for param in trained:
             indices.setdefault(param, index)
     return indices
-
-
-def _why_unused(pattern: str, earlier: Iterable[str], frozen: Sequence[str], trainable: Sequence[str]) -> str:
-    if earlier:
-        return (
-            f"param_rules: {pattern!r} decides nothing: {', '.join(map(repr, earlier))} before it match the same "
-            "parameters, and the first match wins; put it first, or remove it"
-        )
-    if frozen:
-        return (
-            f"param_rules: {pattern!r} matches frozen parameters only, such as {', '.join(map(repr, frozen[:3]))}; set "
-            "requires_grad=True on those to be trained, or remove the rule"
-        )
-    plain = "".join(letter for letter in pattern if letter not in "*?[]!")
-    near = ", ".join(map(repr, difflib.get_close_matches(plain, trainable, n=3, cutoff=0.0)))
-    return f"param_rules: {pattern!r} matches no parameter; trainable ones are named like {near}"

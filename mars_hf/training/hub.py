@@ -9,14 +9,12 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub import EvalResult, ModelCard
 from transformers import modelcard
 from transformers.utils import logging
@@ -101,7 +99,7 @@ def leave(trainer: Any) -> None:
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
             is_accepted = "finetuned_from" in inspect.signature(trainer.create_model_card).parameters
             trainer.create_model_card(**({"finetuned_from": ""} if is_accepted else {}))
-            saved_settings.write_whole(card, _sealed(card.read_text(encoding="utf-8")))
+            card.write_text(_sealed(card.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -116,11 +114,11 @@ def _warning(trainer: Any) -> Iterator[None]:
 
 def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     """Add MARS to the card that the Trainer has just written, and correct what it states about optimizer and base."""
-    folder = Path(str(trainer.args.output_dir))
+    path = Path(str(trainer.args.output_dir)) / CARD
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     groups = trained_groups(mars.param_groups, trainer.model)
     main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
-    card = ModelCard.load(folder / CARD, ignore_metadata_errors=True)
+    card = ModelCard.load(path, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model, dataset)
 
     base = card.data.base_model
@@ -132,11 +130,8 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     text = re.sub(r"^- learning_rate: .*$", f"- learning_rate: {main['lr']:g}", text, flags=re.MULTILINE)
     optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
     text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
-    parts = [text.rstrip(), _optimizer(groups)]
-    if "```python" not in text and (code := _usage(folder, trainer, model, base)):
-        parts.append(f"## Usage\n\n```python\n{code}\n```")
-    card.text = "\n\n".join([*parts, f"## Citation of MARS\n\n{_CITATION}"]) + "\n"
-    saved_settings.write_whole(folder / CARD, str(card))
+    card.text = f"{text.rstrip()}\n\n{_optimizer(groups)}\n\n## Citation of MARS\n\n{_CITATION}\n"
+    card.save(path)
 
 
 def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) -> None:
@@ -146,7 +141,6 @@ def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) 
     tags = [tag for tag in _listed(data.tags) if not tag.startswith(_ADAPTER) or _on_hub(tag.removeprefix(_ADAPTER))]
     data.tags = list(dict.fromkeys((*tags, *TAGS)))
     data.datasets = [name for name in _listed(data.datasets) if _on_hub(name)] or None
-    data.library_name = "peft" if _is_adapter(model) else data.library_name
     data.pipeline_tag = data.pipeline_tag or modelcard.TrainingSummary.from_trainer(trainer, finetuned_from="").tasks
     data.eval_results = _eval_results(data, trainer, dataset) or None
     if data.eval_results:
@@ -191,22 +185,6 @@ def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     intro = f"[MARS](https://arxiv.org/abs/2411.10438), `mars_hf` {mars_hf.__version__}. Learning rates are the peaks;"
     return f"## Optimizer\n\n{intro} `{saved_settings.FILE}` has every setting.\n\n{table}"
-
-
-def _usage(folder: Path, trainer: Any, model: Any, base: str | None) -> str | None:
-    """Return Python that loads the weights beside the card; None without weights, or for a class of the user's."""
-    library, loader = "transformers", type(model).__name__.removeprefix("FSDP")
-    is_public = hasattr(transformers, loader)
-    if _is_adapter(model):
-        library, loader, is_public = "peft", f"Auto{loader}", base is not None
-    if not is_public or not any(folder.glob("*.safetensors")):
-        return None
-    name = json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False)
-    return f"from {library} import {loader}\n\nmodel = {loader}.from_pretrained({name})"
-
-
-def _is_adapter(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _on_hub(name: Any) -> bool:

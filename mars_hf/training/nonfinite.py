@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
@@ -28,8 +27,8 @@ class NonFiniteCallback(TrainerCallback):
 
     MarsTrainer has one. Pass one to change its patience, or to use it in another transformers.Trainer, where it looks
     at gradients alone. A step is bad if a loss or a gradient is NaN or infinite on any rank. The step has been taken by
-    then. Rank 0 logs one line: the step, the losses or norms and the first parameters with a non-finite gradient. No
-    checkpoint is written after a bad step, so the older ones stay.
+    then. Rank 0 logs one line: the step, and its own loss or norm. No checkpoint is written after a bad step, so the
+    older ones stay.
 
     fp16: while a loss scale is searched for, a non-finite gradient of a finite loss does not count.
 
@@ -68,15 +67,9 @@ class NonFiniteCallback(TrainerCallback):
             self.watch("gradient norm", norm)
 
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
-        """Report a bad step while its gradients are there, and raise NonFiniteError after too many."""
+        """Report a bad step, and raise NonFiniteError after too many."""
         values, self._values = self._values, []
         was_skipped = getattr(optimizer, "step_was_skipped", False)  # by a gradient scaler, or by DeepSpeed
         if _is_searching_scale(args, optimizer):
@@ -89,7 +82,8 @@ class NonFiniteCallback(TrainerCallback):
             self._bad_in_a_row = 0
             return
         self._bad_in_a_row += 1
-        report = f"step {state.global_step + 1}: non-finite {_describe(values, model, optimizer)}"
+        bad = ", ".join(f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value))
+        report = f"step {state.global_step + 1}: non-finite {bad or 'gradient'}"
         if state.is_world_process_zero:
             logger.warning(f"{report} ({self._bad_in_a_row} in a row, the run stops at {self.patience})")
         if self._bad_in_a_row >= self.patience:
@@ -115,20 +109,3 @@ def _is_searching_scale(args: TrainingArguments, optimizer: Any) -> bool:
     """Return whether a loss scale answers for non-finite gradients; DeepSpeed stops by itself at its smallest one."""
     scaler = getattr(optimizer, "scaler", None)
     return args.fp16 if scaler is None else scaler.is_enabled() and scaler.get_scale() >= 1
-
-
-def _describe(values: list[tuple[str, Tensor]], model: nn.Module, optimizer: Any) -> str:
-    """Return the non-finite values and parameters of all ranks in words; every rank calls this."""
-    texts = [f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value)]
-    names = [
-        name
-        for name, param in model.named_parameters()
-        # MarsTrainer lets the step move gradients into the state.
-        for grad in (param.grad, optimizer.state.get(param, {}).get("last_grad"))
-        if grad is not None and not torch.isfinite(local(grad)).all()
-    ]
-    ranks = gather_object([(texts, names)])
-    texts = list(dict.fromkeys(text for rank_texts, _ in ranks for text in rank_texts))
-    names = list(dict.fromkeys(name for _, rank_names in ranks for name in rank_names))
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return ", ".join(texts or ["gradient"]) + (f" in {len(names)} parameters: {shown}" if names else "")

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mars_hf.saved_settings import write_whole
 from mars_hf.universal.checkpoint import WEIGHTS, is_plain, known_layout, read, step_of
 
 _MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
@@ -60,7 +59,7 @@ def to_universal(source: str | Path, target: str | Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    write_whole(target.with_name("latest_universal"), target.name)
+    target.with_name("latest_universal").write_text(target.name, encoding="utf-8")
 
 
 def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:

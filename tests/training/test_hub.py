@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 import threading
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from datasets import Dataset
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from huggingface_hub import ModelCard, constants
@@ -124,24 +122,15 @@ def test_card_of_a_run(tmp_path):
     assert data.license is None and data.base_model is None
 
 
-def test_card_of_a_given_optimizer(tmp_path, monkeypatch):
-    """With its learning rates, and, once the weights are there, with code that loads them without MARS."""
-    model, folder = gpt2(), tmp_path / 'a "name"'
+def test_card_of_a_given_optimizer(tmp_path):
+    """With its learning rates."""
+    model = gpt2()
     rules = [("*[x|w]te.weight", {"lr": 1e-4})]
-    run = mars_trainer(arguments(folder), model, optimizers=(mars_hf.create(model, lr=6e-3, param_rules=rules), None))
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=6e-3, param_rules=rules), None))
     run.train()
     card = card_of(run)
-    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card and "## Usage" not in card
+    assert "| matrix `*[x\\|w]te.weight` | mars-adamw | 0.0001 |" in card
     assert "- learning_rate: 0.006\n" in card and "5e-05" not in card and "OptimizerNames" not in card
-    run.save_model()
-    run.create_model_card()
-    code = card_of(run).partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "mars_hf", None)
-    names: dict = {}
-    exec(code, names)
-    assert all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), model.parameters(), strict=True))
-    assert str(tmp_path) not in card_of(run)
 
 
 def test_facts_of_the_user(tmp_path):
@@ -275,7 +264,6 @@ def test_adapter_of_peft(tmp_path, base):
     assert data.library_name == "peft"
     assert "- PEFT " in card and "## Optimizer" in card and str(tmp_path) not in card
     assert data.base_model == ("openai-community/gpt2" if base == "on the Hub" else None)
-    assert ("from peft import AutoPeftModelForCausalLM" in card) == (base == "on the Hub")
     assert "mars" in ModelCard.load(tmp_path / "out/checkpoint-2/README.md").data.tags  # PEFT's own card
 
 

@@ -17,7 +17,6 @@ import mars_hf
 from mars_hf import NonFiniteCallback, NonFiniteError
 
 GOOD, LOSS, GRADIENT = range(3)  # what a batch does
-POISONED = "transformer.h.1.mlp.c_fc.weight"
 
 
 def poisoned(grad: Tensor) -> Tensor:
@@ -89,20 +88,14 @@ def test_patience(tmp_path):
         assert [each.patience for each in known if isinstance(each, NonFiniteCallback)] == patiences
 
 
-FIRST = "transformer.wte.weight, transformer.wpe.weight, transformer.h.0.ln_1.weight, ..."
-
-
-# torch.nn.utils.clip_grad_norm_ spreads NaN over all gradients.
-@pytest.mark.parametrize(
-    ("kind", "parameters"), [(mars_hf.MarsTrainer, f"1 parameters: {POISONED}"), (Trainer, f"28 parameters: {FIRST}")]
-)
-def test_gradient_is_reported_and_stops(tmp_path, reports, caplog, kind, parameters):
+@pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, Trainer])
+def test_gradient_is_reported_and_stops(tmp_path, reports, caplog, kind):
     run = make(tmp_path, {2: GRADIENT}, NonFiniteCallback(), kind=kind)
     with pytest.raises(NonFiniteError, match=r"^3 steps in a row with a non-finite loss or gradient; .*step 5: "):
         run.train()
     lines = reports()
     assert [line.split(":")[0] for line in lines] == ["step 3", "step 4", "step 5"]  # NaN is in the weights then
-    assert lines[0] == f"step 3: non-finite gradient norm nan in {parameters} (1 in a row, the run stops at 3)"
+    assert lines[0] == "step 3: non-finite gradient norm nan (1 in a row, the run stops at 3)"
     logged = [record.message for record in caplog.records if "NaN" in record.message]  # without this callback, too
     assert logged[0] == "step 3: NaN gradients; lower the learning rate, check the data"
 
