@@ -160,12 +160,15 @@ class Search:
             optimizers = {arm: str(own.get("optim") or own["optimizer"]) for arm, own in settings.items()}
             several = len(set(optimizers.values())) > 1
             for index, (arm, optimizer) in enumerate(optimizers.items()):
-                losses, color = arms[arm], page.COLORS[optimizer] if several else f"C{index}"
+                losses, marker = arms[arm], "os^vD"[0 if several else index]
+                style: dict[str, Any] = {"color": page.COLORS[optimizer], "marker": marker}
                 means = [statistics.fmean(by_seed.values()) for by_seed in losses.values()]
-                axes.plot([rates[0] for rates in losses], means, ".-", color=color, label=optimizer if several else arm)
+                style |= {"linestyle": "-" if len(means) > 1 else "", "alpha": 1 if several else 1 - 0.17 * index}
+                label = optimizer if several else arm
+                axes.plot([rates[0] for rates in losses], means, **style, markersize=4, label=label)
                 points = [(rates[0], loss) for rates, by_seed in losses.items() for loss in by_seed.values()]
-                axes.scatter(*zip(*points, strict=True), s=12, alpha=0.6, color=color)
-            axes.set(xscale="log", title=f"{self.spec['panel']} {title}")
+                axes.scatter(*zip(*points, strict=True), s=10, alpha=0.5, color=style["color"])
+            axes.set(xscale="log", title=self.spec.get("titles", {}).get(title, title))
             finite = [
                 mean
                 for losses in arms.values()

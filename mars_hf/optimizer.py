@@ -62,19 +62,19 @@ class Mars(torch.optim.Optimizer):
 
     For a matrix (a parameter of two or more dimensions), with k = gamma beta1 / (1 - beta1):
 
-        c_t = g_t + k (g_t - last_t)                      corrected gradient; last_1 = 0
-        c_t = c_t / max(1, ||c_t|| / clip_threshold)      norm over the whole parameter
+        c_t = g_t + k (g_t - last_t)                   correct; last_1 = 0
+        c_t = c_t / max(1, ||c_t|| / clip_threshold)   clip, over the parameter
         m_t = beta1 m_{t-1} + (1 - beta1) c_t
-        mars-adamw:  v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
-                     x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-        mars-lion:   x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
-        mars-shampoo:  x_{t+1} = x_t - lr (sqrt(max(1, rows / cols)) NS(m_t / (1 - beta1)) + weight_decay x_t)
-        mars-m:      x_{t+1} = x_t - lr (0.2 sqrt(max(rows, cols)) NS(m_t) + weight_decay x_t)
+        x_{t+1} = x_t - lr (d_t + weight_decay x_t)
+        mars-adamw:    v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
+                       d_t = m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps)
+        mars-lion:     d_t = sign(m_t)
+        mars-shampoo:  d_t = sqrt(max(1, rows / cols)) NS(m_t / (1 - beta1))
+        mars-m:        d_t = 0.2 sqrt(max(rows, cols)) NS(m_t)
 
-    NS is Newton-Schulz (see `newton_schulz`). It runs on each (rows, cols) = (outputs, inputs) matrix of the parameter,
-    divided by its Frobenius norm + eps (1e-7 for mars-m); a group's `layout` says which matrices a parameter holds. The
-    class orthogonalizes every matrix, embeddings included, as the official one does; `create(model)` gives embeddings
-    the role `adamw`.
+    NS is Newton-Schulz. It runs on each (rows, cols) = (outputs, inputs) matrix of the parameter, divided by its
+    Frobenius norm + eps (1e-7 for mars-m); a group's `layout` says which matrices a parameter holds. The class takes
+    every matrix, embeddings included, as the official one does; `create(model)` gives embeddings the role `adamw`.
 
     With `is_approx`, last_t is g_{t-1}, the gradient of the previous step. Otherwise it is the stale gradient: that of
     this step's batch at x_{t-1}. `MarsTrainer` supplies it; your own loop calls `previous_params()`,

@@ -15,8 +15,8 @@ from mars_hf.newton_schulz import muon_scale, shampoo_scale
 from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
 
 _MARS_M = (
-    "mars-m without its clip (clip_threshold=None) keeps one buffer instead of two; comparisons show no gain from it.",
-    "muon is mars-m without the clip and without the split of query, key and value, at the same rates.",
+    "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
+    "muon is mars-m without clip and split of query, key and value, at the same rates.",
 )
 
 
@@ -106,7 +106,7 @@ def _forms(settings: dict[str, Any]) -> str:
     return f"""{rule}
   --optim {rule.replace("-", "_")} --learning_rate {lr} --weight_decay {decay} \\
     --optim_args {",".join(sorted(arguments))}
-{textwrap.indent(textwrap.fill(call, 100, break_on_hyphens=False, subsequent_indent="    "), "  ")}"""
+{textwrap.indent(textwrap.fill(call, 78, break_on_hyphens=False, subsequent_indent="    "), "  ")}"""
 
 
 def _text(value: Any) -> str:

@@ -97,7 +97,7 @@ def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> str:
         tensors, elements = (sum(group[key] for group in members) for key in ("tensors", "parameters"))
         rates = [f"{lr:.3g}" for lr in sorted({group["lr"] for group in members})]
         lr = "-".join(dict.fromkeys((rates[0], rates[-1])))
-        parts.append(f"{tensors} {_PLURALS.get(role, role)} ({elements:,}) at lr={lr}")
+        parts.append(f"{tensors} {role if tensors == 1 else _PLURALS.get(role, role)} ({elements:,}) at lr={lr}")
     betas = "({:g}, {:g})".format(*first["betas"])
     text = f"{first['mars_type']} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
     return textwrap.shorten(text, 160, placeholder="...")

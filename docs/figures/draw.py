@@ -79,6 +79,20 @@ def draw_controls() -> Figure:
     return figure
 
 
+def draw_loss_curve() -> Figure:
+    """Show the held-out loss of MARS-M and AdamW over the default job: a line for each seed of the controls."""
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    arms = by_contender(runs("controls_embedded"))
+    for arm in ("adamw", "mars_m"):
+        for index, run in enumerate(arms[arm]):
+            label = f"{NAMES[arm]}, five seeds" if index == 0 else None
+            axes.plot(*zip(*run.curve, strict=True), ".-", color=page.COLORS[arm], linewidth=0.9, label=label)
+    axes.set(xlabel="step", ylabel="held-out loss (nats per token)", title="1.3M parameters, Python sources")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
 def draw_betas() -> Figure:
     """Show final losses over beta1, one line an optimizer: means, and a dot for each seed."""
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
@@ -237,35 +251,40 @@ def draw_step() -> Figure:
     verbs = [
         (
             "locate",
-            "which part of a parameter\nis each tensor?",
-            "parameters, engine's\nflat tensors, DTensors",
+            "which part of\na parameter is\neach tensor?",
+            "parameters,\nflat tensors,\nDTensors",
             "shards",
         ),
         (
             "build lists",
-            "which tensors does one\nbackend call take?",
-            "groups, state, gradients\n(every tensor looked at)",
+            "which tensors\ndoes one backend\ncall take?",
+            "groups, state,\ngradients",
             "lists of tensors",
         ),
-        ("norms", "norms of whole corrected\ngradients, over all ranks", "g, last g", "clip factors,\nglobal scale"),
+        ("norms", "of whole corrected\ngradients, over\nall ranks", "g, last g", "clip factors,\nglobal scale"),
         (
             "orthogonalize",
             "Newton-Schulz\non whole matrices",
-            "first moments\n(mars-shampoo, mars-m)",
+            "first moments",
             "directions",
         ),
-        ("update", "one pass: correct, clip,\nmoments, parameter", "p, m, v, g, last g", "p, m, v, last g\nin place"),
+        (
+            "update",
+            "one pass: correct,\nclip, moments,\nparameter",
+            "p, m, v,\ng, last g",
+            "p, m, v,\nlast g\nin place",
+        ),
     ]
-    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     axes.set(xlim=(0, 5), ylim=(0, 3))
     axes.axis("off")
     for index, (verb, question, reads, makes) in enumerate(verbs):
         center = index + 0.5
         _box(axes, center, 1.5, 0.84, 0.86, BLUE)
-        axes.text(center, 1.76, verb, ha="center", va="center", color="white", fontsize=12, weight="bold")
-        axes.text(center, 1.4, question, ha="center", va="center", color="white", fontsize=7.4)
-        axes.text(center, 2.62, reads, ha="center", va="center", fontsize=8)
-        axes.text(center, 0.4, makes, ha="center", va="center", fontsize=8)
+        axes.text(center, 1.78, verb, ha="center", va="center", color="white", fontsize=11, weight="bold")
+        axes.text(center, 1.38, question, ha="center", va="center", color="white", fontsize=9)
+        axes.text(center, 2.68, reads, ha="center", va="center", fontsize=9.5)
+        axes.text(center, 0.36, makes, ha="center", va="center", fontsize=9.5)
         _arrow(axes, (center, 2.42), (center, 1.97))
         _arrow(axes, (center, 1.05), (center, 0.62))
         if index + 1 < len(verbs):
@@ -288,6 +307,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 FIGURES = {
+    "loss_curve.png": draw_loss_curve,
     "betas.png": draw_betas,
     "tracking.png": draw_tracking,
     "controls.png": draw_controls,

@@ -104,6 +104,8 @@ def test_python(page, place, logged):
         folder = Path("out/checkpoint-500/global_step500")
         pages.save_zero_checkpoint(folder)
         universal.to_universal(folder, folder.with_name(f"{folder.name}_universal"))
+    if page == "resuming.md":
+        gpt2().save_pretrained("out/checkpoint-500")
     for block in blocks(page):
         if block.language == "python":
             output = io.StringIO()

@@ -106,7 +106,7 @@ def test_table_of_the_sweeps(name):
     lr = suggest(name.partition(",")[0], rate, betas, width=WIDTH)["lr"]
     near = min(losses[near_sweep], key=lambda rates: abs(math.log(rates[0] / lr)))
     best, nearest = (statistics.mean(runs.values()) for runs in (losses[best_sweep][tuned,], losses[near_sweep][near]))
-    row = f"| {name} | {rate:g} | {lr:.2g} | {tuned:g} | {tuned / lr:.2f} | {best:.3f} | {nearest:.3f} |"
+    row = f"| {name} | {lr:.2g} ({rate:g}) | {tuned:g}, {tuned / lr:.2f} times | {best:.3f} ({nearest:.3f}) |"
     assert row in CHOOSING.splitlines()
     assert (0.5 <= tuned / lr <= 2) != (name in MISSES)
 
@@ -143,6 +143,31 @@ def test_measured_sizes_of_updates(index, beta1, tolerance):
     predicted = first_moment_rms(beta1) if rule == "adamw" else update_rms(rule, beta1=beta1, gamma=0.025, width=WIDTH)
     assert measured == pytest.approx(predicted, rel=tolerance)
     assert f"| {rule} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.2f} |" in CHOOSING.splitlines()
+
+
+# --- docs/pretraining.md: hours and memory are estimates, by the counts that the page states --------------------------
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large", "xl"])
+def test_estimates_of_the_papers_runs(size):
+    """Hours at 30% of 8 GPUs' bfloat16 peak; weights count 26 bytes, 30 in exact MARS."""
+    page = PAGES["pretraining.md"].read_text(encoding="utf-8")
+    config = yaml.safe_load((ROOT / "recipes" / "configs" / f"gpt2-{size}.yaml").read_text(encoding="utf-8"))
+    layers, width, block = config["n_layer"], config["n_embd"], config["block_size"]
+    params = 12 * layers * width**2 + (config["vocab_size"] + block) * width
+    flops = (6 * params + 12 * layers * width * block) * config["tokens_per_step"] * config["max_steps"]
+    hours = [f"{flops / (8 * 0.3 * peak) / 3600:.0f}" for peak in (312e12, 989e12)]  # A100, H100
+    assert f" | {' | '.join(hours)} |" in next(
+        line for line in page.splitlines() if line.startswith(f"| `gpt2-{size}`")
+    )
+    batch = config["per_device_train_batch_size"]
+    activations, logits = 88 * width * batch * block * layers, 14 * batch * block * config["vocab_size"]
+    whole = 26 * params + activations + logits
+    weights, activations, logits, whole, exact = (
+        f"{size / 1e9:.0f}" for size in (26 * params, activations, logits, whole, whole + 4 * params)
+    )
+    cells = f"{batch} × {config['gradient_accumulation_steps']} | {weights} GB | {activations} + {logits} GB"
+    assert f"| `{size}` | {cells} | {whole} ({exact}) GB |" in page
 
 
 # --- the site, its figures and links ----------------------------------------------------------------------------------

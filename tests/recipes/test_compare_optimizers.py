@@ -181,7 +181,7 @@ def test_preset_two_runs_at_a_time(tmp_path, started):
     assert [(run["contender"], run["seed"]) for run in result["runs"]] == [(n, seed) for seed in (7, 8) for n in names]
     compared = [(gap["contender"], gap["against"]) for gap in result["differences"]]
     assert compared == [*((name, names[1]) for name in names if name != names[1]), ("mars_m 0.002", "mars_m 0.001")]
-    assert (tmp_path / "compare" / "comparison.md").read_text().startswith("Which rate?\n\n| learning_rate | ")
+    assert (tmp_path / "compare" / "comparison.md").read_text().startswith("Which rate?\n\n| learning rate | ")
     some = compare(tmp_path, "--preset", str(path), "--arms", "mars_m 0.001")
     assert [row["contender"] for row in some["rows"]] == ["adamw 0.002", "mars_m 0.001"] and len(started) == 8
 

@@ -251,12 +251,22 @@ def test_page_shows_the_result():
     assert set(measured) == set(tracking.grid(settings.betas, settings.gammas, settings.clips)) and len(measured) == 54
     assert len({row["step"] for row in rows}) == 10 and tracking.conclusion(rows, 0.9) == result["conclusion"]
     lines = [f"--{flag}" for flag in result["arguments"].removeprefix("--").split(" --")]
-    left_out = (" clip ", " 0.0125", " gamma 0.05", "| first moment", "| ---", "Simple noise")
-    lines += [line for line in tracking.table(rows).splitlines() if not any(word in line for word in left_out)]
+    left_out = (" clip ", " 0.0125", " gamma 0.05")
+    table = [line for line in tracking.table(rows).splitlines() if line.startswith("| beta1")]
+    # Without the last column, Var(c) / Var(g).
+    lines += [line[: line.rindex("|", 0, -1) + 1] for line in table if not any(word in line for word in left_out)]
     medians = {"all": [{**moment._asdict(), **numbers} for moment, numbers in measured.items()], **result["medians"]}
-    for role in ("all", "embedding", "vector", "matrix"):
-        errors = {(m["gamma"], m["form"]): m for m in medians[role] if m["beta1"] == 0.9 and m["clip"] is None}
-        columns = [(0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")]
-        cells = " | ".join(f"{errors[column]['error']:.3f}" for column in columns)
-        lines.append(f"| {role} | {cells} | {errors[columns[0]]['noise_scale']:.0f} |")
-    assert len(lines) >= 15 + 4 and [line for line in lines if line not in page] == []
+    roles = ("all", "embedding", "vector", "matrix")
+    errors = {
+        (role, m["gamma"], m["form"]): m
+        for role in roles
+        for m in medians[role]
+        if (m["beta1"], m["clip"]) == (0.9, None)
+    }
+    for gamma, form in ((0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")):
+        name = f"{gamma:g} {form}" if gamma else "gamma 0"
+        cells = [f"{errors[role, gamma, form]['error']:.3f}" for role in roles]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    scales = " | ".join(f"{errors[role, 0.0, 'approx']['noise_scale']:.0f}" for role in roles)
+    lines.append(f"| noise scale, samples | {scales} |")
+    assert len(lines) >= 15 + 6 and [line for line in lines if line not in page] == []

@@ -366,6 +366,29 @@ def test_closure_runs_with_gradients_and_autocast():
     assert seen == [torch.bfloat16] and (param < 1).all()
 
 
+def test_closures_as_lightning_passes_them():
+    """Each step gets a closure that clears the gradients, runs the batch and returns its loss as a tensor."""
+
+    def run(with_closure: bool) -> tuple[list[Tensor], list[Tensor]]:
+        params = parameters(torch.float32, SHAPES)
+        optimizer, losses = Mars(params, lr=1e-2), []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = sum(param.square().sum() for param in params)
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(3):
+            losses.append(optimizer.step(closure) if with_closure else closure())
+            if not with_closure:
+                optimizer.step()
+        return [param.detach() for param in params], losses
+
+    params, losses = run(with_closure=True)
+    assert equal((params, losses), run(with_closure=False)) and losses[2] < losses[0]
+
+
 def moved_by_noise(groups: list[int], steps: int = 1, missing: bool = False, **fused: Any) -> list[Tensor]:
     """Return where stochastic rounding has moved equal tensors, which are in groups of these sizes, step by step."""
     params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16)) for _ in range(sum(groups))]

@@ -127,6 +127,8 @@ def test_first_line(tmp_path, logged):
     (line,) = logged()
     assert line.startswith("mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): ")
     assert "8 matrices (1,536) at lr=0.003-0.01, " in line and "2 adamw (640) at lr=0.003" in line
+    one = torch.nn.Linear(2, 2)
+    assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.line(mars_hf.create(one).param_groups, one)
 
 
 def test_first_line_is_short():
@@ -320,8 +322,14 @@ def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
     message = r"another optimizer saved it.*from_pretrained.*without DeepSpeed.*without optimizer\.pt"
     with pytest.raises(ValueError, match=message):
         mars_trainer(arguments(tmp_path), gpt2()).train(resume_from_checkpoint=str(checkpoint))
-    run = mars_trainer(arguments(tmp_path), gpt2())
-    run.train(resume_from_checkpoint=str(checkpoints / "adamw-weights" / "checkpoint-2"))
-    assert run.state.global_step == 4 and isinstance(guard.innermost(run.optimizer), mars_hf.Mars)
-    assert run.optimizer.optimizer.state[run.model.transformer.wte.weight]["step"] == 2
-    mars_trainer(arguments(tmp_path), GPT2LMHeadModel.from_pretrained(checkpoint)).train()
+    # Its weights under MARS are a new run: moments, schedule and warmup start over; a copy keeps the count of steps.
+    warm = {"learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}
+    saved, weights = GPT2LMHeadModel.from_pretrained(checkpoint), checkpoints / "adamw-weights" / "checkpoint-2"
+    for model, resumed, steps in ((saved, None, [1, 2, 3, 4]), (gpt2(), str(weights), [3, 4])):
+        run = mars_trainer(arguments(tmp_path, **warm), model)
+        run.train(resume_from_checkpoint=resumed)
+        rows = [row for row in run.state.log_history if "mars/update_rms" in row]
+        assert [row["step"] for row in rows] == steps
+        assert [row["learning_rate"] for row in rows] == [0.0, 5e-4, 1e-3, 1e-3][: len(steps)]
+        state = guard.innermost(run.optimizer).state[run.model.transformer.wte.weight]
+        assert state["step"] == len(steps) and state["last_grad"].any()

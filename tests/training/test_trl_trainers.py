@@ -43,11 +43,16 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 
 PAIRS = [{"prompt": "to be", "chosen": " or not", "rejected": f" {word} question"} for word in WORDS * 3]
+ANSWERS = [
+    {"prompt": "to be", "completion": f" {word} question", "label": bool(index % 2)}
+    for index, word in enumerate(WORDS * 3)
+]
 # The model, further arguments, rows, and what else a trainer takes.
 METHODS = {
     "SFT": (language_model, {"max_length": 16}, [{"text": text} for text in TEXTS], {}),
     "DPO": (language_model, {"max_length": 16}, PAIRS, {"ref_model": lambda: language_model(seed=1)}),
     "Reward": (classifier, {"max_length": 16}, PAIRS, {}),
+    "KTO": (language_model, {"max_length": 16}, ANSWERS, {"ref_model": lambda: language_model(seed=1)}),
     "GRPO": (
         language_model,
         {"num_generations": 4, "max_completion_length": 5},
@@ -70,7 +75,7 @@ def build(method: str, folder: Any, kind: type, optimizer: Any = None, *, args: 
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
-@pytest.mark.parametrize("method", ["SFT", "DPO", "Reward"])
+@pytest.mark.parametrize("method", ["SFT", "DPO", "Reward", "KTO"])
 def test_trl(tmp_path, method, exact):
     make = functools.partial(build, method, tmp_path)
     run = hold_to_straight_lines(make, getattr(trl, f"{method}Trainer"), exact=exact, bar=1e-3)

@@ -145,13 +145,13 @@ def differences_table(gaps: Sequence[Difference]) -> str:
 
 
 def grid_table(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
-    """Return the mean losses along an axis as a Markdown table: one row for each line, one column for each place."""
-    places = sorted({place for line in lines.values() for place, _ in line})
-    cells = [(axis, *(f"{place:g}" for place in places))]
-    for name, line in lines.items():
-        means = {place: statistics.fmean(losses) for place, losses in line}
-        texts = {place: f"{mean:.3f}" if math.isfinite(mean) else "diverged" for place, mean in means.items()}
-        cells.append((name, *(texts.get(place, "") for place in places)))
+    """Return the mean losses along an axis as a Markdown table: one row for each place, one column for each line."""
+    columns = [{place: statistics.fmean(losses) for place, losses in line} for line in lines.values()]
+    cells = [(axis.replace("_", " "), *lines)]
+    for place in sorted(set().union(*columns)):
+        means = [column.get(place) for column in columns]
+        texts = ["" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "diverged" for mean in means]
+        cells.append((f"{place:g}", *texts))
     return markdown(cells)
 
 
