@@ -1,7 +1,10 @@
-"""Time contenders in turns in one process, so that a disturbance affects all of them."""
+"""Time contenders in turns in one process, so that a disturbance affects all of them; trace a call's memory."""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
 import re
 import statistics
 import sys
@@ -16,7 +19,18 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
 from pretraining.compare import launch
 from pretraining.compare.page import markdown
 
-__all__ = ["Clock", "Timing", "describe_machine", "device_name", "markdown", "median", "quartiles", "ratio", "slug"]
+__all__ = [
+    "Clock",
+    "Timing",
+    "describe_machine",
+    "device_name",
+    "markdown",
+    "median",
+    "quartiles",
+    "ratio",
+    "slug",
+    "trace_memory",
+]
 
 T = TypeVar("T")
 # Cycles that keep a GPU busy before a measured call: about 20 ms, so that the launches queue up behind them.
@@ -133,3 +147,26 @@ def device_name(device: torch.device) -> str:
 def slug(name: str) -> str:
     """Return a name that suits a file name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def trace_memory(call: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Return the bytes of PyTorch's allocator after a call, while its result is held, and at their peak during it.
+
+    Both are beyond those before the call. On CPUs a call is not credited with memory of before it that it frees.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _kept = call(), gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        _kept = call(), gc.collect()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    held = list(itertools.accumulate(sizes, initial=0))
+    return held[-1], max(held)

@@ -40,6 +40,7 @@ def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
             0.4,
             [python, "benchmarks/step_cost.py", "--size", *sizes, "--output", str(output / "step_cost.json")],
         ),
+        "memory": (0.3, [python, "benchmarks/memory.py", "--output", str(output / "memory.json")]),
         "throughput": (
             0.5,
             [

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure an optimizer step's time, bandwidth and memory, beside torch's AdamW, Muon and other implementations of MARS.
+"""Measure an optimizer step's time and bandwidth, beside torch's AdamW, Muon and other implementations of MARS.
 
     python benchmarks/step_cost.py                                  # 28M parameters; keep the machine idle meanwhile
     python benchmarks/step_cost.py --size small medium --rounds 50
@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import itertools
 import json
-import os
 import re
 import sys
 import types
@@ -238,11 +236,20 @@ class Player:
 
     def __call__(self) -> interleave.Timing:
         """Take a step and time it."""
-        return self._take(self._clock.time)
+        self._work.present(self._turn, scales=self.contender.before is not None)
+        norms = []
 
-    def peak(self, device: torch.device) -> int:
-        """Take a step and return its peak memory beyond the bytes held before."""
-        return self._take(lambda step: peak_memory(step, device))
+        def step() -> None:
+            if self.contender.before is not None:
+                norms.append(self.contender.before(self._work.params))
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+        timing = self._clock.time(step)
+        for norm in norms:
+            self._work.unclip(self._turn, norm)
+        self._turn += 1
+        return timing
 
     def backend(self) -> str:
         """Return the names of a Mars optimizer's backends; empty for other optimizers."""
@@ -255,45 +262,6 @@ class Player:
                 )
                 names |= dict.fromkeys(tensors.backend.name for tensors in lists)
         return ", ".join(names)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of all states."""
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-
-    def _take(self, measure: Callable[[Callable[[], None]], Any]) -> Any:
-        self._work.present(self._turn, scales=self.contender.before is not None)
-        norms = []
-
-        def step() -> None:
-            if self.contender.before is not None:
-                norms.append(self.contender.before(self._work.params))
-            for optimizer in self.optimizers:
-                optimizer.step()
-
-        measured = measure(step)
-        for norm in norms:
-            self._work.unclip(self._turn, norm)
-        self._turn += 1
-        return measured
-
-
-def peak_memory(call: Callable[[], None], device: torch.device) -> int:
-    """Return the peak bytes of tensors during a call, beyond those held before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def make_copy(device: torch.device, clock: interleave.Clock) -> tuple[Callable[[], interleave.Timing], int]:
@@ -355,8 +323,6 @@ def measure(
             "steps": sum(one is not None for one in seconds[name]),
             "clips": player.contender.clips,
             "backend": player.backend(),
-            "state_bytes": player.state_bytes(),
-            "peak_bytes": player.peak(device),
         }
         traffic = player.contender.traffic
         if traffic is not None:
@@ -429,16 +395,13 @@ def table(result: Mapping[str, Any]) -> str:
         "against AdamW",
         "against AdamW + clip",
     ]
-    header += ["state (bytes/parameter)", "peak in step (bytes/parameter)"]
-    numel = result["parameters"]
     rows = []
     for name, row in result["contenders"].items():
         if name != COPY:
             rate = [f"{row['gb_per_s']:.1f}", f"{100 * row['of_copy']:.0f}%"] if "of_copy" in row else ["", ""]
             ratios = [f"{row['against_adamw']:.2f}x", f"{row['against_clipped_adamw']:.2f}x"]
-            sizes = [f"{row['state_bytes'] / numel:.2f}", f"{row['peak_bytes'] / numel:.2f}"]
             times = [f"{row[key]:.2f}" for key in ("ms", "host_ms", "adamw_ms")]
-            rows.append([name, row["backend"], *times, *rate, *ratios, *sizes])
+            rows.append([name, row["backend"], *times, *rate, *ratios])
     return interleave.markdown([header, *rows])
 
 

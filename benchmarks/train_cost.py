@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure training with MARS, approximate and exact, and with AdamW: tokens per second, model FLOP utilization, state.
+"""Measure training with MARS, approximate and exact, and with AdamW: tokens per second, model FLOP utilization.
 
     python benchmarks/train_cost.py                            # GPT-2 small; keep the machine idle meanwhile
     python benchmarks/train_cost.py --size default --batch 16 --block 128     # the default job
@@ -16,7 +16,6 @@ import argparse
 import itertools
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ from transformers import default_data_collator
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import mars_hf
-from mars_hf.training.guard import innermost
 
 from pretraining.files import write_json  # isort: skip
 from pretraining.run import arguments, model, optimizers  # isort: skip
@@ -64,20 +62,14 @@ class Meter(TrainerCallback):
         self.begins: list[Any] = []
         self.gradients: list[Any] = []  # set by the trainer
         self.updates: list[Any] = []
-        self.bytes: dict[str, int] = {}  # peak, of parameters, gradients and each key of the state
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Mark the start of a step, before the forward pass."""
         self.begins.append(self._clock.mark())
 
-    def on_pre_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Count bytes: exact MARS drops its stale gradients in the step."""
-        self._count(optimizer)
-
-    def on_optimizer_step(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Mark the end of the update."""
         self.updates.append(self._clock.mark())
-        self._count(optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark the end of the last step, in place of the start of another one."""
@@ -94,15 +86,6 @@ class Meter(TrainerCallback):
         updates = [self._clock.seconds(*pair) for pair in zip(self.gradients, self.updates, strict=True)]
         self.begins, self.gradients, self.updates = [], [], []
         return Block(statistics.median(steps), statistics.median(updates))
-
-    def _count(self, optimizer: Any) -> None:
-        mars, counted = innermost(optimizer), Counter[str]()
-        for param in (param for group in mars.param_groups for param in group["params"]):
-            counted["param"] += param.nbytes
-            counted["grad"] += param.grad.nbytes if param.grad is not None else 0
-            counted.update({key: value.nbytes for key, value in mars.state[param].items() if torch.is_tensor(value)})
-        for key, count in counted.items():
-            self.bytes[key] = max(count, self.bytes.get(key, 0))
 
 
 class MeteredTrainer(mars_hf.MarsTrainer):
@@ -200,10 +183,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "flops_per_token": flops_per_token(options, gpt2),
         "peak_flops": peak,
         "peak_source": source,
-        "contenders": {
-            name: {**row, "bytes": trainers[name].meter.bytes}
-            for name, row in summarize(blocks, tokens, flops_per_token(options, gpt2) / peak).items()
-        },
+        "contenders": summarize(blocks, tokens, flops_per_token(options, gpt2) / peak),
         "exact_bound": exact_bound(blocks[MARS]) if MARS in blocks else None,
     }
 
@@ -232,17 +212,16 @@ def exact_bound(blocks: list[Any]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the results as a Markdown table; gradients and state are in units of the parameters' bytes."""
+    """Return the results as a Markdown table."""
     header = ["optimizer", "tokens/s", "MFU", "step (ms)", "clipping and update (ms)", "of the step"]
-    header += ["time / AdamW's (quartiles)", "time / Mars's", "gradients and state"]
+    header += ["time / AdamW's (quartiles)", "time / Mars's"]
     rows = []
     for name, row in result["contenders"].items():
         low, high = row["against_adamw_quartiles"]
         times = [f"{row['step_ms']:.1f}", f"{row['update_ms']:.2f}", f"{row['update_share']:.1%}"]
         ratios = [f"{row['against'][ADAMW]:.3f}x ({low:.3f}-{high:.3f})"]
         ratios.append(f"{row['against'][MARS]:.3f}x" if MARS in row["against"] else "")
-        kept = sum(row["bytes"].values()) / row["bytes"]["param"] - 1
-        rows.append([name, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", *times, *ratios, f"{kept:.2f}x"])
+        rows.append([name, f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}", *times, *ratios])
     return interleave.markdown([header, *rows])
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import mars_of, needs_compiler
+from interleave import trace_memory
 from torch import Tensor, nn
 
 import mars_hf
@@ -109,19 +109,6 @@ def test_parameters_taken_from_groups_are_freed():
     assert live_bytes() <= before - weights + 512
 
 
-def peak_of(function: Callable[[], Any]) -> int:
-    """Return the peak bytes of PyTorch's allocator during a call, compiled code included."""
-    gc.collect()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        function()
-    held = peak = 0
-    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
@@ -136,7 +123,7 @@ def test_peak_memory(settings, fused):
     for _ in range(3):  # the last one is measured
         for param in params:
             param.grad = torch.ones_like(param)
-        peak = peak_of(optimizer.step)
+        _, peak = trace_memory(optimizer.step, torch.device("cpu"))
     one = params[0].numel() * 4
     of_matrices = {"bfloat16": 13 * 10 * params[0].numel(), "float32": 17 * 10 * params[0].numel()}
     assert 0 < peak <= of_matrices.get(settings.get("ns_dtype"), one // 2 if fused else 8 * one)

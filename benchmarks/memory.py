@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Measure the memory of whole training steps, in bytes a parameter: its parts, what stays between steps, and the peak.
+
+    python benchmarks/memory.py     # 27.8M parameters; other load does not matter
+
+A float32 GPT-2 trains on one short sequence a step, in a plain loop and in Trainer (MarsTrainer for MARS, which takes
+gradients as last gradients and clips inside the step). Counted is what PyTorch's allocator hands out, from before the
+model is built. `temporaries` are the rest of the peak, activations included: SGD has none of its own, so its row shows
+those of the backward pass. `growth` is what 1,000 steps of a tiny model leave behind, after the first 50.
+Results go to benchmarks/results/memory_DEVICE.json, and a picture beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import interleave
+import torch
+from step_cost import RESULTS, SIZES, gpt2, plt, write_json
+from transformers import Trainer, TrainingArguments
+
+import mars_hf
+
+COLORS = {"weights": "#08519c", "gradients": "#e6a04b", "states": "#6baed6", "temporaries": "#bdbdbd"}
+BLOCK = 50  # steps of the tiny model in one trace: longer ones take gigabytes
+BATCH = dict.fromkeys(("input_ids", "labels"), [0] * 8)  # short, so that activations are small
+FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "mars-adamw": mars_hf.create,
+    "mars-adamw, release_gradients": partial(mars_hf.create, release_gradients=True),
+    "mars-adamw, fused=False": partial(mars_hf.create, fused=False),
+    "mars-adamw, state_dtype=bfloat16": partial(mars_hf.create, state_dtype="bfloat16"),
+    "mars-adamw, no clip, v of gradients": partial(mars_hf.create, clip_threshold=None, second_moment="gradient"),
+    "mars-adamw, exact": partial(mars_hf.create, is_approx=False),
+    "mars-lion": partial(mars_hf.create, mars_type="mars-lion"),
+    "mars-lion, no clip": partial(mars_hf.create, mars_type="mars-lion", clip_threshold=None),
+    "mars-shampoo": partial(mars_hf.create, mars_type="mars-shampoo"),
+    "mars-m": partial(mars_hf.create, mars_type="mars-m"),
+    "mars-m, no clip": partial(mars_hf.create, mars_type="mars-m", clip_threshold=None),
+}
+
+
+def plain_loop(model: Any, optimizer: Any, steps: int) -> None:
+    """Train in a loop of one's own."""
+    batch = {key: torch.tensor([ids], device=model.device) for key, ids in BATCH.items()}
+    for _ in range(steps):
+        if getattr(optimizer, "has_previous_params", False):  # exact MARS: the stale gradient
+            with optimizer.previous_params():
+                model(**batch).loss.backward()
+            optimizer.update_previous_grad()
+            optimizer.update_last_grad()
+            optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_trainer(model: Any, optimizer: Any, steps: int) -> object:
+    """Train in MarsTrainer, or in Trainer without MARS."""
+    trainer = (mars_hf.MarsTrainer if isinstance(optimizer, mars_hf.Mars) else Trainer)(
+        model,
+        TrainingArguments(
+            tempfile.gettempdir(),  # where nothing is saved
+            per_device_train_batch_size=1,
+            max_steps=steps,
+            max_grad_norm=0.0 if getattr(optimizer, "releases_gradients", False) else 1.0,
+            use_cpu=model.device.type == "cpu",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=[BATCH] * steps,
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    return trainer
+
+
+LOOPS = {"plain loop": plain_loop, "Trainer": in_trainer}
+
+
+def measure(
+    make: Callable[[Any], Any], train: Callable[..., object], size: str, device: torch.device
+) -> dict[str, int]:
+    """Return the bytes of a training: the parts of its peak, what it holds at its end, and the peak."""
+    parts = dict.fromkeys(COLORS, 0)
+
+    def count(optimizer: Any, *_: Any) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        for part, tensors in (("weights", params), ("gradients", [param.grad for param in params]), ("states", states)):
+            parts[part] = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
+
+    def call() -> object:
+        model = gpt2.build(SIZES[size], 1, 0).to(device)
+        optimizer = make(model)
+        optimizer.register_step_pre_hook(count)
+        return model, optimizer, train(model, optimizer, 4)
+
+    held, peak = interleave.trace_memory(call, device)
+    return {**parts, "temporaries": peak - sum(parts.values()), "held": held, "peak": peak}
+
+
+def growth(make: Callable[[Any], Any], train: Callable[..., object], device: torch.device, steps: int) -> int:
+    """Return the bytes that blocks of steps leave behind, after the first one, while model and optimizer live on."""
+    model = gpt2.build(SIZES["tiny"], 1, 0).to(device)
+    optimizer = make(model)
+    held = [
+        interleave.trace_memory(lambda: train(model, optimizer, BLOCK) and None, device)[0]
+        for _ in range(1 + steps // BLOCK)
+    ]
+    return sum(held[1:])
+
+
+def report(written: Mapping[str, Any], picture: Path) -> None:
+    """Print the table; draw a bar for each form in a plain loop, and in Trainer where its peak is another one."""
+    forms, numel = written["forms"], written["parameters"]
+    rows = [(f"{name}, {loop}", row) for name, loops in forms.items() for loop, row in loops.items()]
+    header = ["optimizer, loop", *COLORS, "held", "peak", f"growth in {written['steps']:,} steps (bytes)"]
+    cells = ([name, *(f"{row[key] / numel:.2f}" for key in header[1:-1]), f"{row['growth']:,}"] for name, row in rows)
+    print(f"{written['device']}, {numel / 1e6:.1f}M parameters, bytes each\n\n{interleave.markdown([header, *cells])}")
+    drawn = {
+        f"{name}, {loop}": row
+        for name, loops in forms.items()
+        for loop, row in loops.items()
+        if loop == "plain loop" or abs(row["peak"] - loops["plain loop"]["peak"]) > 0.05 * numel
+    }
+    figure, axes = plt.subplots(figsize=(9, 0.35 * len(drawn) + 1), layout="constrained")
+    for index, (part, color) in enumerate(COLORS.items()):
+        left = [sum(row[before] for before in list(COLORS)[:index]) / numel for row in drawn.values()]
+        bars = axes.barh(list(drawn), [row[part] / numel for row in drawn.values()], left=left, color=color, label=part)
+    axes.bar_label(bars, [f"{row['peak'] / numel:.1f}" for row in drawn.values()], padding=3, fontsize=8)
+    axes.set(xlabel="peak of a training step, bytes a parameter", ylim=(len(drawn) - 0.4, -0.6))
+    figure.legend(ncols=len(COLORS), loc="outside upper center", frameon=False)
+    figure.savefig(picture, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, write, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="28m", help="%(default)s")
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=1000, help="in which nothing may grow: %(default)s")
+    parser.add_argument("--output", type=Path, help="JSON; left out: benchmarks/results/memory_DEVICE.json")
+    options = parser.parse_args(argv)
+    forms = {
+        form: {
+            loop: {
+                **measure(make, train, options.size, options.device),
+                "growth": growth(make, train, options.device, options.steps),
+            }
+            for loop, train in LOOPS.items()
+        }
+        for form, make in FORMS.items()
+    }
+    written = {
+        "machine": interleave.describe_machine(),
+        "device": interleave.device_name(options.device),
+        "size": options.size,
+        "parameters": forms["SGD"]["plain loop"]["weights"] // 4,
+        "steps": options.steps,
+        "forms": forms,
+    }
+    output = options.output or RESULTS / f"memory_{interleave.slug(str(written['device']))}.json"
+    write_json(output, written)
+    report(written, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
