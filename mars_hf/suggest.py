@@ -16,7 +16,7 @@ from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
 
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
-    "muon is mars-m without clip and split of query, key and value, at the same rates.",
+    "muon is mars-m without the clip and the split of query, key, value: same rates.",
 )
 
 
