@@ -141,11 +141,11 @@ def test_launched_run_pushes_if_asked_and_follows_omp_num_threads(tokens, tmp_pa
 
 @pytest.mark.slow
 def test_default_job(tmp_path):
-    """The first command of the README, a fifth of its steps and less held-out text, on one core of two."""
-    argv = ["--output_dir", tmp_path / "run", "--max_steps", "100", "--cpu_threads", "1", "--max_eval_blocks", "64"]
+    """The first command of the README, a tenth of its steps and less held-out text, on one core of two."""
+    argv = ["--output_dir", tmp_path / "run", "--max_steps", "50", "--cpu_threads", "1", "--max_eval_blocks", "64"]
     ended, metrics = launch(*argv), metrics_of(tmp_path / "run")
     assert metrics["eval_loss"] <= 0.75 * metrics["eval_loss_at_step_0"]
-    assert "--- sample ---" in ended.stdout and "100/100" in ended.stderr  # the progress bar
+    assert "--- sample ---" in ended.stdout and "50/50" in ended.stderr  # the progress bar
 
 
 def test_divergence(tmp_path, tokens):
