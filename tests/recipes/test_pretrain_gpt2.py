@@ -102,7 +102,7 @@ def test_model_and_metrics(finished, tokens):
 def test_card(finished, tokens):
     card, name, loss = ModelCard.load(finished / "README.md"), token_files.load(tokens).name, metrics_of(finished)
     assert f"trained from scratch on the {name} dataset." in card.text
-    assert f"| {loss['eval_loss']:.4f} " in card.text and 'GPT2LMHeadModel.from_pretrained("mars")' in card.text
+    assert f"| {loss['eval_loss']:.4f} " in card.text
     row = next(line for line in card.text.splitlines() if line.startswith("| matrix"))
     assert "mars-m" in row and "(0.95, 0.99)" in row and "| 0.05 |" in row
     (result,) = card.data.eval_results
