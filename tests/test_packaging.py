@@ -131,15 +131,10 @@ def test_citation_names_this_version_and_both_papers() -> None:
 
 def run(*command: str | Path, folder: Path, **variables: str) -> str:
     """Run a command without this process's PYTHONPATH and return its output."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
-    finished = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=folder,
-        env={**environment, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_"))}
+    words = [sys.executable, "-m", *map(str, command)]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    finished = subprocess.run(words, cwd=folder, env={**kept, **variables}, **output)
     assert finished.returncode == 0, finished.stdout[-6000:]
     return finished.stdout
 

@@ -33,11 +33,8 @@ WORLD = 2
 SIZES = {"weight": (3, 5), "bias": (3,)}
 RANKS = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(WORLD)]
 MODEL = "mp_rank_00_model_states.pt"
-READ_BY_LOADING = (
-    "optimizer_state.pt",
-    *(f"weight/{key}.pt" for key in ("fp32", "exp_avg", "last_grad", "step")),
-    "bias/fp32.pt",  # after the weights
-)
+STATES = ("fp32", "exp_avg", "last_grad", "step")
+READ_BY_LOADING = ("optimizer_state.pt", *(f"weight/{key}.pt" for key in STATES), "bias/fp32.pt")
 
 
 @dataclass

@@ -124,9 +124,10 @@ def test_first_line(tmp_path, logged):
     ]
     rules = [("*.c_attn.weight", {"lr": 1e-2})]
     run_with_mars(arguments(tmp_path, max_steps=1), lr=3e-3, mars_type="mars-m", param_rules=rules).train()
-    (line,) = logged()
-    assert line.startswith("mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): ")
-    assert "8 matrices (1,536) at lr=0.003-0.01, " in line and "2 adamw (640) at lr=0.003" in line
+    assert logged() == [
+        "mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): 8 matrices (1,536) at lr=0.003-0.01, "
+        "2 adamw (640) at lr=0.003, 18 vectors (224) at lr=0.003"
+    ]
     one = torch.nn.Linear(2, 2)
     assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.line(mars_hf.create(one).param_groups, one)
 
@@ -224,29 +225,27 @@ def test_fresh_process(tmp_path):
     """`create` installs the guard, without importing Trainer; MarsTrainer registers names; the first line shows."""
     script = f"""
         import pathlib, sys, torch, mars_hf
-        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        mars_hf.create(model)
+        mars_hf.create(torch.nn.Linear(2, 2))
         assert not any(name.startswith("transformers") for name in sys.modules)
         import transformers
-        mars_hf.create(model)
+        mars_hf.create(torch.nn.Linear(2, 2))
         assert "transformers.trainer" not in sys.modules
-        args = transformers.TrainingArguments({str(tmp_path)!r}, use_cpu=True, report_to="none", max_steps=1)
-        optimizers = (mars_hf.create(other), None)
-        run = transformers.Trainer(model, args, train_dataset=[{{"x": 1}}], optimizers=optimizers)
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from helpers import arguments, gpt2, mars_trainer, trainer
+        folder = pathlib.Path({str(tmp_path)!r})
+        run = trainer(arguments(folder), gpt2(), optimizers=(mars_hf.create(gpt2()), None))
         print("callbacks:", str(run.callback_handler.callbacks).count("LastGradientCallback"))
         try:
             run.train()
         except RuntimeError as error:
             print(error)
         from mars_hf import MarsTrainer
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from helpers import arguments, gpt2, mars_trainer
-        mars_trainer(arguments(pathlib.Path({str(tmp_path)!r}), optim="mars_m", max_steps=1), gpt2()).train()
+        mars_trainer(arguments(folder, optim="mars_m", max_steps=1), gpt2()).train()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert "callbacks: 1" in finished.stdout, finished.stderr
-    assert "holds 0 of the model's 2 trainable parameters" in finished.stdout
+    assert "holds 0 of the model's 28 trainable parameters" in finished.stdout
     lines = [line for line in finished.stderr.splitlines() if "8 matrices" in line]
     assert len(lines) == 1 and lines[0].startswith("mars-m ("), finished.stderr
 

@@ -285,7 +285,7 @@ def test_card_of_trl(tmp_path):
     assert "loss" in {result.metric_type for result in data.eval_results}
 
 
-# --- continued pretraining --------------------------------------------------------------------------------------------
+# --- settings taken up ------------------------------------------------------------------------------------------------
 
 
 def test_like_in_factories(tmp_path):

@@ -41,20 +41,17 @@ def rows(poison: dict[int, int], batches: int = 24) -> Any:
     return [{"input_ids": x, "labels": x, "kind": torch.tensor(poison.get(i // 2, GOOD))} for i, x in enumerate(ids)]
 
 
-def make(folder: Path, poison: dict[int, int], *callbacks: Any, **settings: Any) -> Trainer:
-    kind, batches = settings.pop("kind", mars_hf.MarsTrainer), settings.pop("batches", 24)
-    mars = settings.pop("mars", {})
+def make(
+    folder: Path, poison: dict[int, int], *callbacks: Any, kind: type = mars_hf.MarsTrainer, **settings: Any
+) -> Trainer:
+    batches, is_approx = settings.pop("batches", 24), settings.pop("is_approx", True)
     torch.manual_seed(0)
     model = Model(gpt2().config)
     defaults = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential", "max_steps": 8}
-    return kind(
-        model,
-        arguments(folder, **{**defaults, "remove_unused_columns": False, **settings}),
-        train_dataset=rows(poison, batches),
-        data_collator=default_data_collator,
-        optimizers=(mars_hf.create(model, lr=1e-2, eps=1e-6, **mars), None),
-        callbacks=list(callbacks),
-    )
+    args = arguments(folder, **{**defaults, "remove_unused_columns": False, **settings})
+    optimizers = (mars_hf.create(model, lr=1e-2, eps=1e-6, is_approx=is_approx), None)
+    given = {"train_dataset": rows(poison, batches), "data_collator": default_data_collator, "optimizers": optimizers}
+    return kind(model, args, callbacks=list(callbacks), **given)
 
 
 def from_step(first: int, kind: int) -> dict[int, int]:
@@ -115,7 +112,7 @@ def test_loss_is_reported_and_good_steps_reset_the_count(tmp_path, reports):
 
 
 def test_stale_gradient_counts(tmp_path, reports):
-    run = make(tmp_path, {}, NonFiniteCallback(1), mars={"is_approx": False})
+    run = make(tmp_path, {}, NonFiniteCallback(1), is_approx=False)
     commit = run._stale_pass._commit
 
     def poisoned(mars: mars_hf.Mars) -> None:
@@ -150,7 +147,7 @@ def test_no_checkpoint_after_an_epoch_that_ends_badly(tmp_path, reports):
 
 @pytest.mark.parametrize("is_approx", [True, False])
 def test_a_finite_run_is_unchanged(tmp_path, is_approx):
-    one, other = (make(tmp_path, {}, mars={"is_approx": is_approx}, gradient_accumulation_steps=2) for _ in range(2))
+    one, other = (make(tmp_path, {}, is_approx=is_approx, gradient_accumulation_steps=2) for _ in range(2))
     other.pop_callback(NonFiniteCallback)
     one.train(), other.train()
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))

@@ -141,13 +141,12 @@ def test_hyperparameter_search(tmp_path):
     run = trainer(args, model_init=lambda trial: gpt2(), optimizer_cls_and_kwargs=mars_hf.factory(args, gamma=0.1))
     run.eval_dataset = run.train_dataset
     grid = {"learning_rate": [1e-3, 1e-4]}
-    search = {"backend": "optuna", "sampler": optuna.samplers.GridSampler(grid, seed=0), "n_trials": 2}
-    run.hyperparameter_search(
-        lambda trial: {name: trial.suggest_categorical(name, values) for name, values in grid.items()},
-        objective,
-        direction="minimize",
-        **search,
-    )
+    sampler = optuna.samplers.GridSampler(grid, seed=0)
+
+    def space(trial):
+        return {name: trial.suggest_categorical(name, values) for name, values in grid.items()}
+
+    run.hyperparameter_search(space, objective, n_trials=2, direction="minimize", backend="optuna", sampler=sampler)
     assert sorted(rates) == [1e-4, 1e-3]
 
 

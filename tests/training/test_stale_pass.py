@@ -69,14 +69,8 @@ def exact_run(
 ) -> Any:
     mars = mars_hf.create(model, **{**SETTINGS, "is_approx": False, **(settings or {})}, lr_1d=LR_1D)
     defaults = {"max_steps": 20, "per_device_train_batch_size": BATCH, "train_sampling_strategy": "sequential"}
-    return kind(
-        model,
-        arguments(folder, **{**defaults, **args}),
-        train_dataset=rows(),
-        data_collator=default_data_collator,
-        optimizers=(mars, None),
-        callbacks=callbacks,
-    )
+    given = {"train_dataset": rows(), "data_collator": default_data_collator, "optimizers": (mars, None)}
+    return kind(model, arguments(folder, **{**defaults, **args}), callbacks=callbacks, **given)
 
 
 def apart(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> float:

@@ -18,13 +18,7 @@ import yaml
 from any_trainer import STEPS, TEXTS, hold_to_straight_lines, tokenizer
 from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    default_data_collator,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
 
 import mars_hf
 from mars_hf.training.registry import OPTIM_NAMES
@@ -37,7 +31,7 @@ def weights(run) -> list[Tensor]:
     return [param.detach() for param in run.model.parameters()]
 
 
-# --- a given optimizer ------------------------------------------------------------------------------------------------
+# --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def test_two_sources_of_optimizers(tmp_path):
@@ -49,9 +43,6 @@ def test_two_sources_of_optimizers(tmp_path):
     for source in (instance, {"optimizer_cls_and_kwargs": by_factory}):
         with pytest.raises(ValueError, match=r"mars_kwargs=\{'gamma': 0.1\} and an optimizer are both given"):
             mars_trainer(args, model, mars_kwargs={"gamma": 0.1}, **source)
-
-
-# --- without an optimizer ---------------------------------------------------------------------------------------------
 
 
 class ByName(Trainer):
@@ -94,7 +85,7 @@ def test_parity_with_factory(tmp_path, kind, named, given, expected):
 @pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, mars_hf.with_mars(ByName)])
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 def test_another_optimizer_by_name(tmp_path, kind, optim):
-    with pytest.raises(ValueError, match=rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, leave"):
+    with pytest.raises(ValueError, match=rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, mars_muon, muon, leave"):
         kind(gpt2(), arguments(tmp_path, optim=optim))
 
 
@@ -282,13 +273,9 @@ def test_axolotl_trains(tmp_path):
     Path(tmp_path, "rows.jsonl").write_text("\n".join([json.dumps({"text": TEXTS[0]})] * 32))
     Path(tmp_path, "config.yaml").write_text(yaml.safe_dump(CONFIG))
     quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(
-        [sys.executable, "-m", "axolotl.cli.train", "config.yaml"],
-        cwd=tmp_path,
-        env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "axolotl.cli.train", "config.yaml"]
+    environment = {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     output = finished.stdout + finished.stderr
     assert finished.returncode == 0, output[-3000:]
     assert "mars-adamw (exact, gamma" in output and "mars/grad_cosine" in output
