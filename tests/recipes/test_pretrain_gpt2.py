@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,7 @@ import pretrain_gpt2
 import pytest
 import torch
 from helpers import equal, refused
-from hub_server import HubServer, mistakes_in
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from pretraining.data import token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run import processes
@@ -117,26 +117,41 @@ def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
 
 
 @pytest.mark.slow
-def test_launched_run_pushes_if_asked_and_follows_omp_num_threads(tokens, tmp_path, monkeypatch):
+def test_launched_run_follows_omp_num_threads(tokens, tmp_path, monkeypatch):
     """accelerate launch gives its worker OMP_NUM_THREADS=1 where the user has not set it."""
     script, argv = tmp_path / "threads.py", [*TINY[:-2], "--max_steps", "2", "--data_dir", tokens, "--output_dir"]
     script.write_text(
         "import sys, torch, pretrain_gpt2\npretrain_gpt2.main(sys.argv[1:])\nprint('threads', torch.get_num_threads())"
     )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with HubServer() as hub:
-        settings = {"script": script, **hub.environment(str(tmp_path / "home"))}
-        ended = launch(*argv, tmp_path / "kept", **settings)
-        assert hub.requests == [] and f"threads {os.cpu_count()}" in ended.stdout.splitlines()
+    assert f"threads {os.cpu_count()}" in launch(*argv, tmp_path / "all", script=script).stdout.splitlines()
+    ended = launch(*argv, tmp_path / "one", script=script, OMP_NUM_THREADS="1")
+    assert "threads 1" in ended.stdout.splitlines()
 
-        push = ("--push_to_hub", "true", "--hub_model_id", "me/x")
-        ended = launch(*argv, tmp_path / "pushed", *push, OMP_NUM_THREADS="1", **settings)
-        assert "threads 1" in ended.stdout.splitlines()
-        names = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json", "mars.json"}
-        assert names <= set(hub.files) and not any(name.endswith(("train.bin", "optimizer.pt")) for name in hub.files)
-        card = hub.files["README.md"].decode()
-        assert mistakes_in(card) == [] and "# x" in card and "mars-m" in card and "| 0.05 |" in card
-        assert hub.files["model.safetensors"] == (tmp_path / "pushed" / "model.safetensors").read_bytes()
+
+@pytest.mark.slow
+def test_push_to_hub(tokens, tmp_path, monkeypatch):
+    """What Trainer hands to huggingface_hub; nothing unless asked. All tests are offline."""
+    pushed = set()
+
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns, **_):
+        pushed.add(repo_id)
+        ignore = shutil.ignore_patterns(*ignore_patterns)
+        shutil.copytree(folder_path, tmp_path / "hub", ignore=ignore, dirs_exist_ok=True)
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    run(tmp_path / "kept", tokens)
+    assert not pushed
+    run(tmp_path / "out", tokens, "--push_to_hub", "true", "--hub_model_id", "me/x")
+    names = {path.name for path in (tmp_path / "hub").rglob("*")}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "metrics.json", "mars.json"} <= names
+    assert pushed == {"me/x"} and not names & {"train.bin", "optimizer.pt"}
+    assert equal_weights(tmp_path / "hub", tmp_path / "out")
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert "# x" in card and "mars-m" in card and "| 0.05 |" in card
+    data = ModelCard(card).data
+    assert data.base_model is data.datasets is None and all(result.dataset_type for result in data.eval_results)
 
 
 @pytest.mark.slow

@@ -85,7 +85,8 @@ def test_parity_with_factory(tmp_path, kind, named, given, expected):
 @pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, mars_hf.with_mars(ByName)])
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 def test_another_optimizer_by_name(tmp_path, kind, optim):
-    with pytest.raises(ValueError, match=rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, mars_muon, muon, leave"):
+    message = rf"optim='{optim}' and {kind.__name__}, which trains MARS.* mars_m, mars_muon, muon, leave"
+    with pytest.raises(ValueError, match=message):
         kind(gpt2(), arguments(tmp_path, optim=optim))
 
 
