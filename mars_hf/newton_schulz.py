@@ -36,6 +36,8 @@ SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTI
 # Largest batch, in elements; the iteration holds about three times as many, in its dtype. On an accelerator all of
 # GPT-2 small fits; on a CPU, batches larger than the caches take up to a third longer.
 MAX_ELEMENTS, MAX_ELEMENTS_CPU = 2**27, 2**18
+# From this ratio of columns to rows on, steps are taken on A = X Xᵀ. By products alone, 1.5 would pay.
+GRAM_RATIO = 3
 
 
 def shampoo_scale(rows: int, cols: int) -> float:
@@ -140,12 +142,57 @@ def _iterate(stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dty
     # X = M / (‖M‖_F + eps)
     x.div_((torch.linalg.vector_norm(norms) if single else torch.linalg.vector_norm(norms, dim=-2, keepdim=True)) + eps)
     multiply, add = (torch.mm, torch.addmm) if single else (torch.bmm, torch.baddbmm)
-    for a, b, c in coefficients:
+    rows, cols = stacks[0].shape[1:]
+    # In bfloat16 directions would be less accurate.
+    by_factor = cols >= GRAM_RATIO * rows and dtype.itemsize > 2
+    for part in _segments(coefficients, dtype) if by_factor else [[triple] for triple in coefficients]:
         # A = X Xᵀ
         gram = multiply(x.mT, x) if turned else multiply(x, x.mT)
-        # B = b A + c A²
-        gram = add(gram, gram, gram, beta=b, alpha=c)
-        # X = a X + B X
-        x = add(x, x, gram, beta=a) if turned else add(x, gram, x, beta=a)
+        if len(part) > 1:
+            factor = _factor_of(gram, part, add)
+            x = multiply(x, factor) if turned else multiply(factor, x)
+            continue
+        for a, b, c in part:
+            # B = b A + c A²
+            gram = add(gram, gram, gram, beta=b, alpha=c)
+            # X = a X + B X
+            x = add(x, x, gram, beta=a) if turned else add(x, gram, x, beta=a)
     x = x.mT if turned else x
     return x.unsqueeze(0) if single else x
+
+
+def _segments(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> list[list[Coefficients]]:
+    """Divide the steps for `_factor_of`, which multiplies errors of A by the square of the product of all a."""
+    limit = math.sqrt(0.1 / torch.finfo(dtype).eps)
+    parts: list[list[Coefficients]] = [[]]
+    growth = 1.0
+    for triple in coefficients:
+        growth *= abs(triple[0])
+        if parts[-1] and growth > limit:
+            parts.append([])
+            growth = abs(triple[0])
+        parts[-1].append(triple)
+    return parts
+
+
+def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:
+    """Return Q such that Q X is the result of some steps, from A = X Xᵀ alone, with products of small square matrices.
+
+    All matrices are polynomials of A, so they commute. Source: Gram Newton-Schulz, Dao-AILab/gram-newton-schulz.
+    """
+    factor = None
+    for place, (a, b, c) in enumerate(steps, start=1):
+        # B = b A + c A²
+        power = add(gram, gram, gram, beta=b, alpha=c)
+        if factor is None:
+            factor = power.clone()
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            # Q = a Q + B Q
+            factor = add(factor, power, factor, beta=a)
+        if place < len(steps):
+            # A = (a I + B) A (a I + B)
+            gram = add(gram, power, gram, beta=a)
+            gram = add(gram, power, gram, beta=a)
+    assert factor is not None
+    return factor

@@ -171,7 +171,7 @@ def _divide(matrices: Sequence[Matrix], workers: int, limit: float) -> tuple[lis
 
 
 def flops(shape: Sequence[int], layout: MatrixLayout, steps: int) -> float:
-    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape."""
+    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape, in bfloat16."""
     total = 0.0
     for matrix in matrix_layouts.matrix_shapes(shape, layout):
         small, large = sorted(matrix[-2:])

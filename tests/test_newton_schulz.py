@@ -50,6 +50,18 @@ def test_iteration(schedule, shape, dtype, bar):
     assert distance(actual, straight_line(matrix, per_step(schedule))) < bar
 
 
+@pytest.mark.parametrize("condition", [1, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize(("schedule", "steps"), [("quintic", 5), ("polar-express", 5), ("quintic", 8)])
+def test_condition_numbers(schedule, steps, condition):
+    """On the Gram matrix, whose condition number is the square; one to three segments of steps."""
+    generator = torch.Generator().manual_seed(0)
+    bases = [torch.linalg.qr(torch.randn(n, 48, generator=generator, dtype=torch.float64))[0] for n in (48, 200)]
+    matrix = bases[0] * torch.logspace(0, -math.log10(condition), 48, dtype=torch.float64) @ bases[1].mT
+    coefficients = (per_step(schedule) * 2)[:steps]
+    (actual,) = ns.orthogonalize([matrix.float()], coefficients=coefficients, dtype=torch.float32)
+    assert distance(actual, straight_line(matrix, coefficients)) < 1e-3
+
+
 @pytest.mark.parametrize("official", [newton_schulz_of_mars, newton_schulz_of_mars_m])
 @pytest.mark.parametrize("shape", [(32, 32), (80, 32), (128, 512)], ids=str)
 def test_rounding_to_bf16(official, shape):

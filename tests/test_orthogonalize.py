@@ -75,7 +75,7 @@ def test_products_are_shared():
 )
 def test_flops(shape, layout):
     with FlopCounterMode(display=False) as counter:
-        compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=torch.float32)], torch.float32)
+        compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=torch.bfloat16)], torch.float32)
     assert flops(shape, layout, steps=5) == counter.get_total_flops()
 
 
