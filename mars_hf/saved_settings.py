@@ -20,7 +20,7 @@ KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in ("max_
 def write(
     folder: Path, version: str, created_with: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Write mars.json into a folder that exists.
+    """Write mars.json into a folder that exists; a kill leaves the earlier file or the new one.
 
     Args:
         folder: where to.
@@ -30,8 +30,7 @@ def write(
         groups: what trained each parameter group, for readers.
     """
     content = {"mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
-    text = json.dumps(content, indent=2, default=_plain)  # whole, before the file is opened
-    (folder / FILE).write_text(text + "\n", encoding="utf-8")
+    write_whole(folder / FILE, json.dumps(content, indent=2, default=_plain) + "\n")
 
 
 def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -45,6 +44,17 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _plain(value: Any) -> Any:
     """Return what JSON holds for a dtype, or for a number of torch or NumPy."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.item()
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file under its final name only when it is whole; pushes leave out the name it has before."""
+    partial = path.with_name(f"_{path.name}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -94,12 +96,13 @@ def test_values_without_json(tmp_path):
     assert {name: created[name] for name in expected} == expected
 
 
-def test_value_that_json_cannot_hold(tmp_path):
+def test_failed_write(tmp_path, monkeypatch):
     leave(tmp_path, mars_hf.create(tiny(), gamma=0.05))
     before = (tmp_path / "mars.json").read_bytes()
-    with pytest.raises(AttributeError):
-        saved_settings.write(tmp_path, "0.1.0", None, [{"role": object()}])
-    assert (tmp_path / "mars.json").read_bytes() == before
+    monkeypatch.setattr(type(tmp_path), "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        leave(tmp_path, mars_hf.create(tiny(), gamma=0.1))
+    assert os.listdir(tmp_path) == ["mars.json"] and (tmp_path / "mars.json").read_bytes() == before
 
 
 # --- what cannot be taken up ------------------------------------------------------------------------------------------

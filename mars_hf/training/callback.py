@@ -77,6 +77,7 @@ class LastGradientCallback(TrainerCallback):
                 if any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
             ]
             self._active = None
+            guard.require_scaled_losses(optimizer)
             guard.require_stale_gradients(self._mars)
             guard.require_one_gradient(self._mars, args)
             self._check_parameters(optimizer)

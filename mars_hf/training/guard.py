@@ -76,6 +76,18 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     return [line] if changed else []
 
 
+def require_scaled_losses(optimizer: Any) -> None:
+    """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: in fp16."""
+    while optimizer is not None:
+        config: Any = getattr(optimizer, "loss_scale_config", None)
+        if type(optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer") and config.use_grad_scaling:
+            raise RuntimeError(
+                "fp16 under DeepSpeed without ZeRO: its engine divides gradients by a loss scale that its backward has "
+                'not applied; set "zero_optimization": {"stage": 1} in the JSON'
+            )
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
 def require_stale_gradients(mars: Mars) -> None:
     """Raise RuntimeError for an exact Mars whose loop supplies no stale gradients."""
     if mars.is_exact and not mars.expects_stale_gradients:

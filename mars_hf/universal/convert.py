@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.saved_settings import write_whole
 from mars_hf.universal.checkpoint import WEIGHTS, is_plain, known_layout, read, step_of
 
 _MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
@@ -59,7 +60,7 @@ def to_universal(source: str | Path, target: str | Path) -> None:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    target.with_name("latest_universal").write_text(target.name, encoding="utf-8")
+    write_whole(target.with_name("latest_universal"), target.name)
 
 
 def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:

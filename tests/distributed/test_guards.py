@@ -33,23 +33,26 @@ ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torc
 DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {  # by name: an engine of train.py, and further keys of its JSON
     "zero2_offload_forced": ("zero2_offload", FORCED),
     "zero3_offload_forced": ("zero3_offload", FORCED),
+    "fp16": ("zero2", {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}}),
+    "bf16": ("zero2", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}),
     "zero2_json_optimizer": ("zero2", {"optimizer": ADAMW}),
 }
 
 
 def train_with_deepspeed(way: str, config: str, model: nn.Module) -> None:
-    import_deepspeed()
+    import_deepspeed(fp16=True)
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     engine, more = DEEPSPEED.get(config, (config, {}))
     zero = {**deepspeed_config(engine, dist.get_world_size()), **more, "gradient_clipping": "auto"}
+    half = {config: True} if config in ("fp16", "bf16") else {}
     # DeepSpeed's CPU Adam takes over a minute to compile; this one can be built but not step.
     adam = SimpleNamespace(create_adam=lambda *_: None, destroy_adam=lambda *_: None)
     no_compilation = mock.patch.object(CPUAdamBuilder, "load", lambda _: adam)
     with fresh_accelerate(), tempfile.TemporaryDirectory() as folder, no_compilation:
         # An unused optimizer is noticed without a callback where MARS was registered, or the trainer is MARS's.
         callbacks = [mars_hf.LastGradientCallback()] if way in ("factory", "instance") else []
-        make_trainer(way, model, CASE, folder, zero, callbacks).train()
+        make_trainer(way, model, CASE, folder, zero, callbacks, **half).train()
 
 
 def train_with_autotp(stage: int, *, bf16: bool) -> None:
@@ -103,18 +106,21 @@ def hang(spec: str, file: Path) -> None:
 
 DROPPED = r"would step is AdamW, not Mars.*use mars_hf\.MarsTrainer.*a JSON without 'optimizer' section"
 REPLACED = r'would step is DeepSpeedCPUAdam, not Mars.*set "zero_force_ds_cpu_optimizer": false'
+UNSCALED = r'fp16 under DeepSpeed without ZeRO.*"stage": 1'
 SWAPS = {
     # Plain Trainer keeps no instance under DeepSpeed.
     **dict.fromkeys(("instance/zero2", "instance/zero3"), DROPPED),
     **{f"{way}/zero2_json_optimizer": DROPPED for way in ("instance", "factory", "optim", "own", "trainer")},
     **{f"{way}/zero2_offload_forced": REPLACED for way in ("instance", "factory", "optim", "trainer")},
     "factory/zero3_offload_forced": REPLACED,
+    **dict.fromkeys(("factory/fp16", "trainer/fp16"), UNSCALED),
 }
 # Launched last: DeepSpeed keeps the process groups of tensor parallelism.
 DIVIDED = dict.fromkeys(
     ("autotp/zero0", "autotp/zero0_bf16", "autotp/zero1"), r"has marked as one part.*ZeRO without AutoTP"
 )
 KEPT = ("factory/zero3", "optim/zero2", "own/zero3", "trainer/zero2_offload")
+BF16_WITHOUT_ZERO = "trainer/bf16"
 LAYOUTS = {  # after create
     "layout/fsdp1": (
         lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")),
@@ -137,7 +143,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
         if run in LAYOUTS:
             return launches.get("layouts", list(LAYOUTS), 2, run).notes
         needs_deepspeed()
-        return launches.get("deepspeed", [*SWAPS, *KEPT, *DIVIDED], 2, run).notes
+        return launches.get("deepspeed", [*SWAPS, *KEPT, BF16_WITHOUT_ZERO, *DIVIDED], 2, run).notes
 
     return get
 
@@ -146,7 +152,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[d
 def test_stop_before_the_first_step(outcomes, run, message):
     for outcome in outcomes(run):
         assert re.search(message, outcome["error"])
-        assert outcome["steps"] == 0
+        assert outcome["steps"] == (message is UNSCALED)  # where DeepSpeed makes states by a step with zeros
 
 
 @pytest.mark.parametrize("run", KEPT)
@@ -154,6 +160,11 @@ def test_remedies(outcomes, run):
     for outcome in outcomes(run):
         assert outcome["error"] is None
         assert outcome["steps"] > 0
+
+
+def test_bf16_without_zero(outcomes):
+    for outcome in outcomes(BF16_WITHOUT_ZERO):
+        assert outcome["error"] is None and outcome["steps"] > 0
 
 
 @pytest.mark.parametrize(

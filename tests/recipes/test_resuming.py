@@ -311,7 +311,7 @@ def test_files_of_others_are_refused(tmp_path, tokens):
 
 
 def test_one_run_a_folder(tmp_path, tokens):
-    """A link to a folder is that folder."""
+    """A link to a folder is that folder; the lock itself does not follow a link."""
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "loop").symlink_to("loop")
     with files.locked(tmp_path / "run", "trains"), refused("link: another process trains there; wait for it to end"):
@@ -319,6 +319,13 @@ def test_one_run_a_folder(tmp_path, tokens):
     for folder, kind in ((Path("/"), "the root"), (tmp_path / "loop", "a loop of links")):
         with refused(f"{folder} is {kind}; choose another folder"):
             run(folder, tokens)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".run.lock").unlink(missing_ok=True)
+    (tmp_path / ".run.lock").symlink_to(victim)
+    with refused(r"\.run\.lock"):
+        run(tmp_path / "run", tokens)
+    assert victim.read_text() == "precious" and not (tmp_path / "run").exists()
 
 
 STOPPED = """

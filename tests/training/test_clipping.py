@@ -81,7 +81,10 @@ def compare_with_trainer(folder: Path, unfreeze: Any = None, checkpoint: Path | 
 )
 def test_parity_with_trainer(tmp_path, max_grad_norm, unfreeze, norms):
     """Also with layers that are unfrozen in mid-training, and are known to the optimizer or not."""
-    watch = compare_with_trainer(tmp_path, unfreeze, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2)
+    micro_batches = 2 if unfreeze is None else 1
+    watch = compare_with_trainer(
+        tmp_path, unfreeze, max_grad_norm=max_grad_norm, gradient_accumulation_steps=micro_batches
+    )
     assert watch.norms == norms and watch.takes == [True] * 6
 
 
