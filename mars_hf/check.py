@@ -37,16 +37,12 @@ def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
     backend = kernels.Backend(module.NAME, module, clips=module.NAME == "compiled")
     for dtype, rule in itertools.product(sorted(module.DTYPES, key=str), rules.RULES):
         moments = ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("exp_avg",)
-        cases = itertools.product((moments, (*moments, "last_grad")), (torch.float32, dtype), ("corrected", "gradient"))
         problems = [
-            kernels.check(
-                backend,
-                device,
-                (("params", dtype), ("grads", dtype), *((name, state) for name in buffers)),
-                rule,
-                second_moment,
-            )
-            for buffers, state, second_moment in (cases if module.is_available(device) else ())
+            kernels.check(backend, device, (("params", dtype), ("grads", dtype), *states), rule, second_moment)
+            for names in (moments, (*moments, "last_grad"))
+            for states in ([(name, state) for name in names] for state in {torch.float32, dtype})
+            for second_moment in ("corrected", "gradient")
+            if module.is_available(device)
         ]
         result = f"differs: {max(problems)}" if any(problems) else "ok" if problems else f"not run ({kernels.NEEDS})"
         yield f"{device} kernels", f"{rule} {dtype}".replace("torch.", ""), result
@@ -69,36 +65,29 @@ def _process_rows(gpus: int) -> Iterator[tuple[str, str, str]]:
 
 def _compare(rank: int, backend: str, folder: str, engine: str) -> None:
     """Train as one of two processes and alone; raise AssertionError if the weights differ."""
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
+    dist.init_process_group(backend, f"file://{folder}/store", timedelta(minutes=1), world_size=2, rank=rank)
     if backend == "nccl":
         torch.cuda.set_device(device)
     for mars_type in ("mars-adamw", "mars-m"):
-        torch.testing.assert_close(
-            _train(device, mars_type, engine, rank), _train(device, mars_type), rtol=0, atol=5e-6
-        )
+        weights = (_train(device, mars_type, each, rank) for each in (engine, None))
+        torch.testing.assert_close(*weights, rtol=0, atol=5e-6, msg=f"{mars_type}: {{}}".format)
     dist.destroy_process_group()
 
 
-def _train(device: torch.device, mars_type: str, engine: str | None = None, rank: int = 0) -> dict[str, list[Tensor]]:
+def _train(device: torch.device, mars_type: str, engine: str | None, rank: int) -> list[Tensor]:
     """Return the weights of a tiny model after four steps; an engine gives each of two ranks half of a batch."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(12, 23), nn.Tanh(), nn.Linear(23, 7)).to(device)
     batches = torch.randn(4, 8, 12, device=device)
     if engine == "FSDP2":
         fully_shard(model, mesh=dist.init_device_mesh(device.type, (2,)))
-    mars = mars_hf.create(
-        model,
-        mars_type=mars_type,
-        lr=0.03,
-        ns_dtype="float32",
-        process_group=dist.group.WORLD if engine == "DDP" else None,
-    )
+    group = dist.group.WORLD if engine == "DDP" else None
+    mars = mars_hf.create(model, mars_type=mars_type, lr=0.03, ns_dtype="float32", process_group=group)
     wrapped = nn.parallel.DistributedDataParallel(model) if engine == "DDP" else model
     for step, batch in enumerate(batches):
         mars.zero_grad()
         # Losses grow, so that the clip sets in.
         (10.0 ** (step - 1) * wrapped(batch if engine is None else batch[rank::2]).square().mean()).backward()
         mars.step()
-    return {mars_type: [param.full_tensor() if engine == "FSDP2" else param for param in model.parameters()]}
+    return [param.full_tensor() if engine == "FSDP2" else param for param in model.parameters()]
