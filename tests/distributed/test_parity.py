@@ -319,7 +319,7 @@ def test_one_all_reduce_a_step(trained, kind, world, engine, case):
 
 @pytest.mark.parametrize("run", MUON)
 def test_reports_on_deepspeeds_muon(trained, run):
-    """See docs/distributed_tests.md: each step orthogonalizes every matrix once, and groups keep their settings."""
+    """See docs/muon.md: each step orthogonalizes every matrix once, and groups keep their settings."""
     if "bf16" in run and parse(version("deepspeed")) < parse("0.19"):
         pytest.skip("DeepSpeed 0.18 divides bf16 gradients by a scale that no loss had")
     one, found = trained("torch", 1, f"single/{run.partition('/')[2]}"), trained("deepspeed", 1, run)
