@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from mars_hf.distributed.shards import shape_of
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -129,20 +128,17 @@ def of_model(
         for param in (*module.lora_A.parameters(), *module.lora_B.parameters())
     }
     layouts: dict[nn.Parameter, MatrixLayout | str] = {}
-    names: list[str] = []
-    used: set[str] = set()
+    chosen: dict[str, str | None] = {}  # pattern of each parameter, by name
     for path, module in modules.items():
         for leaf, param in module.named_parameters(recurse=False):
             shape = shape_of(param)
             if len(shape) < 2 or not param.requires_grad:
                 continue
             name = f"{path}.{leaf}" if path else leaf
-            names.append(name)
             layout = "adapters of several experts" if param in of_experts else _of_parameter(module, leaf, shape)
             if isinstance(layout, MatrixLayout) and min(matrix_shapes(shape, layout)[0][-2:]) <= 1:
                 layout = "a single row or column"
-            pattern = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-            used.add(pattern or "")
+            pattern = chosen[name] = next((each for each in patterns if fnmatch.fnmatchcase(name, each)), None)
             if pattern is not None:
                 layout = of_shape(shape) if isinstance(layout, str) else layout
                 layout = replace(layout, parts=tuple(patterns[pattern]))
@@ -151,8 +147,8 @@ def of_model(
                 layout = replace(layout, parts=_fused(modules, path, leaf, matrix_shapes(shape, layout)[0]))
             if isinstance(layouts.get(param, ""), str):  # of tied places, one that multiplies activations counts
                 layouts[param] = layout
-    if unused := [pattern for pattern in patterns if pattern not in used]:
-        near = ", ".join(map(repr, difflib.get_close_matches(unused[0].strip("*"), names, n=3, cutoff=0.0)))
+    if unused := [pattern for pattern in patterns if pattern not in chosen.values()]:
+        near = ", ".join(map(repr, difflib.get_close_matches(unused[0].strip("*"), chosen, n=3, cutoff=0.0)))
         raise ValueError(f"split_fused: {unused!r} match no parameter of two or more dimensions; names are like {near}")
     return layouts
 
@@ -165,7 +161,7 @@ def _classes(module: Any) -> list[str]:
 def _of_parameter(module: nn.Module, leaf: str, shape: Sequence[int]) -> MatrixLayout | str:
     """Return how a module multiplies activations with its parameter, or what the parameter is."""
     classes = _classes(module)
-    if leaf == "weight" and isinstance(module, _EMBEDDINGS):
+    if leaf == "weight" and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "embedding"
     if leaf == "weight" and isinstance(module, _CONVOLUTIONS):
         if module.groups > 1:

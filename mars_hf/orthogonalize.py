@@ -387,10 +387,15 @@ class Orthogonalizer:
         chunk_of: dict[int, Any] = dict(zip(alone, chunks_of(alone.values(), sizes, limits), strict=True))
         self.shared = []
         for groups in sorted(members, key=ProcessGroups.order):
-            exchange = self._exchange(groups, members[groups], param_groups, specs, shapes)
+            shared = members[groups]
+            # Exchanges are planned at the first step that has these members.
+            key = groups, tuple((index, place, param.shape, specs.get(param)) for index, place, param in shared)
+            if key not in self._exchanges:
+                self._exchanges[key] = Exchange(groups, _matrices(groups.shards, shared, param_groups, specs, shapes))
+            exchange = self._exchanges[key]
             for number, matrices in enumerate(exchange.rounds):
                 chunk_of |= {matrix.param_index: (len(self.shared), number) for matrix, _ in matrices}
-            present = [i for i, _, param in members[groups] if param.grad is not None and param not in specs]
+            present = [i for i, _, param in shared if param.grad is not None and param not in specs]
             self.shared.append((exchange, present))
         return chunk_of
 
@@ -413,20 +418,6 @@ class Orthogonalizer:
                 if moving:
                     rounds[place, number] = exchange, moving
         return rounds
-
-    def _exchange(
-        self,
-        groups: ProcessGroups,
-        members: Sequence[tuple[int, int, Tensor]],
-        param_groups: Sequence[Mapping[str, Any]],
-        specs: Mapping[Tensor, ShardSpec],
-        shapes: Sequence[torch.Size],
-    ) -> Exchange:
-        """Return the exchange for these members, made at the first step that has them."""
-        key = groups, tuple((index, place, param.shape, specs.get(param)) for index, place, param in members)
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, param_groups, specs, shapes))
-        return self._exchanges[key]
 
 
 def _groups_of(

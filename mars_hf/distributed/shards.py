@@ -171,27 +171,34 @@ class Shards:
         Raises:
             RuntimeError: a tensor is a part of something unknown; the message describes it.
         """
-        specs, index = {}, -1
-        for group, is_wanted in zip(param_groups, wanted, strict=True):
-            for param in group["params"]:
-                index += 1
-                known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
-                is_whole = known is not None and self.shapes[known] == param.shape
-                if not is_wanted or (is_whole and (type(param) in PLAIN or not is_dtensor(param))):
-                    continue
-                spec = self.spec_of(param, index, model)
-                if spec is not None:
-                    specs[param] = spec
+        specs = {}
+        groups = zip(param_groups, wanted, strict=True)
+        params = ((param, is_wanted) for group, is_wanted in groups for param in group["params"])
+        for index, (param, is_wanted) in enumerate(params):
+            known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
+            is_whole = known is not None and self.shapes[known] == param.shape
+            if not is_wanted or (is_whole and (type(param) in PLAIN or not is_dtensor(param))):
+                continue
+            spec = self.spec_of(param, index, model)
+            if spec is not None:
+                specs[param] = spec
         return specs
 
-    def spec_of(self, param: Tensor, index: int, model: weakref.ref[nn.Module] | None = None) -> ShardSpec | None:
+    def spec_of(self, param: Any, index: int, model: weakref.ref[nn.Module] | None = None) -> ShardSpec | None:
         """Return the spec of a DTensor, or of a tensor that the optimizer was not made from; as `locate`."""
         if is_dtensor(param):
-            return self._spec_of_dtensor(param, index)
+            known: dict[Any, ShardSpec | None] = self._meshes.setdefault(param.device_mesh, {})
+            key = (index, param.placements, param.shape, param.to_local().shape)
+            if key not in known:
+                known[key] = spec_of_dtensor(param, index)
+            return known[key]
         reject_parts(param)
         is_known = index < len(self.shapes)
         if param.ndim < 2:
-            spec = self._spec_of_flat(param, model)
+            # Where its parameters are now.
+            originals = [(index, part) for index, ref in self._originals.items() if (part := ref()) is not None]
+            originals = originals or self._find_originals(model)
+            spec = _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals)
             if spec is not None:
                 return spec
             # An unknown engine would have flattened matrices too.
@@ -208,26 +215,11 @@ class Shards:
             self.shapes[index] = param.shape
         return None
 
-    def _spec_of_dtensor(self, tensor: Any, index: int) -> ShardSpec | None:
-        known: dict[Any, ShardSpec | None] = self._meshes.setdefault(tensor.device_mesh, {})
-        key = (index, tensor.placements, tensor.shape, tensor.to_local().shape)
-        if key not in known:
-            known[key] = spec_of_dtensor(tensor, index)
-        return known[key]
-
-    def _spec_of_flat(self, tensor: Tensor, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
-        """Return the spec of a flat tensor of ZeRO, from where its parameters are now."""
-        originals = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
-        if not originals:
-            originals = self._find_originals(model)
-        return _spec_of_zero3(tensor, originals) or _spec_of_zero12(tensor, originals)
-
     def _find_originals(self, model: weakref.ref[nn.Module] | None) -> list[tuple[int, Tensor]]:
         """Find the parameters that DeepSpeed has flattened: those of the model, else among all objects, in 50 ms."""
         module = None if model is None else model()
         originals = self._originals_among(() if module is None else module.parameters())
-        if not originals:
-            originals = self._originals_among(gc.get_objects())
+        originals = originals or self._originals_among(gc.get_objects())
         self._originals = {index: weakref.ref(param) for index, param in originals}
         return originals
 
@@ -289,14 +281,14 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     if shape != part.shape(tensor.shape) if numel else shape.numel():
         raise _unsupported(tensor, f"a part of shape {tuple(shape)} on this rank")
     shards = (Shard(index, 0, numel, tensor.numel(), part),) if numel else ()
-    return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
+    return ShardSpec(shards, _group_over(mesh, cuts), replicas_in_mesh(tensor))
 
 
 def slices_of(tensor: Any) -> Callable[[int], Slice]:
     """Return a function from a rank in the group of a DTensor's spec to the part that it holds."""
     cuts = _cuts(tensor)
-    group = _group_over(tensor.device_mesh, _mesh_dims(cuts))
-    coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
+    ranks = ranks_of(_group_over(tensor.device_mesh, cuts))
+    coordinates = _coordinates(tensor.device_mesh, tuple(ranks))
     return lambda rank: _slice(tensor, cuts, coordinates[rank])
 
 
@@ -327,10 +319,6 @@ def _cuts(tensor: Any) -> _Cuts:
             raise _unsupported(tensor, "a placement other than Shard and Replicate")
         cuts.setdefault(shard[0] % tensor.ndim, []).append((mesh_dim, shard[1]))
     return cuts
-
-
-def _mesh_dims(cuts: _Cuts) -> tuple[int, ...]:
-    return tuple(sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs))
 
 
 def _slice(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Slice:
@@ -380,8 +368,8 @@ def _coordinates(mesh: Any, ranks: tuple[int, ...]) -> list[list[int]]:
     return [(mesh.mesh == rank).nonzero()[0].tolist() for rank in ranks]
 
 
-def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
-    """Return the ranks that differ from this one along some dimensions of a mesh and along no others.
+def _group_over(mesh: Any, cuts: _Cuts) -> Group:
+    """Return the ranks that differ from this one along the dimensions of a mesh in `cuts` and along no others.
 
     Makes a process group, together with those ranks, if the mesh has none: for several dimensions that are not the
     whole world.
@@ -389,6 +377,7 @@ def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
     Raises:
         RuntimeError: a process group cannot be made without ranks outside the mesh.
     """
+    dims = sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs)
     if len(dims) == 1:
         return mesh.get_group(dims[0])
     coordinate = mesh.get_coordinate()
