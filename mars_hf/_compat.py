@@ -11,8 +11,8 @@ import inspect
 import platform
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -120,10 +120,8 @@ def shard_of(placement: Any) -> tuple[int, int] | None:
 
 def is_inside_zero_redundancy_optimizer() -> bool:
     """Tell whether torch's ZeroRedundancyOptimizer is calling: it makes the optimizer of its rank itself."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.optim.zero_redundancy_optimizer":
-        frame = frame.f_back
-    return frame is not None
+    callers = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return "torch.distributed.optim.zero_redundancy_optimizer" in callers
 
 
 def checkpoint_classes(names: Iterable[str]) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,15 +20,7 @@ from torch import Tensor
 from mars_hf import matrix_layouts
 from mars_hf._compat import cpu_multiplies_bfloat16
 from mars_hf.distributed.norms import WholeSums, group_order, wire_device
-from mars_hf.distributed.shards import (
-    PLAIN,
-    Group,
-    ShardSpec,
-    Slice,
-    is_dtensor,
-    replicas_in_mesh,
-    slices_of,
-)
+from mars_hf.distributed.shards import PLAIN, Group, ShardSpec, Slice, is_dtensor, replicas_in_mesh, slices_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.param_groups import rule_of
@@ -88,18 +81,17 @@ def compute_directions(
     Returns:
         New tensors with the shapes and strides of `momenta`, which are not modified.
     """
+    layouts = [each.layout or matrix_layouts.of_shape(m.shape) for m, each in zip(momenta, settings, strict=True)]
     alike: dict[tuple[Any, ...], list[int]] = {}
-    layouts = []
-    for place, (momentum, setting) in enumerate(zip(momenta, settings, strict=True)):
+    for place, setting in enumerate(settings):
         alike.setdefault((setting.coefficients, setting.eps, setting.dtype), []).append(place)
-        layouts.append(setting.layout or matrix_layouts.of_shape(momentum.shape))
     results = list(momenta)
     for (coefficients, eps, dtype), places in alike.items():
         matrices: list[Tensor] = []
         for place in places:
             shapes = matrix_layouts.matrix_shapes(momenta[place].shape, layouts[place])
             parts = matrix_layouts.views(momenta[place], layouts[place])
-            matrices += [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+            matrices += map(Tensor.reshape, parts, shapes)
         orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, out_dtype=out_dtype))
         for place in places:
             results[place] = torch.empty_like(momenta[place], dtype=out_dtype)
@@ -173,11 +165,10 @@ def _divide(matrices: Sequence[Matrix], workers: int, limit: float) -> tuple[lis
 def flops(shape: Sequence[int], layout: MatrixLayout, steps: int) -> float:
     """Return the multiplications and additions of Newton-Schulz on a parameter of this shape, in bfloat16."""
     total = 0.0
-    for matrix in matrix_layouts.matrix_shapes(shape, layout):
-        small, large = sorted(matrix[-2:])
-        count = matrix[0] if layout.batched else 1
+    for *batch, rows, columns in matrix_layouts.matrix_shapes(shape, layout):
+        small, large = sorted((rows, columns))
         # x xᵀ, its product with x, and the square of a (small, small) matrix.
-        total += count * steps * (4.0 * small * small * large + 2.0 * small**3)
+        total += math.prod(batch) * steps * (4.0 * small * small * large + 2.0 * small**3)
     return total
 
 

@@ -39,8 +39,7 @@ class WholeSums:
 
     def add(self, group: Group, indices: Sequence[int], sums: Tensor) -> None:
         """Add sums over shards: one column per index."""
-        total = self._sums[group]
-        total[: len(sums)].index_add_(1, _on(total.device, indices), sums.to(total))
+        self._sums[group][: len(sums)].index_add_(1, _on(self._empty.device, indices), sums.to(self._empty))
 
     def reduce(self, error: Exception | None = None) -> None:
         """Add up the sums of all ranks. Collective.

@@ -281,14 +281,14 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     if shape != part.shape(tensor.shape) if numel else shape.numel():
         raise _unsupported(tensor, f"a part of shape {tuple(shape)} on this rank")
     shards = (Shard(index, 0, numel, tensor.numel(), part),) if numel else ()
-    return ShardSpec(shards, _group_over(mesh, cuts), replicas_in_mesh(tensor))
+    return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
 
 
 def slices_of(tensor: Any) -> Callable[[int], Slice]:
     """Return a function from a rank in the group of a DTensor's spec to the part that it holds."""
     cuts = _cuts(tensor)
-    ranks = ranks_of(_group_over(tensor.device_mesh, cuts))
-    coordinates = _coordinates(tensor.device_mesh, tuple(ranks))
+    group = _group_over(tensor.device_mesh, _mesh_dims(cuts))
+    coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
     return lambda rank: _slice(tensor, cuts, coordinates[rank])
 
 
@@ -319,6 +319,10 @@ def _cuts(tensor: Any) -> _Cuts:
             raise _unsupported(tensor, "a placement other than Shard and Replicate")
         cuts.setdefault(shard[0] % tensor.ndim, []).append((mesh_dim, shard[1]))
     return cuts
+
+
+def _mesh_dims(cuts: _Cuts) -> tuple[int, ...]:
+    return tuple(sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs))
 
 
 def _slice(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Slice:
@@ -368,8 +372,8 @@ def _coordinates(mesh: Any, ranks: tuple[int, ...]) -> list[list[int]]:
     return [(mesh.mesh == rank).nonzero()[0].tolist() for rank in ranks]
 
 
-def _group_over(mesh: Any, cuts: _Cuts) -> Group:
-    """Return the ranks that differ from this one along the dimensions of a mesh in `cuts` and along no others.
+def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
+    """Return the ranks that differ from this one along some dimensions of a mesh and along no others.
 
     Makes a process group, together with those ranks, if the mesh has none: for several dimensions that are not the
     whole world.
@@ -377,7 +381,6 @@ def _group_over(mesh: Any, cuts: _Cuts) -> Group:
     Raises:
         RuntimeError: a process group cannot be made without ranks outside the mesh.
     """
-    dims = sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs)
     if len(dims) == 1:
         return mesh.get_group(dims[0])
     coordinate = mesh.get_coordinate()

@@ -85,9 +85,8 @@ def _cache_folder() -> Path:
     Raises OSError if that cannot be, or if others could write it: its libraries run as this user.
     """
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG specification has relative paths ignored
-        cache = os.path.expanduser("~/.cache")
-    folder = Path(cache) / "mars_hf"
+    # The XDG specification has relative paths ignored.
+    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache")) / "mars_hf"
     if not folder.is_absolute():
         raise FileNotFoundError("the home folder is not known")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

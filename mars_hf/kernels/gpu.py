@@ -46,11 +46,10 @@ KEPT_TABLES = 256
 
 def is_available(device: torch.device) -> bool:
     """Return whether Triton runs on the device: on the CPU under TRITON_INTERPRET=1, for tests."""
-    if gpu_device is None:
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return gpu_device is not None and device.type == "cpu"
+    if gpu_device is None or device.type != "cuda":
         return False
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    if device.type != "cuda" or interpreted:
-        return device.type == "cpu" and interpreted
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -96,14 +95,15 @@ def update(
     lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs]
     names = ("GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ")
     types = dict(zip(names, map(_triton_type, lists), strict=True))
-    device = params[0].device
+    device, lr = params[0].device, options.lr
     counts = _to_device(options.steps, device, torch.float32)
-    lr = options.lr
     rate = lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
     keys = _to_device(options.seeds, device) if options.seeds else None
-    betas = [number for beta in (options.beta1, options.beta2) for number in (beta, _log(beta))]
+    betas = [[beta, math.log(beta) if beta else -math.inf] for beta in (options.beta1, options.beta2)]
     with torch.cuda.device_of(counts):
-        words, tiles = _table(lists, (options.k, options.nesterov, *betas, options.eps, options.weight_decay))
+        words, tiles = _table(
+            lists, (options.k, options.nesterov, *betas[0], *betas[1], options.eps, options.weight_decay)
+        )
         if tiles:
             gpu_device.update[(tiles,)](
                 words, len(params), counts, rate, options.scale, options.last_scales if last_grads else None,
@@ -156,7 +156,3 @@ def _constants(lists: Sequence[list[Tensor]]) -> dict[str, Any]:
 
 def _triton_type(tensors: list[Tensor]) -> Any:
     return getattr(gpu_device.tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta else -math.inf
