@@ -93,8 +93,11 @@ def measure(
 
     def count(optimizer: Any, *_: Any) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        for part, tensors in (("weights", params), ("gradients", [param.grad for param in params]), ("states", states)):
+        for part, tensors in {
+            "weights": params,
+            "gradients": [param.grad for param in params],
+            "states": [value for state in optimizer.state.values() for value in state.values()],
+        }.items():
             parts[part] = sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
     def call() -> object:
@@ -119,24 +122,33 @@ def growth(make: Callable[[Any], Any], train: Callable[..., object], device: tor
 
 
 def report(written: Mapping[str, Any], picture: Path) -> None:
-    """Print the table; draw a bar for each form in a plain loop, and in Trainer where its peak is another one."""
+    """Print the table; draw a bar for each form in a plain loop, and one for Trainer where the peak differs."""
     forms, numel = written["forms"], written["parameters"]
     rows = [(f"{name}, {loop}", row) for name, loops in forms.items() for loop, row in loops.items()]
     header = ["optimizer, loop", *COLORS, "held", "peak", f"growth in {written['steps']:,} steps (bytes)"]
     cells = ([name, *(f"{row[key] / numel:.2f}" for key in header[1:-1]), f"{row['growth']:,}"] for name, row in rows)
     print(f"{written['device']}, {numel / 1e6:.1f}M parameters, bytes each\n\n{interleave.markdown([header, *cells])}")
     drawn = {
-        f"{name}, {loop}": row
+        name if loop == "plain loop" else f"{name}, {loop}": row
         for name, loops in forms.items()
         for loop, row in loops.items()
         if loop == "plain loop" or abs(row["peak"] - loops["plain loop"]["peak"]) > 0.05 * numel
     }
     figure, axes = plt.subplots(figsize=(9, 0.35 * len(drawn) + 1), layout="constrained")
     for index, (part, color) in enumerate(COLORS.items()):
-        left = [sum(row[before] for before in list(COLORS)[:index]) / numel for row in drawn.values()]
-        bars = axes.barh(list(drawn), [row[part] / numel for row in drawn.values()], left=left, color=color, label=part)
+        bars = axes.barh(
+            list(drawn),
+            [row[part] / numel for row in drawn.values()],
+            left=[sum(row[before] for before in list(COLORS)[:index]) / numel for row in drawn.values()],
+            color=color,
+            label=part,
+        )
     axes.bar_label(bars, [f"{row['peak'] / numel:.1f}" for row in drawn.values()], padding=3, fontsize=8)
-    axes.set(xlabel="peak of a training step, bytes a parameter", ylim=(len(drawn) - 0.4, -0.6))
+    axes.set(
+        xlabel="peak of a training step, bytes a parameter",
+        xlim=(0, 1.08 * max(row["peak"] for row in drawn.values()) / numel),
+        ylim=(len(drawn) - 0.4, -0.6),
+    )
     figure.legend(ncols=len(COLORS), loc="outside upper center", frameon=False)
     figure.savefig(picture, dpi=150)
 

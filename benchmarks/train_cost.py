@@ -213,8 +213,10 @@ def exact_bound(blocks: list[Any]) -> float:
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table."""
-    header = ["optimizer", "tokens/s", "MFU", "step (ms)", "clipping and update (ms)", "of the step"]
-    header += ["time / AdamW's (quartiles)", "time / Mars's"]
+    header = [
+        *("optimizer", "tokens/s", "MFU", "step (ms)", "clipping and update (ms)", "of the step"),
+        *("time / AdamW's (quartiles)", "time / Mars's"),
+    ]
     rows = []
     for name, row in result["contenders"].items():
         low, high = row["against_adamw_quartiles"]
