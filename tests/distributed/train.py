@@ -115,18 +115,6 @@ def set_lr(mars: mars_hf.Mars, step: int) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
 
 
-def corrected_norms(mars: mars_hf.Mars, names: dict[Tensor, str]) -> dict[str, float]:
-    """Return the norm of c_t of every MARS parameter, from whole gradients and the state before the step."""
-    norms = {}
-    for group in mars.param_groups:
-        k = group["gamma"] * group["betas"][0] / (1 - group["betas"][0])
-        for param in group["params"]:
-            if param.grad is not None and rule_of(group) != "adamw":
-                last = mars.state[param].get("last_grad", torch.zeros_like(param))
-                norms[names[param]] = torch.linalg.vector_norm(param.grad + k * (param.grad - last)).item()
-    return norms
-
-
 def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     """Return weights and states of an optimizer that steps the model's own (possibly sharded) parameters."""
     results = {}
@@ -173,7 +161,6 @@ class TorchRun:
         self.engine, self.case, self.flags = engine, case, flags or set()
         self.part, self.parts = dist.get_rank(), dist.get_world_size()  # of the data
         self.tokens = Tokens()
-        self.norms: list[dict[str, float]] = []
         self.total_norms: list[Tensor] = []
         self.model: Any = self.build()
         self.wrapped: Any = self.model
@@ -187,7 +174,6 @@ class TorchRun:
             self.mars.process_group = self.wrapped.process_group
         set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
         self.watched = Watched(self.mars, self.flags)
-        self.names = {param: name for name, param in self.model.named_parameters()}
 
     def build(self) -> nn.Module:
         model = build_model(self.case)
@@ -219,8 +205,6 @@ class TorchRun:
             self.backward(step)
             if not self.case.folded:
                 self.total_norms.append(self.clip())
-            if self.engine == "single":
-                self.norms.append(corrected_norms(self.mars, self.names))
             self.mars.step()
             if self.case.folded:
                 self.total_norms.append(self.mars.grad_norm.clone())
@@ -242,8 +226,8 @@ class TorchRun:
 
     def notes(self) -> dict[str, Any]:
         totals = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in self.total_norms]
-        norms = {"corrected_norms": self.norms, "total_norms": [norm.item() for norm in totals]}
-        return {**self.watched.notes(), **norms, "groups": settings_of(self.mars)}
+        norms = [norm.item() for norm in totals]
+        return {**self.watched.notes(), "total_norms": norms, "groups": settings_of(self.mars)}
 
     def close(self) -> None:
         pass
