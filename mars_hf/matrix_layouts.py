@@ -170,9 +170,8 @@ def _of_parameter(module: nn.Module, leaf: str, shape: Sequence[int]) -> MatrixL
     if leaf == "weight" and "Conv1D" in classes:  # of transformers
         return MatrixLayout(transposed=True)
     sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    if leaf == "weight" and (isinstance(module, nn.Linear) or tuple(shape) == sizes):  # sizes: other libraries
-        return MatrixLayout()
-    if isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
+    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or tuple(shape) == sizes)  # sizes: other libraries
+    if is_linear or (isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight")):
         return MatrixLayout()
     if len(shape) == 3 and any(name.endswith("Experts") for name in classes):
         return MatrixLayout(batched=True, transposed=getattr(module, "is_transposed", "Llama4TextExperts" in classes))

@@ -262,8 +262,8 @@ class Exchange:
         # Scatter.
         views = [part.of(directions[matrix.param_index]) for _, matrix, part in coming]
         flat = self._all_to_all(views, received, sent)
-        unpacked = _unpack(flat, [shards[index].shape for _, index in leaving])
-        return {index: part for (_, index), part in zip(leaving, unpacked, strict=True)}
+        indices = [index for _, index in leaving]
+        return dict(zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True))
 
     def _from_replicas(
         self, held: Sequence[tuple[int, int]], results: Mapping[int, Tensor], shards: Mapping[int, Tensor]
@@ -449,10 +449,8 @@ def _matrices(
     matrices = []
     for index, place in sorted({index: place for held in everywhere for index, (place, _) in held.items()}.items()):
         parts = {rank: held[index][1] for rank, held in enumerate(everywhere) if index in held}
-        end = 0
-        for part in sorted(parts.values(), key=lambda part: part.start):
-            end = end + part.length if part.start == end else -1
-        if end != shapes[index].numel():
+        starts, ends = zip(*sorted((part.start, part.start + part.length) for part in parts.values()), strict=True)
+        if (*starts, shapes[index].numel()) != (0, *ends):
             raise RuntimeError(
                 f"unsupported sharding of parameter {index} (shape {tuple(shapes[index])}): the ranks' pieces overlap "
                 "or leave gaps. Supported are DDP, FSDP2, tensor parallelism and ZeRO-1/2/3"

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 import mars_hf
-from mars_hf.kernels import cpu_compiler as compiler
+from mars_hf.kernels import cpu
 from mars_hf.param_groups import rule_of
 from mars_hf.step import build_lists
 
@@ -23,7 +23,7 @@ VOCAB = 64
 
 def _has_compiler() -> bool:
     try:
-        compiler.find_compiler()
+        cpu.find_compiler()
     except RuntimeError:
         return False
     return True

@@ -34,6 +34,7 @@ NEEDS = "GPUs need Triton (pip install triton), CPUs a C++ compiler"
 # Of a check, each in another memory order than a contiguous one: more than a tile of the kernels, less than a block.
 _SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
 _LISTS = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
+Dtypes = tuple[tuple[str, torch.dtype], ...]  # of lists of tensors, by their names
 _failures: dict[torch.device, str] = {}  # why kernels no longer run
 
 logger = logging.getLogger(__name__)
@@ -138,9 +139,7 @@ def kernels_of(device: torch.device) -> ModuleType:
 
 
 @functools.cache
-def check(
-    backend: Backend, device: torch.device, dtypes: tuple[tuple[str, torch.dtype], ...], rule: str, second_moment: str
-) -> str:
+def check(backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, second_moment: str) -> str:
     """Return what kernels compute otherwise than `rules`, "" if nothing; once a process for each set of arguments.
 
     They take the sums and the update of a few small tensors, with and without scales; tensors and random numbers are
@@ -174,12 +173,7 @@ def check(
 
 
 def _compute(
-    backend: Backend,
-    device: torch.device,
-    dtypes: tuple[tuple[str, torch.dtype], ...],
-    rule: str,
-    second_moment: str,
-    scaled: bool,
+    backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, second_moment: str, scaled: bool
 ) -> list[tuple[str, Tensor]]:
     """Return the tensors of a check after an update, and their sums, by name."""
     generator = torch.Generator("cpu").manual_seed(0)

@@ -19,7 +19,6 @@ from helpers import needs_compiler
 
 from mars_hf import rules
 from mars_hf.kernels import cpu as compiled
-from mars_hf.kernels import cpu_compiler as compiler
 
 ROW = 4096  # elements that have one partial sum
 SIZES = (0, 1, 2, 7, 4095, 4096, 4097, 2 * ROW - 1, 2 * ROW, 2 * ROW + 1, 5 * ROW + 777, 100_003)
@@ -137,7 +136,7 @@ def test_failure_is_logged_once(monkeypatch, caplog):
         raise RuntimeError("no g++")
 
     compiled._library.cache_clear()
-    monkeypatch.setattr(compiled.compiler, "load", failing)
+    monkeypatch.setattr(compiled, "load", failing)
     try:
         with caplog.at_level(logging.WARNING):
             assert not any(compiled.is_available(torch.device("cpu")) for _ in range(2))
@@ -184,15 +183,15 @@ def source(tmp_path) -> Path:
 @pytest.fixture
 def runs(monkeypatch) -> list[list[str]]:
     """Record the compiler's commands."""
-    commands, original = [], compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda command: (commands.append(command), original(command)))
+    commands, original = [], compiled._compile
+    monkeypatch.setattr(compiled, "_compile", lambda command: (commands.append(command), original(command)))
     return commands
 
 
 def test_compiles_once_into_a_private_folder(cache, source, runs):
     umask = os.umask(0)
     try:
-        assert [compiler.load(source).answer() for _ in range(2)] == [42, 42]
+        assert [compiled.load(source).answer() for _ in range(2)] == [42, 42]
     finally:
         os.umask(umask)
     assert len(runs) == len(list(cache.iterdir())) == 1
@@ -201,17 +200,17 @@ def test_compiles_once_into_a_private_folder(cache, source, runs):
 
 
 def test_key_covers_source_and_command(cache, source, runs, monkeypatch):
-    compiler.load(source)
-    monkeypatch.setenv("CXX", f"{compiler.find_compiler()[0]} -DTHREADS=2")
-    assert compiler.load(source).answer() == 42
+    compiled.load(source)
+    monkeypatch.setenv("CXX", f"{compiled.find_compiler()[0]} -DTHREADS=2")
+    assert compiled.load(source).answer() == 42
     source.write_text(SOURCE.replace("40", "50"))
-    assert compiler.load(source).answer() == 52
+    assert compiled.load(source).answer() == 52
     assert len(runs) == len(list(cache.iterdir())) == 3
 
 
 def test_threads_at_once(cache, source):
     with ThreadPoolExecutor(2) as pool:
-        assert [library.answer() for library in pool.map(compiler.load, [source, source])] == [42, 42]
+        assert [library.answer() for library in pool.map(compiled.load, [source, source])] == [42, 42]
     assert len(list(cache.iterdir())) == 1
 
 
@@ -222,10 +221,10 @@ def test_damaged_library_is_compiled_again(cache, source, runs, monkeypatch, con
 
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(ctypes, "CDLL", refuse)  # a loaded library cannot be written to
-        compiler.load(source)
+        compiled.load(source)
     (library,) = cache.iterdir()
     library.write_bytes(content)
-    assert compiler.load(source).answer() == 42
+    assert compiled.load(source).answer() == 42
     assert len(runs) == 2 and library.stat().st_size > 1000
 
 
@@ -253,7 +252,7 @@ BROKEN_FOLDERS = {
 def test_compiles_for_the_process_without_a_private_folder(cache, source, runs, monkeypatch, caplog, case):
     cache.parent.mkdir()
     BROKEN_FOLDERS[case](cache, monkeypatch)
-    assert [compiler.load(source).answer() for _ in range(2)] == [42, 42]
+    assert [compiled.load(source).answer() for _ in range(2)] == [42, 42]
     assert len(runs) == 2  # nothing was kept, nothing taken from there
     monkeypatch.undo()
     assert not [path for path in cache.parents[1].rglob("*") if "answer_" in path.name]
@@ -277,7 +276,7 @@ def test_broken_compiler(cache, source, monkeypatch, cxx, message):
         monkeypatch.setenv("PATH", "")
     else:
         monkeypatch.setenv("CXX", cxx)
-    monkeypatch.setattr(compiler, "TIMEOUT", 0.5)
+    monkeypatch.setattr(compiled, "TIMEOUT", 0.5)
     with pytest.raises(RuntimeError, match=message):
-        compiler.load(source)
+        compiled.load(source)
     assert not list(cache.glob("*"))
