@@ -18,14 +18,10 @@ States = MutableMapping[Tensor, Any]
 Groups = Iterable[Mapping[str, Any]]
 
 
-def corrected_params(param_groups: Groups) -> list[Tensor]:
-    """Return the parameters whose gradients a stale gradient corrects."""
-    return [
-        param
-        for group in param_groups
-        if rule_of(group) != "adamw" and not group["is_approx"]
-        for param in group["params"]
-    ]
+def corrected_params(param_groups: Groups) -> dict[Tensor, Mapping[str, Any]]:
+    """Return the parameters whose gradients a stale gradient corrects, with their groups."""
+    exact = [group for group in param_groups if rule_of(group) != "adamw" and not group["is_approx"]]
+    return {param: group for group in exact for param in group["params"]}
 
 
 def require_stale_gradients(param_groups: Groups, all_states: States, were_approx: Groups, were_supplied: bool) -> None:
@@ -51,45 +47,39 @@ def keep_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -
     """Keep a copy of x_t before the update; skipped if the loop computes stale gradients ahead of time."""
     if any("previous_grad" in state for state in all_states.values()):
         return
-    for group in param_groups:
-        for param in group["params"]:
-            if "previous_param" in all_states.get(param, ()):
-                all_states[param]["previous_param"].copy_(param)
-            elif param.grad is not None:
-                all_states[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
+    for param in (param for group in param_groups for param in group["params"]):
+        if "previous_param" in all_states.get(param, ()):
+            all_states[param]["previous_param"].copy_(param)
+        elif param.grad is not None:
+            all_states[param]["previous_param"] = param.detach().clone(memory_format=torch.preserve_format)
 
 
 @torch.no_grad()
 def exchange_params(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> None:
     """Exchange x_t and x_{t-1} in place, for parameters that have both."""
-    for group in param_groups:
-        for param in group["params"]:
-            if "previous_param" in all_states.get(param, ()):
-                current, previous = local(param), local(all_states[param]["previous_param"])
-                copy = current.clone()
-                current.copy_(previous)
-                previous.copy_(copy)
+    for param in (param for group in param_groups for param in group["params"]):
+        if "previous_param" in all_states.get(param, ()):
+            current, previous = local(param), local(all_states[param]["previous_param"])
+            copy = current.clone()
+            current.copy_(previous)
+            previous.copy_(copy)
 
 
 @torch.no_grad()
 def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: States) -> bool:
     """Copy the gradients as this batch's stale gradients; return whether any parameter uses one."""
-    uses_any = False
     place_gradients(param_groups)
-    for group in param_groups:
-        for param in group["params"] if rule_of(group) != "adamw" and not group["is_approx"] else ():
-            uses_any = True
-            all_states.get(param, {}).pop("previous_grad", None)
-            if param.grad is not None:
-                check_gradient(param, param.grad)
-                dtype = states.dtype_of(param, group, all_states[param])
-                gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
-                kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-                local(kept).copy_(gradient)
-                if group["maximize"]:
-                    local(kept).neg_()
-                all_states[param]["previous_grad"] = kept
-    return uses_any
+    corrected = corrected_params(param_groups)
+    for param, group in corrected.items():
+        all_states.get(param, {}).pop("previous_grad", None)
+        if param.grad is not None:
+            check_gradient(param, param.grad)
+            dtype = states.dtype_of(param, group, all_states[param])
+            gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
+            kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            local(kept).copy_(-gradient if group["maximize"] else gradient)
+            all_states[param]["previous_grad"] = kept
+    return bool(corrected)
 
 
 def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:

@@ -31,7 +31,17 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> t
     """
     check(param, state)
     if lacks_last_grad(group, state):
-        raise _last_grad_error(param, group)
+        shape = tuple(param.shape)
+        if "gamma_of_average" in group:
+            raise RuntimeError(
+                f"a parameter of shape {shape} has no last gradient, which clip_threshold={group['clip_threshold']!r} "
+                f"and second_moment={group['second_moment']!r} need and the steps before did not. Set both back, or "
+                "start the run with clip_threshold=1e30 (keeps last gradients, never clips)"
+            )
+        raise RuntimeError(
+            f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own "
+            "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+        )
     state["step"] = step_of(state.get("step", 0))
     keys = buffers_of(param, group, state)
     for key in keys:
@@ -110,15 +120,11 @@ def check(
                     "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
                     "size cannot be resumed: start with a fresh optimizer"
                 )
-            if value.is_neg():
+            if value.is_neg() or (0 in value.stride() and is_expanded(value)):
+                view = "a negated view" if value.is_neg() else f"expanded (strides {value.stride()})"
                 raise UnfitStateError(
-                    f"{key} of a parameter of shape {tuple(param.shape)} is a negated view; replace it with its "
-                    ".resolve_neg()"
-                )
-            if 0 in value.stride() and is_expanded(value):
-                raise UnfitStateError(
-                    f"{key} of a parameter of shape {tuple(param.shape)} is expanded (strides {value.stride()}): its "
-                    "elements share memory and cannot be updated; replace it with its .clone()"
+                    f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
+                    "it with its .clone()"
                 )
 
 
@@ -142,18 +148,14 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
                 f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
                 f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
             )
-        for key in ("role", "mars_type", "is_approx"):
-            if saved[key] != group[key]:
+        was, now = ({**one, "layout": matrix_layouts.to_plain(one.get("layout"))} for one in (saved, group))
+        for key in ("role", "mars_type", "is_approx", "layout"):
+            if was[key] != now[key]:
                 raise ValueError(
-                    f"param group {index} was saved with {key}={saved[key]!r} and is {group[key]!r} here; build the "
-                    "optimizer from the same parameters, in the same order and with the same settings, as when it "
-                    "was saved"
+                    f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
+                    "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
+                    "split_fused) as when it was saved"
                 )
-        if matrix_layouts.to_plain(saved.get("layout")) != matrix_layouts.to_plain(group["layout"]):
-            raise ValueError(
-                f"param group {index} was saved with layout={saved.get('layout')!r} and is {group['layout']!r} here; "
-                "build the optimizer with the split_fused it was saved with"
-            )
         try:
             settings.check(saved)
         except ValueError as error:
@@ -181,21 +183,6 @@ def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     return list(zip(ids, params, strict=False))  # torch complains of other lengths
 
 
-def _last_grad_error(param: Tensor, group: Mapping[str, Any]) -> RuntimeError:
-    shape = tuple(param.shape)
-    if "gamma_of_average" in group:
-        return RuntimeError(
-            f"a parameter of shape {shape} has no last gradient, which clip_threshold={group['clip_threshold']!r} and "
-            f"second_moment={group['second_moment']!r} need and the steps before did not. Set both back, or start the "
-            "run with clip_threshold=1e30 (keeps last gradients, never clips)"
-        )
-    return RuntimeError(
-        f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own converter "
-        "drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
-    )
-
-
 def _look(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
-    return repr(value)
+    is_tensor = isinstance(value, Tensor)
+    return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}" if is_tensor else repr(value)
