@@ -201,10 +201,9 @@ class Exchange:
     def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
         """Plan."""
         self.groups = groups
-        sizes = [
+        (self._ranks, self._rank), (self._replicas, self._replica) = (
             (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group)) for group in groups[:2]
-        ]
-        (self._ranks, self._rank), (self._replicas, self._replica) = sizes
+        )
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
 
     @torch.no_grad()
@@ -257,7 +256,7 @@ class Exchange:
         if views:
             torch._foreach_copy_(views, _unpack(flat, [view.shape for view in views]))
         # Orthogonalize.
-        results = [result.contiguous() for result in work(owned, list(wholes.values()))]
+        results = map(Tensor.contiguous, work(owned, list(wholes.values())))
         directions = dict(zip(wholes, results, strict=True))
         # Scatter.
         views = [part.of(directions[matrix.param_index]) for _, matrix, part in coming]
@@ -295,10 +294,9 @@ class Exchange:
 
     def _all_to_all(self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
         """Send the elements of some tensors, `leaving` of them to each rank, and return those that come."""
-        packed, received = self._pack(tensors), self._empty((sum(coming),))
-        size = packed.element_size()
+        received, size = self._empty((sum(coming),)), self.groups.dtype.itemsize
         counts, sent = [numel * size for numel in coming], [numel * size for numel in leaving]
-        dist.all_to_all_single(_bytes(received), _bytes(packed), counts, sent, group=self.groups.shards)
+        dist.all_to_all_single(_bytes(received), _bytes(self._pack(tensors)), counts, sent, group=self.groups.shards)
         return received
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:

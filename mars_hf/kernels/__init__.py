@@ -33,7 +33,6 @@ COMPILED_FROM = 1_000_000
 NEEDS = "GPUs need Triton (pip install triton), CPUs a C++ compiler"
 # Of a check, each in another memory order than a contiguous one: more than a tile of the kernels, less than a block.
 _SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
-_LISTS = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of lists of tensors, by their names
 _failures: dict[torch.device, str] = {}  # why kernels no longer run
 
@@ -177,7 +176,9 @@ def _compute(
 ) -> list[tuple[str, Tensor]]:
     """Return the tensors of a check after an update, and their sums, by name."""
     generator = torch.Generator("cpu").manual_seed(0)
-    lists: dict[str, list[Tensor]] = {name: [] for name in _LISTS}
+    lists: dict[str, list[Tensor]] = {
+        name: [] for name in ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
+    }
     for name, dtype in dtypes:
         lists[name] = [
             torch.randn(offset + shape.numel(), dtype=torch.float32, device="cpu", generator=generator)
