@@ -140,8 +140,7 @@ def of_model(
                 layout = "a single row or column"
             pattern = chosen[name] = next((each for each in patterns if fnmatch.fnmatchcase(name, each)), None)
             if pattern is not None:
-                layout = of_shape(shape) if isinstance(layout, str) else layout
-                layout = replace(layout, parts=tuple(patterns[pattern]))
+                layout = replace(of_shape(shape) if isinstance(layout, str) else layout, parts=tuple(patterns[pattern]))
                 check(shape, layout)
             elif split_fused == "auto" and isinstance(layout, MatrixLayout):
                 layout = replace(layout, parts=_fused(modules, path, leaf, matrix_shapes(shape, layout)[0]))

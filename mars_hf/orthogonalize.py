@@ -287,10 +287,11 @@ class Exchange:
             ]
             for send in sends:
                 send.wait()
-        directions: dict[int, Tensor] = {}
-        for indices, flat in zip(blocks, flats, strict=True):
-            directions |= zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True)
-        return directions
+        return {
+            index: part
+            for indices, flat in zip(blocks, flats, strict=True)
+            for index, part in zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True)
+        }
 
     def _all_to_all(self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
         """Send the elements of some tensors, `leaving` of them to each rank, and return those that come."""
@@ -403,8 +404,7 @@ class Orthogonalizer:
         for place, (exchange, _) in enumerate(self.shared):
             present = whole.present(exchange.groups.shards or exchange.groups.replicas)
             for number, matrices in enumerate(exchange.rounds):
-                moving = [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]
-                if moving:
+                if moving := [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]:
                     rounds[place, number] = exchange, moving
         return rounds
 

@@ -177,10 +177,8 @@ class Shards:
         for index, (param, is_wanted) in enumerate(params):
             known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
             is_whole = known is not None and self.shapes[known] == param.shape
-            if not is_wanted or (is_whole and (type(param) in PLAIN or not is_dtensor(param))):
-                continue
-            spec = self.spec_of(param, index, model)
-            if spec is not None:
+            needs_spec = is_wanted and not (is_whole and (type(param) in PLAIN or not is_dtensor(param)))
+            if needs_spec and (spec := self.spec_of(param, index, model)) is not None:
                 specs[param] = spec
         return specs
 
@@ -198,8 +196,7 @@ class Shards:
             # Where its parameters are now.
             originals = [(index, part) for index, ref in self._originals.items() if (part := ref()) is not None]
             originals = originals or self._find_originals(model)
-            spec = _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals)
-            if spec is not None:
+            if spec := _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals):
                 return spec
             # An unknown engine would have flattened matrices too.
             if self._originals or (is_known and self._roles[index] != "vector"):
@@ -447,11 +444,10 @@ def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> Shar
     for index, param in originals:
         engine: Any = getattr(param, "_z3_optimizer", None)
         position = None if engine is None else engine.grad_position.get(engine.get_param_id(param))
-        if position is None:  # frozen
+        # None: frozen.
+        if position is None or engine.fp32_partitioned_groups_flat[position[0]] is not tensor:
             continue
-        sub_group, start, partition = position
-        if engine.fp32_partitioned_groups_flat[sub_group] is not tensor:
-            continue
+        _, start, partition = position
         group = param.ds_process_group
         first = dist.get_rank(group) * partition
         numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded
