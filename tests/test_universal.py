@@ -27,7 +27,6 @@ from torch import Tensor, nn
 import mars_hf
 from mars_hf import universal
 from mars_hf.__main__ import main
-from mars_hf.universal import engines
 
 WORLD = 2
 SIZES = {"weight": (3, 5), "bias": (3,)}
@@ -170,7 +169,7 @@ def by_engine(folder: Path, **settings: Any) -> None:
     names, optimizer = {param: name for name, param in model.named_parameters()}, mars_hf.create(model, **settings)
     engine = SimpleNamespace(optimizer=optimizer, param_names=names, groups=[[param] for param in names])
     original = mock.Mock(side_effect=lambda _, zero: torch.load(f"{zero}/zero/optimizer_state.pt", weights_only=False))
-    engines.load_zero12(original, engine, "groups", str(folder))
+    universal.load_zero12(original, engine, "groups", str(folder))
     original.assert_called_once_with("groups", str(folder))
 
 
@@ -344,9 +343,9 @@ def test_other_folders_and_optimizers(zero2, converted):
     with pytest.raises(ValueError, match="not a plain parameter of this model"):
         universal.load(converted, nn.Linear(5, 3), mars_hf.create(nn.Linear(5, 3)))
     with pytest.raises(ValueError, match="round_robin_gradients"):
-        engines.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
+        universal.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
     with pytest.raises(ValueError, match="NVMe"):
-        engines.load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")
+        universal.load_zero3(pytest.fail, SimpleNamespace(swap_optimizer=True), "folder")
 
 
 @pytest.mark.parametrize(
@@ -448,13 +447,12 @@ REAL = """
 import os, sys, torch, mars_hf
 from pathlib import Path
 from mars_hf import _compat, universal
-from mars_hf.universal import checkpoint
 folder = Path(sys.argv[1])
 found = _compat.checkpoint_classes(_compat.CHECKPOINT_CLASSES)
 constant, dynamic, stage, address = found
 content = [constant(2.0), dynamic(2.0, 2.0, 1, 1.0, 1, False, False), stage(2), address(numel=3, start=1)]
 torch.save(content, folder / "classes.pt")
-read = checkpoint.read(folder / "classes.pt")
+read = universal.read(folder / "classes.pt")
 assert [type(one) for one in read] == found and read[2:] == content[2:]
 
 torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
@@ -78,8 +79,7 @@ class StalePass(TrainerCallback):
             for index, inputs in enumerate(batches):
                 self._pending.append(self._backward(inputs, last=index == len(batches) - 1))
         self._commit(mars)
-        restore_first_random_state = self._pending[0][0]
-        restore_first_random_state()
+        self._pending[0][0]()  # the random state of the first
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class StalePass(TrainerCallback):
     def _aside(self) -> Iterator[None]:
         """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
         attributes = vars(self._trainer)
-        before: dict[str, Any] = dict(attributes)
+        before = dict(attributes)
         losses = [value for value in before.values() if isinstance(value, nn.Module) and value.training]
         gradient_state = self._trainer.accelerator.gradient_state
         sync_gradients = gradient_state.sync_gradients
@@ -196,16 +196,18 @@ class StalePass(TrainerCallback):
 
 def _capture_random_state(device: torch.device) -> Callable[[], None]:
     """Return what restores the generators that a forward pass may use: Python's, NumPy's, torch's."""
-    state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    on_device = None if accelerator is None else accelerator.get_rng_state(device)
+    kept: list[tuple[Callable[[Any], None], Any]] = [
+        (random.setstate, random.getstate()),
+        (numpy.random.set_state, numpy.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if device.type not in ("cpu", "meta"):
+        accelerator = torch.get_device_module(device)
+        kept.append((functools.partial(accelerator.set_rng_state, device=device), accelerator.get_rng_state(device)))
 
     def restore() -> None:
-        random.setstate(state[0])
-        numpy.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-        if accelerator is not None:
-            accelerator.set_rng_state(on_device, device)
+        for set_state, state in kept:
+            set_state(state)
 
     return restore
 
@@ -239,13 +241,11 @@ def _copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, MutableMapping):
         result = copy.copy(value)
-        for key, entry in value.items():
+        for key, entry in value.items():  # not every class has update()
             result[key] = _copied(entry)
         return result
     if isinstance(value, (list, tuple)):
-        entries = [_copied(entry) for entry in value]
-        if type(value) is list:
-            return entries
+        entries = map(_copied, value)
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value
 
@@ -271,9 +271,9 @@ def _tensors(value: Any, place: str = "inputs") -> Iterator[tuple[str, Tensor]]:
 
 def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm of all gradients, over all ranks that hold parts of them; torch's takes one mesh only."""
-    meshes: dict[Any, list[Any]] = {}
+    meshes: defaultdict[Any, list[Any]] = defaultdict(list)
     for param in params:
-        meshes.setdefault(getattr(param.grad, "device_mesh", None), []).append(param.grad)
+        meshes[getattr(param.grad, "device_mesh", None)].append(param.grad)
     norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in meshes.values()]
     norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)

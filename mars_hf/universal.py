@@ -1,0 +1,369 @@
+"""DeepSpeed's universal checkpoints with all of an optimizer's state, for another number of processes.
+
+DeepSpeed's own converter writes Adam's two moments only, which loses the last gradient. Its loader for ZeRO-1/2 takes
+what `to_universal` writes; that for ZeRO-3 takes Adam's states alone and gives every group the settings of the
+first, which `extend_deepspeed` mends. Nothing in the files runs: `torch.load(weights_only=True)` reads them, with four
+classes of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from mars_hf import _compat, settings
+from mars_hf.distributed.shards import shape_of
+from mars_hf.optimizer import Mars
+from mars_hf.saved_settings import write_whole
+from mars_hf.states import lacks_last_grad
+
+__all__ = ["extend_deepspeed", "load", "to_universal"]
+
+WEIGHTS = "fp32"
+_REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+_MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, model: nn.Module, optimizer: Mars) -> None:
+    """Read a universal checkpoint into the parameters of one process, with or without DDP, and their optimizer.
+
+    Frozen parameters and buffers stay as they are, as under DeepSpeed.
+
+    Args:
+        folder: what `to_universal` wrote.
+        model: the model that the optimizer was built from.
+        optimizer: built as the saved one was; takes its state and the settings of its groups.
+
+    Raises:
+        ValueError: no universal checkpoint, a damaged one, or one of another model or optimizer. Nothing has changed.
+    """
+    zero = Path(folder) / "zero"
+    names = {param: name for name, param in model.named_parameters()}
+    weights: dict[Tensor, Tensor] = {}
+    states: dict[int, dict[str, Tensor]] = {}
+    numbered = []
+    for saved, group in zip(read_groups(zero, optimizer), optimizer.param_groups, strict=True):
+        first = len(states)
+        for index, param in enumerate(group["params"], first):
+            if type(param.data) is not Tensor or param not in names:
+                what = f"parameter {index} of the optimizer ({type(param.data).__name__}, {tuple(param.shape)})"
+                raise ValueError(f"{what} is not a plain parameter of this model; load before it is sharded or wrapped")
+            states[index] = read_parameter(zero / names[param], param, saved)
+            weights[param] = states[index].pop(WEIGHTS)
+        numbered.append({**saved, "params": list(range(first, len(states)))})
+    optimizer.load_state_dict({"state": states, "param_groups": numbered})
+    with torch.no_grad():
+        for param, weight in weights.items():
+            param.copy_(weight)
+
+
+def read(file: Path) -> Any:
+    """Return what torch.save wrote; tensors stay on disk until they are used.
+
+    ValueError if it is missing, damaged, or holds more than tensors, plain values and `_compat.CHECKPOINT_CLASSES`.
+    """
+    try:
+        classes = _compat.checkpoint_classes(get_unsafe_globals_in_checkpoint(str(file)))
+        with safe_globals(classes):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except ImportError as error:
+        reason = f"classes of DeepSpeed, which cannot be imported ({error})"
+        raise ValueError(f"{file} holds {reason}; pip install 'mars_hf[deepspeed]'") from None
+    except Exception as error:  # a damaged file can raise anything
+        # torch adds advice to read without protection; what it raised first says what was found.
+        reason = (str(error.__context__ or error).strip() or type(error).__name__).splitlines()[0][:150]
+        remedy = "take another checkpoint, or give a class that you trust to torch.serialization.add_safe_globals"
+        raise ValueError(f"{file} cannot be read ({reason}); {remedy}") from None
+
+
+@contextlib.contextmanager
+def known_layout(file: Path) -> Iterator[None]:
+    """Turn what a surprising content raises into a ValueError that names the file."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is not laid out as expected ({reason}); is it of another DeepSpeed?") from error
+
+
+def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
+    """Return the saved groups; ValueError for a bad setting, or if their roles are not those of the optimizer's."""
+    file = zero / "optimizer_state.pt"
+    if not file.is_file():
+        raise ValueError(f"{zero.parent} is not a universal checkpoint (no zero/{file.name} in it); {_REMEDY}")
+    with known_layout(file):
+        groups: list[dict[str, Any]] = list(read(file)["param_groups"])
+        saved, roles = [group["role"] for group in groups], [group["role"] for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        try:
+            settings.check(group)
+        except ValueError as error:
+            raise ValueError(f"{file}, param group {index}: {error}") from None
+    if saved != roles:
+        remedy = "build it from the same parameters, with the same settings, as when it was saved"
+        raise ValueError(f"the checkpoint has groups of roles {saved}, this optimizer of {roles}; {remedy}")
+    return groups
+
+
+def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's weights and states; ValueError unless all that it needs are there, in its shape."""
+    if not folder.is_dir():
+        raise ValueError(f"the checkpoint has no parameter {folder.name!r} (no folder {folder})")
+    values = {}
+    for file in sorted(folder.glob("*.pt")):
+        with known_layout(file):
+            saved = read(file)
+            value = saved["param"] if isinstance(saved, dict) else saved
+            values[file.stem] = step_of(value) if file.stem == "step" else value
+    if WEIGHTS not in values:
+        raise ValueError(f"{folder} holds no weights ({WEIGHTS}.pt): this universal checkpoint is incomplete")
+    if lacks_last_grad(group, values):
+        raise ValueError(f"{folder} holds no last gradient, as if DeepSpeed's own converter had made it; {_REMEDY}")
+    for key, value in values.items():
+        if not is_plain(value):
+            raise ValueError(f"{folder / key}.pt holds {type(value).__name__} and should hold a tensor; convert anew")
+        if key != "step" and value.shape != shape_of(param):
+            what = "" if key == WEIGHTS else f"the state {key!r} of "
+            shapes = f"shape {tuple(value.shape)} in {folder.parent.parent} and {tuple(shape_of(param))} here"
+            raise ValueError(f"{what}{folder.name} has {shapes}; load the checkpoint of a model of this shape")
+    return values
+
+
+def step_of(value: Any) -> Tensor:
+    """Return a step counter of our own; others may keep a number. TypeError for anything else."""
+    if not isinstance(value, (int, float)) and not (is_plain(value) and value.numel() == 1):
+        raise TypeError(f"a step counter is {type(value).__name__}")
+    return torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a dense tensor in memory whose every element was stored."""
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    return is_dense and value.is_contiguous()  # an expanded one would ask for more memory than the file has
+
+
+# --- converting -------------------------------------------------------------------------------------------------------
+
+
+class Rank(NamedTuple):
+    """What one rank saved: flat partitions of weights, their states, and where in them which parameter is."""
+
+    zero3: bool
+    weights: list[Tensor]
+    states: list[dict[str, Any]]
+    offsets: list[dict[str, tuple[int, int]]]  # start and length
+    common: dict[str, Any]
+
+
+def to_universal(source: str | Path, target: str | Path) -> None:
+    """Convert a DeepSpeed ZeRO checkpoint into a universal one, and name it in `latest_universal` beside it.
+
+    `target` is there only if it is complete. Whole parameters are made one at a time.
+
+    Args:
+        source: folder with the `*_optim_states.pt` of all ranks, such as `checkpoint-10/global_step10`.
+        target: new folder beside it, such as `checkpoint-10/global_step10_universal`.
+
+    Raises:
+        ValueError: `source` is no such checkpoint, incomplete, damaged or of an unknown layout, or `target` exists.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists():
+        raise ValueError(f"{target} exists already; give a new folder, or remove it")
+    with known_layout(source):
+        ranks, model, shapes = _read_zero(source)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with known_layout(source):
+            _write_parameters(ranks, shapes, partial / "zero")
+            # Of the states ZeRO-3 asks for one step counter.
+            step = next((step_of(state["step"]) for state in ranks[0].states if "step" in state), None)
+            state = {"state": {0: {"step": step}}, "param_groups": ranks[0].common["param_groups"]}
+        torch.save({**ranks[0].common, "optimizer_state_dict": state}, partial / "zero" / "optimizer_state.pt")
+        # ZeRO-1/2 and ZeRO-3 look for different files, which DeepSpeed unpickles: they hold what was read here.
+        torch.save(model, partial / _MODEL_FILES[ranks[0].zero3])
+        torch.save({**model, "module": {}}, partial / _MODEL_FILES[not ranks[0].zero3])
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    write_whole(target.with_name("latest_universal"), target.name)
+
+
+def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:
+    """Return what all ranks saved, the content of the model's file, and the shapes of all parameters."""
+    files = {}
+    for file in folder.glob("*_optim_states.pt"):
+        match = _OPTIMIZER_FILE.fullmatch(file.name)
+        if match is None or int(match[2]):
+            raise ValueError(f"{file} belongs to expert or tensor parallelism, which mars_hf does not know")
+        files[int(match[1])] = file
+    if not files:
+        remedy = "give the folder that holds them, such as checkpoint-10/global_step10"
+        raise ValueError(f"{folder} is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it; {remedy}")
+    model_file = next((folder / name for name in _MODEL_FILES.values() if (folder / name).is_file()), None)
+    if model_file is None:
+        raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
+    model = read(model_file)
+    world = model["dp_world_size"]
+    shapes = {name: torch.Size(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    _refuse_paths(shapes, model_file)
+    if len(files) != world or sorted(files) != list(range(len(files))):
+        raise ValueError(f"{folder} is incomplete: *_optim_states.pt of ranks {sorted(files)} out of {world}")
+    if model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
+        reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"
+        raise ValueError(f"{folder} was saved with {reason}; resume it with the same number of processes")
+    return [_read_rank(files[rank], rank, world, model) for rank in range(world)], model, shapes
+
+
+def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank:
+    saved = read(file)
+    state = saved["optimizer_state_dict"]
+    zero3 = "fp32_flat_groups" in state
+    base = state["optimizer_state_dict" if zero3 else "base_optimizer_state"]
+    if zero3:
+        weights = state["fp32_flat_groups"]
+        offsets = [_zero3_offsets(shapes, rank, world) for shapes in model["param_shapes"]]
+    else:
+        weights = state["single_partition_of_fp32_groups"]
+        offsets = [
+            {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
+            for mapping in state["param_slice_mappings"]
+        ]
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    common = {key: state[key] for key in keys if key in state}
+    common |= {"ds_version": saved["ds_version"], "param_groups": base["param_groups"]}
+    states = [base["state"].get(index, {}) for index in range(len(weights))]
+    _refuse_paths({key for state in states for key in state}, file)
+    return Rank(zero3, weights, states, offsets, common)
+
+
+def _refuse_paths(names: Iterable[Any], file: Path) -> None:
+    """Refuse names out of a file that would lead, as part of a path, out of the folder they are written in."""
+    for name in names:
+        if not isinstance(name, str) or not name.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", name)):
+            raise ValueError(f"{file} names a parameter or state {name!r}, which cannot be the name of a file")
+
+
+def _zero3_offsets(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """Each parameter is cut into equal shares; the last ones may be padded or empty."""
+    offsets, start = {}, 0
+    for name, shape in shapes.items():
+        share = -(-shape.numel() // world)
+        offsets[name] = start, min(share, max(0, shape.numel() - rank * share))
+        start += share
+    return offsets
+
+
+def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: Path) -> None:
+    """Make a folder for each parameter, with a file for its weights and each of its states."""
+    from tqdm import tqdm
+
+    names = [(index, name) for index in range(len(ranks[0].offsets)) for rank in ranks for name in rank.offsets[index]]
+    for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
+        (folder / name).mkdir(parents=True)
+        holders = [rank for rank in ranks if name in rank.offsets[index]]
+        for key in (WEIGHTS, *holders[0].states[index]):
+            flat = [rank.weights[index] if key == WEIGHTS else rank.states[index][key] for rank in holders]
+            if key == "step":
+                torch.save(step_of(flat[0]), folder / name / "step.pt")
+                continue
+            if not all(is_plain(value) and value.ndim == 1 for value in flat):
+                raise ValueError(
+                    f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
+                )
+            slices = [slice(start, start + numel) for start, numel in (rank.offsets[index][name] for rank in holders)]
+            whole = torch.cat([value[part] for value, part in zip(flat, slices, strict=True)])
+            if whole.numel() != shapes[name].numel():
+                shape = tuple(shapes[name])
+                raise ValueError(f"{key} of {name} has {whole.numel()} elements on all ranks and should have {shape}")
+            torch.save({"param": whole.view(shapes[name]), "cat_dim": 0}, folder / name / f"{key}.pt")
+
+
+# --- under DeepSpeed --------------------------------------------------------------------------------------------------
+
+
+def extend_deepspeed() -> None:
+    """Let DeepSpeed load universal checkpoints of a `Mars` whole; making one calls this if DeepSpeed is imported."""
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    for kind, name, loader in (
+        (ZeROOptimizer, "load_hp_checkpoint_state_from_checkpoint_dir", load_zero12),
+        (DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", load_zero3),
+    ):
+        _compat.replace_once(kind, name, functools.partial(_for_mars, loader))
+
+
+def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def load(engine: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(engine.optimizer, Mars):
+            loader(functools.partial(original, engine), engine, *args, **kwargs)
+        else:
+            original(engine, *args, **kwargs)
+
+    return load
+
+
+def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, checkpoint_dir: str) -> None:
+    """DeepSpeed's loader for ZeRO-1/2 and bf16 takes everything; what is there is checked before."""
+    if getattr(engine, "round_robin_gradients", False):
+        raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
+    _read_all(engine, checkpoint_dir, getattr(engine, groups_name), range(len(engine.optimizer.param_groups)))
+    original(groups_name, checkpoint_dir)
+
+
+def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) -> None:
+    """Weights and global state by DeepSpeed's loader for ZeRO-3, then the states and groups."""
+    if engine.swap_optimizer:
+        raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
+    group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]
+    groups, states = _read_all(engine, checkpoint_dir, engine.fp16_groups, group_of)
+    read_state = engine.load_hp_checkpoint_state
+
+    def read_weights(folder: str, key: str, param: Tensor) -> Tensor:
+        # It insists on Adam's moments, which not all parameters have; they are read below.
+        return read_state(folder, key, param=param) if key == WEIGHTS else torch.empty(0)
+
+    engine.load_hp_checkpoint_state = read_weights
+    try:
+        original(checkpoint_dir)
+    finally:
+        del engine.load_hp_checkpoint_state
+    zero = Path(checkpoint_dir) / "zero"
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
+        folders = [str(zero / engine.param_names[param]) for param in params]
+        state = engine.optimizer.state[flat] = {}
+        for key, value in states[params[0]].items():
+            if key == "step":
+                state[key] = value
+            elif key != WEIGHTS:
+                pieces = [read_state(folder, key, param=param) for folder, param in zip(folders, params, strict=True)]
+                state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
+                state[key][: sum(map(len, pieces))] = torch.cat(pieces)
+
+
+def _read_all(
+    engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]
+) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Tensor]]]:
+    """Check all files, which DeepSpeed reads again in its own way; return the groups and each parameter's states."""
+    zero = Path(checkpoint_dir) / "zero"
+    groups = read_groups(zero, engine.optimizer)
+    members = [(param, groups[index]) for params, index in zip(parts, group_of, strict=True) for param in params]
+    return groups, {param: read_parameter(zero / engine.param_names[param], param, group) for param, group in members}
