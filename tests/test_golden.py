@@ -84,8 +84,8 @@ def test_trajectory_of_the_official_code(file: str, case: str, foreach: bool):
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
     optimizer = mars_hf.Mars(groups_of(params), fused=False, **settings)
     for t in take_steps(optimizer, params, tensors, description, exact=not settings["is_approx"]):
-        for i, param in enumerate(params):
-            torch.testing.assert_close(param.detach(), tensors[f"{case}.{t}.p{i}"], rtol=1e-6, atol=1e-7)
+        expected = [tensors[f"{case}.{t}.p{i}"] for i in range(len(params))]
+        torch.testing.assert_close([param.detach() for param in params], expected, rtol=1e-6, atol=1e-7)
     assert compare_states(optimizer, params, tensors, case) >= 2 * len(params)
 
 
@@ -151,8 +151,7 @@ def test_reference_refuses_an_unknown_rule():
 
 # The official Newton-Schulz rounds to bf16 after each product: 2.4e-2 to 8.6e-2 from the exact iteration, and
 # another order of operations rounds differently. So the trajectory is compared with the official roundings in place of
-# our iteration, which test_newton_schulz.py compares with
-# float64.
+# our iteration, which test_newton_schulz.py compares with float64.
 ORTHOGONAL = ("mars-shampoo.1d_adamw", "mars-shampoo.1d_mars", "mars-m", "mars-m.efficient")
 # The order of operations is the same, but the first moment is not exactly the official one: an entry that
 # rounds to the other bf16 neighbour shows in MARS-M, one in thousands.

@@ -404,6 +404,8 @@ def test_ways_into_trainer(tmp_path, way):
 
 
 def test_loaded_state():
-    with_rules, without = mars_hf.create(small(), param_rules=[("*", {"gamma": 0.1})]), mars_hf.create(small())
+    rules = [("*", {"gamma": 0.1, "clip_threshold": None})]
+    with_rules, without = mars_hf.create(small(), param_rules=rules), mars_hf.create(small())
     without.load_state_dict(with_rules.state_dict())
-    assert {(group.get("pattern"), group["gamma"]) for group in without.param_groups} == {(None, 0.1)}
+    settings = [(group.get("pattern"), group["gamma"], group["clip_threshold"]) for group in without.param_groups]
+    assert set(settings) == {(None, 0.1, None)}

@@ -109,8 +109,7 @@ def test_compiled_training_step(settings):
         for step in range(4):
             function(torch.randn(3, 6, generator=torch.Generator().manual_seed(step)))
         results.append([param.detach() for param in params])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
 @needs_compiler

@@ -99,8 +99,9 @@ def test_exact_steps(loop, mars_type, foreach, maximize, clip):
     settings = {**SETTINGS, "mars_type": mars_type, "lr_1d": 5e-3, "clip_threshold": clip, "maximize": maximize}
     optimizer = Mars(params, **settings, is_approx=False, fused=False)
     loop(params, optimizer, range(8))
-    for param, expected in zip(params, straight_line(8, mars_type, maximize, clip), strict=True):
-        torch.testing.assert_close(param.detach(), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        [param.detach() for param in params], straight_line(8, mars_type, maximize, clip), rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

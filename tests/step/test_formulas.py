@@ -195,8 +195,7 @@ def test_gamma_zero_without_clipping_is_torch_adamw():
             for param, gradient in zip(params, gradients(params, step), strict=True):
                 param.grad = gradient
             optimizer.step()
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "gamma", "clip_threshold", "eps", "maximize"])
@@ -216,8 +215,7 @@ def test_settings_are_read_from_each_group_at_each_step(name):
             param.grad = g
             line.step(-g if name == "maximize" and index == 1 and step >= 3 else g)
         optimizer.step()
-        for param, line in zip(params, lines, strict=True):
-            torch.testing.assert_close(param.detach(), line.x, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close([p.detach() for p in params], [line.x for line in lines], rtol=1e-11, atol=1e-12)
 
 
 def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -245,8 +243,7 @@ def test_schedulers(schedule, kind):
         sgd.step()
         for scheduler in schedulers:
             scheduler.step()
-        for param, line in zip(params, lines, strict=True):
-            torch.testing.assert_close(param.detach(), line.x, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close([p.detach() for p in params], [line.x for line in lines], rtol=1e-11, atol=1e-12)
 
 
 # --- extreme numbers -------------------------------------------------------------------------------------------------
@@ -270,8 +267,9 @@ def test_gradients_whose_squares_overflow(fused, implementation, size, dtype, li
             param.grad = grad
             line.step(g)
         optimizer.step()
-        for param, line in zip(params, lines, strict=True):
-            torch.testing.assert_close(param.detach().double(), line.x, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            [p.detach().double() for p in params], [line.x for line in lines], rtol=1e-5, atol=1e-5
+        )
 
 
 @every_implementation
@@ -312,21 +310,6 @@ def test_nan_shows_in_the_parameter(fused, implementation, mars_type, settings):
         assert peak[..., 2].isnan().all()
 
 
-def test_step_that_a_scaler_skips_changes_nothing():
-    params = parameters(torch.float32, ((6, 5), (7,)))
-    optimizer = Mars(params)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))  # the scaler starts with its first loss
-    before = [param.detach().clone() for param in params]
-    for bad in (torch.inf, torch.nan, 1.0):
-        for param, gradient in zip(params, gradients(params, 0), strict=True):
-            param.grad = gradient
-        params[0].grad[1, 1] = bad
-        scaler.step(optimizer)
-        scaler.update()
-        assert all(map(torch.equal, params, before)) == (bad != 1.0) == (not optimizer.state)
-
-
 # --- autocast, closures, rounding -------------------------------------------------------------------------------------
 
 
@@ -350,43 +333,21 @@ def test_autocast_and_metrics_change_no_bit(mars_type, settings, rounding):
 
 
 def test_closure_runs_with_gradients_and_autocast():
-    """Autocast applies to the closure, not to the step's own arithmetic."""
+    """Autocast applies to the closure, not to the step's own arithmetic; its loss is returned as it is, as a tensor."""
     seen = []
     param = nn.Parameter(torch.ones(4, 4))
     optimizer = Mars([param], mars_type="mars-m")
 
-    def closure() -> float:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
         loss = (param @ param).sum()
         seen.append((param @ param).dtype)
         loss.backward()
-        return loss.item()
+        return loss.detach()
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert optimizer.step(closure) == 64.0
+        assert optimizer.step(closure).item() == 64.0
     assert seen == [torch.bfloat16] and (param < 1).all()
-
-
-def test_closures_as_lightning_passes_them():
-    """Each step gets a closure that clears the gradients, runs the batch and returns its loss as a tensor."""
-
-    def run(with_closure: bool) -> tuple[list[Tensor], list[Tensor]]:
-        params = parameters(torch.float32, SHAPES)
-        optimizer, losses = Mars(params, lr=1e-2), []
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = sum(param.square().sum() for param in params)
-            loss.backward()
-            return loss.detach()
-
-        for _ in range(3):
-            losses.append(optimizer.step(closure) if with_closure else closure())
-            if not with_closure:
-                optimizer.step()
-        return [param.detach() for param in params], losses
-
-    params, losses = run(with_closure=True)
-    assert equal((params, losses), run(with_closure=False)) and losses[2] < losses[0]
 
 
 def moved_by_noise(groups: list[int], steps: int = 1, missing: bool = False, **fused: Any) -> list[Tensor]:

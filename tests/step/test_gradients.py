@@ -82,8 +82,7 @@ def test_moved_gradients_change_no_result(loop, max_grad_norm, fused):
         assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
         runs.append(params)
     for other in runs[:2]:
-        for a, b in zip(other, runs[2], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(other, runs[2], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,7 @@ def test_moving_can_be_turned_on_and_off():
                 (view_of_a_buffer if step == 1 and param is params[0] else fresh)(param, step)
             optimizer.step()
         runs.append(params)
-    for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

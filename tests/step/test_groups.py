@@ -130,16 +130,6 @@ def test_thawed_parameters_are_added(named):
     optimizer.load_state_dict(copy.deepcopy(saved))
 
 
-def test_removed_group():
-    params = make()
-    optimizer = Mars(params)
-    train(params, optimizer, 2)
-    del optimizer.param_groups[0]
-    before = params[0].detach().clone()
-    train(params, optimizer, 2)
-    assert torch.equal(before, params[0]) and optimizer.state[params[1]]["step"] == 4
-
-
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 

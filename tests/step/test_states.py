@@ -87,16 +87,6 @@ def test_post_hook_sees_and_changes_the_state():
     assert other.param_groups[0]["lr"] == 0.5
 
 
-def test_saved_settings_win():
-    """All but the norm of the running loop."""
-    model, optimizer = trained(gamma=0.5, clip_threshold=None, max_grad_norm=1.0)
-    twin = copy.deepcopy(model)
-    other = Mars(twin.named_parameters(), max_grad_norm=2.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    group = other.param_groups[0]
-    assert (group["gamma"], group["clip_threshold"], group["max_grad_norm"]) == (0.5, None, 2.0)
-
-
 SHAPES = [(5, 4), (4, 3), (1, 3, 4)]  # as of a resized vocabulary, also with the same number of elements
 VALUES = [("betas", (0.95, 1.5)), ("lr", float("nan")), ("lr", None), ("gamma", "much"), ("eps", -1e-8)]
 WRONG = [

@@ -2,7 +2,7 @@
 
 Left out: what needs GPUs or 64 GB, sparse and complex gradients (refused: test_gradients.py), `foreach`, which is no
 setting of Mars, second-order optimizers, and hooks of steps and state dicts, which are torch's. What torch compares
-between implementations: test_formulas.py.
+between implementations, and groups with rates of their own: test_formulas.py.
 """
 
 from __future__ import annotations
@@ -120,29 +120,6 @@ def test_set_default_dtype_works(configuration):
         assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values())
         runs.append(problem.params)
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
-
-
-# --- groups ----------------------------------------------------------------------------------------------------------
-
-
-@fused_and_plain
-@every_configuration
-def test_param_groups_lr(configuration, fused):
-    """A group at a rate near 0 does not move; the other one does, each by its own settings."""
-    settings = CONFIGURATIONS[configuration]() | {"lr": 1e-3, "weight_decay": 0.0}
-    problem, others = Problem(), [nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2, 2))]
-    before = [param.detach().clone() for param in (*others, *problem.params)]
-    rest = {key: value for key, value in settings.items() if key not in ("lr", "lr_1d")}
-    optimizer = Mars(
-        [{"params": problem.params, "lr": 1e-3}, {"params": others, "lr_1d": 1e-28}], 1e-28, **rest, fused=fused
-    )
-    for _ in range(3):
-        problem.backward()
-        for param in others:
-            param.grad = torch.rand_like(param)
-        optimizer.step()
-    assert all(map(torch.equal, others, before))
-    assert not any(map(torch.equal, problem.params, before[2:]))
 
 
 @fused_and_plain
