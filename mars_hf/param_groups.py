@@ -113,12 +113,6 @@ def param_groups(
         is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
         role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
         settings: dict[str, Any] = {"role": stated.get("role", role)}
-        if stated.get("role") == "matrix" and len(shape_of(param)) < 2:
-            raise ValueError(
-                f"param_rules {param_rules[index].pattern!r}: role='matrix' for {name!r} of shape "
-                f"{tuple(shape_of(param))}; a matrix has two or more dimensions, narrow the pattern or put a rule for "
-                "the vectors before"
-            )
         if settings["role"] == "matrix" and orthogonal:
             known = layouts.get(param)
             settings["layout"] = matrix_layouts.to_plain(known) if isinstance(known, MatrixLayout) else None
@@ -131,9 +125,8 @@ def param_groups(
         group = groups.setdefault((index, place, repr(settings)), {"params": [], **settings})
         group["params"].append((name, param))
         if orthogonal and settings["role"] != "matrix" and param in layouts:
-            reason = layout if role == "adamw" else "bias or norm"
-            if "role" in stated:
-                reason = f"role {stated['role']!r} in param_rules"
+            by_itself = layout if role == "adamw" else "bias or norm"
+            reason = f"role {stated['role']!r} in param_rules" if "role" in stated else by_itself
             group.setdefault("left_out", {})[name] = reason
     if not groups:
         raise ValueError(
@@ -224,7 +217,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     """
     names = [name for name in group if name not in LABEL_KEYS]
     reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
-    group = check(group)
+    group = {"layout": None, **check(group)}
     settings = {**defaults, **group}
     if settings["mars_type"] in ORTHOGONAL_TYPES:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
@@ -242,33 +235,30 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         raise TypeError("params is a set, whose order changes from run to run; use a list")
     entries = [params] if isinstance(params, Tensor) else list(params)
 
-    parts: dict[str, list[Any]] = {role: [] for role in ROLES}
-    layout = group.get("layout")
+    parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
-        param = entry[1] if isinstance(entry, tuple) else entry
+        name, param = entry if isinstance(entry, tuple) else (None, entry)
         if not isinstance(param, Tensor):
             raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
         reject_parts(param)
         shape = shape_of(param)
         role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
         if role == "matrix" and len(shape) < 2:
+            where = f"param_rules {group['pattern']!r}: " if "pattern" in group else ""
+            what = "a parameter" if name is None else repr(name)
             raise ValueError(
-                f"role='matrix' for a parameter of shape {tuple(shape)}; a matrix has two or more dimensions, use "
-                "role='vector'"
+                f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "
+                "role='vector' or a narrower pattern"
             )
-        if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and layout is not None:
-            matrix_layouts.check(shape, MatrixLayout(**layout))
-        parts[role].append(entry)
-    if not entries:
-        parts = {group.get("role", "matrix"): []}
+        if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and group["layout"] is not None:
+            matrix_layouts.check(shape, MatrixLayout(**group["layout"]))
+        parts.setdefault(role, []).append(entry)
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
-    stated["layout"] = layout
     split = []
-    for role, part in parts.items():
-        if part or not entries:
-            one_role = {**stated, "params": part, "role": role}
-            takes_adamw = rule_of({**settings, **one_role}) == "adamw"
-            split.append(one_role | (_vector_settings(group, defaults) if takes_adamw else {}))
+    for role in sorted(parts, key=ROLES.index):
+        one_role = {**stated, "params": parts[role], "role": role}
+        takes_adamw = rule_of({**settings, **one_role}) == "adamw"
+        split.append(one_role | (_vector_settings(group, defaults) if takes_adamw else {}))
     return split
 
 

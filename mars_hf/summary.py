@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,16 +15,15 @@ from mars_hf.param_groups import rule_of
 from mars_hf.settings import GROUP_KEYS
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
-# What belongs to the loop or the matrices, not to the choice of settings.
-_OF_THE_RUN = ("max_grad_norm", "layout")
+# Not what belongs to the loop or the matrices.
+_SHOWN = tuple(key for key in GROUP_KEYS if key not in ("max_grad_norm", "layout"))
 
 
-def summary(param_groups: Iterable[Mapping[str, Any]]) -> str:
+def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`.
 
     The table has a column of patterns if any group has one.
     """
-    param_groups = list(param_groups)
     with_patterns = any("pattern" in group for group in param_groups)
     rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay", *["pattern"] * with_patterns)]
     left_out: dict[str, list[str]] = {}
@@ -73,11 +72,7 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
                 **({"pattern": group["pattern"]} if "pattern" in group else {}),
                 "tensors": len(counts),
                 "parameters": sum(counts),
-                **{
-                    key: group.get(f"initial_{key}", group[key])
-                    for key in GROUP_KEYS
-                    if key in group and key not in _OF_THE_RUN
-                },
+                **{key: group.get(f"initial_{key}", group[key]) for key in _SHOWN if key in group},
                 "lr": float(group.get("max_lr", group.get("initial_lr", group["lr"]))),
             }
         )
@@ -89,11 +84,9 @@ def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> str:
     groups = trained_groups(param_groups, model)
     first = next((group for group in groups if group["rule"] != "adamw"), groups[0])
     form = "approximate" if first["is_approx"] else "exact"
-    roles: dict[str, list[Mapping[str, Any]]] = {}
-    for group in groups:
-        roles.setdefault(group["role"], []).append(group)
     parts = []
-    for role, members in roles.items():
+    for role in dict.fromkeys(group["role"] for group in groups):
+        members = [group for group in groups if group["role"] == role]
         tensors, elements = (sum(group[key] for group in members) for key in ("tensors", "parameters"))
         rates = [f"{lr:.3g}" for lr in sorted({group["lr"] for group in members})]
         lr = "-".join(dict.fromkeys((rates[0], rates[-1])))

@@ -161,8 +161,9 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     for metric, value in (modelcard.parse_log_history(rows)[2] or {}).items():
         metric_type = metric.lower().replace(" ", "_")
         if metric_type not in metric_types and isinstance(value, (int, float)) and math.isfinite(value):
-            task = data.pipeline_tag or "other"
-            results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
+            results.append(
+                EvalResult(data.pipeline_tag or "other", hub_name, name, metric_type, value, metric_name=metric)
+            )
     return results
 
 
