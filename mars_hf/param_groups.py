@@ -6,6 +6,8 @@ The role of a group says what its parameters take: a `matrix` the MARS rule, a `
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +19,6 @@ from mars_hf import matrix_layouts
 from mars_hf.distributed.shards import reject_parts, shape_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
-from mars_hf.param_rules import Rule, assign
 from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
@@ -25,6 +26,7 @@ from mars_hf.settings import (
     LR_1D_RATIO,
     ORTHOGONAL_TYPES,
     ROLES,
+    Rule,
     check,
     reject_unknown,
 )
@@ -86,7 +88,7 @@ def param_groups(
             `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
             orthogonalize, or one that does not fit.
     """
-    rule_indices = assign(model, param_rules) if param_rules else {}
+    rule_indices = _assign(model, param_rules) if param_rules else {}
     layouts: dict[nn.Parameter, MatrixLayout | str] = {}
     if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
         layouts = matrix_layouts.of_model(model, split_fused)
@@ -138,6 +140,34 @@ def param_groups(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
+
+
+def _assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
+    """Map trainable parameters to the first rule, by its index, that matches one of their names (tied ones have more).
+
+    Raises:
+        ValueError: a rule that decides nothing: it matches no trainable parameter, or earlier ones match the same.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    indices: dict[nn.Parameter, int] = {}
+    for index, (pattern, _) in enumerate(rules):
+        trained = [
+            param
+            for param, param_names in names.items()
+            if param.requires_grad and any(fnmatch.fnmatchcase(name, pattern) for name in param_names)
+        ]
+        if all(param in indices for param in trained):
+            free = [name for param in names if param.requires_grad and param not in indices for name in names[param]]
+            near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
+            raise ValueError(
+                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that the rules before it "
+                f"leave; those are named like {', '.join(map(repr, near))}"
+            )
+        for param in trained:
+            indices.setdefault(param, index)
+    return indices
 
 
 def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:

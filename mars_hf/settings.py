@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mars_hf import matrix_layouts, param_rules
+from mars_hf import matrix_layouts
 from mars_hf.newton_schulz import SCHEDULES, coefficients_of
 
 # The rules, and lr_1d / lr where lr_1d is None: that of every published configuration.
@@ -167,10 +169,21 @@ _OTHER_NAMES = {  # of other libraries
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum"), "betas"),
     **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
 }
+_RULES = (
+    "accepted: a list of pairs (pattern, settings), or of mappings with 'pattern' and settings, such as "
+    "[('*.lora_*', {'lr': 1e-3})]"
+)
 
 
 class UnknownHyperparameterError(TypeError, ValueError):
     """Raised for an unknown setting: a TypeError as a keyword, a ValueError as a key of a group or of `optim_args`."""
+
+
+class Rule(NamedTuple):
+    """Settings of the parameters whose name matches a shell pattern."""
+
+    pattern: str
+    settings: Mapping[str, Any]
 
 
 def shown(value: Any) -> str:
@@ -188,7 +201,7 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
     checked = dict(settings)
     for name, value in settings.items():
         if name == "param_rules":
-            checked[name] = [_checked_rule(rule) for rule in param_rules.rules_of(value)]
+            checked[name] = [_checked_rule(rule) for rule in _rules(value)]
         elif name in _KINDS:
             checked[name] = _checked(name, value, _KINDS[name])
     if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
@@ -224,14 +237,58 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
 
 
-def _checked_rule(rule: param_rules.Rule) -> param_rules.Rule:
+def _checked_rule(rule: Rule) -> Rule:
     where = f"param_rules {shown(rule.pattern)}"
     reject_unknown(rule.settings, RULE_KEYS, where)
     values = {name: read(name, value) if isinstance(value, str) else value for name, value in rule.settings.items()}
     try:
-        return param_rules.Rule(rule.pattern, check(values))
+        return Rule(rule.pattern, check(values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _rules(value: Any) -> list[Rule]:
+    """Return rules from pairs, or from mappings with a `pattern`; settings are not checked.
+
+    Raises:
+        ValueError: something of another form, an empty pattern, or a duplicated one.
+    """
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"param_rules={value!r} is not a list of rules; {_RULES}")
+    rules: list[Rule] = []
+    for index, entry in enumerate(value):
+        if isinstance(entry, Mapping) and "pattern" in entry:
+            pattern, settings = entry["pattern"], {key: value for key, value in entry.items() if key != "pattern"}
+        elif isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], Mapping):
+            pattern, settings = entry[0], dict(entry[1])
+        else:
+            raise ValueError(f"param_rules[{index}]={entry!r} is not a rule; {_RULES}")
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"param_rules[{index}]: pattern={pattern!r} is not a shell pattern of names; {_RULES}")
+        if any(pattern == rule.pattern for rule in rules):
+            raise ValueError(f"param_rules: {pattern!r} is duplicated; put its settings into one rule")
+        rules.append(Rule(pattern, settings))
+    return rules
+
+
+def _rules_from_text(text: str) -> list[Rule]:
+    """Return the rules of a JSON list, or of the .json, .yaml or .yml file that the text names; values may be strings.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    import yaml
+
+    is_file = text.lower().endswith((".json", ".yaml", ".yml"))
+    try:
+        # A .json file is YAML, too.
+        value = yaml.safe_load(Path(text).expanduser().read_text(encoding="utf-8")) if is_file else json.loads(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
+            'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
+        ) from None
+    return _rules(value)
 
 
 def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
@@ -255,7 +312,7 @@ def read(name: str, text: str) -> Any:
     if text.lower() in words and text.lower() not in _KINDS[name].names:
         return words[text.lower()]
     if name == "param_rules":
-        return param_rules.from_text(text)
+        return _rules_from_text(text)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
