@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from any_trainer import STEPS, TEXTS, hold_to_straight_lines, tokenizer
-from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
+from helpers import VOCAB, Blocks, arguments, gpt2, mars_trainer, trainer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
 
@@ -109,14 +109,16 @@ def test_wrong_mars_kwargs(tmp_path, named, given, message):
 
 
 class Own(Trainer):
-    """A loss of its own."""
+    """A loss of its own, which may have weights."""
+
+    loss: nn.Module = nn.Identity()
 
     def __init__(self, *args: Any, temperature: float = 2.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.temperature = temperature
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        logits = model(input_ids=inputs["input_ids"]).logits / self.temperature
+        logits = self.loss(model(input_ids=inputs["input_ids"]).logits / self.temperature)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
         return (loss, {"logits": logits}) if return_outputs else loss
 
@@ -153,20 +155,24 @@ class Seen(TrainerCallback):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("kind", [Own, Making])
-def test_overrides_against_straight_lines(tmp_path, kind, exact):
-    """With every argument by its position; the step clips only where the class does not."""
+@pytest.mark.parametrize(("kind", "kind_of_loss"), [(Own, nn.LayerNorm), (Own, nn.Identity), (Making, nn.Identity)])
+def test_overrides_against_straight_lines(tmp_path, kind, kind_of_loss, exact):
+    """With every argument by its position; the step clips only where the class does not.
+
+    A loss may have weights outside the model, as in sentence-transformers: they train, and their gradients are cleared.
+    """
     seen = Seen()
 
     def make(kind: type, optimizer: Callable[[Any], Any]) -> Any:
-        model, args = gpt2(), arguments(tmp_path, max_steps=STEPS)
+        model, args, loss = gpt2(), arguments(tmp_path, max_steps=STEPS), kind_of_loss(VOCAB)
         before = (model, args, default_data_collator, Blocks(), *[None] * 5, [seen])
-        run = kind(*before, (None if issubclass(kind, Making) else optimizer(list(model.parameters())), None))
-        run.optimizer_of = optimizer
+        mars = None if issubclass(kind, Making) else optimizer([*model.parameters(), *loss.parameters()])
+        run = kind(*before, (mars, None))
+        run.optimizer_of, run.loss = optimizer, loss
         return run
 
     run = hold_to_straight_lines(make, kind, exact=exact)
-    assert seen.norms == [None if exact or kind is Making else 1.0] * STEPS
+    assert seen.norms == [None if exact or kind is Making or kind_of_loss is nn.LayerNorm else 1.0] * STEPS
     assert kind is Own or (len(run.norms) == STEPS and max(run.norms) <= 1.0001)
 
 
