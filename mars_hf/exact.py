@@ -33,8 +33,8 @@ def require_stale_gradients(param_groups: Groups, all_states: States, were_appro
         were_approx: groups whose step before was approximate: their last gradients are no stale ones.
         were_supplied: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
     """
-    moving = [param for param in corrected_params(param_groups) if param.grad is not None and param in all_states]
-    moving_states = [all_states[param] for param in moving]
+    moving = (param for param in corrected_params(param_groups) if param.grad is not None)
+    moving_states = [all_states[param] for param in moving if param in all_states]
     were_supplied |= not corrected_params(were_approx) and any("last_grad" in state for state in moving_states)
     if any("step" in state for state in moving_states) and not were_supplied:
         raise RuntimeError(
@@ -86,9 +86,8 @@ def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Make the kept stale gradients the last gradients of the next step."""
     corrected_states = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
     if any("previous_grad" in state for state in corrected_states):
+        drop_stale_gradients(param_groups, all_states)
         for state in corrected_states:
-            state.pop("last_grad", None)
-            state.pop("last_grad_scale", None)
             if "previous_grad" in state:
                 state["last_grad"] = state.pop("previous_grad")
 

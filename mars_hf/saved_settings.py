@@ -107,8 +107,7 @@ def _find(like: str | os.PathLike[str], where: str) -> Path:
 
         return Path(huggingface_hub.hf_hub_download(os.fspath(like), FILE))
     except (ImportError, OSError, ValueError) as error:  # all errors of the Hub are among them
-        reason = shown(" ".join(str(error).split()))
         raise ValueError(
-            f"{where}: no such folder, and the Hub does not give its {FILE} ({type(error).__name__}: {reason}); check "
-            "the name, log in if it is private, or give a local folder"
+            f"{where}: no such folder, and the Hub does not give its {FILE} ({type(error).__name__}: "
+            f"{shown(' '.join(str(error).split()))}); check the name, log in if it is private, or give a local folder"
         ) from None

@@ -76,12 +76,12 @@ def read(file: Path) -> Any:
     ValueError if it is missing, damaged, or holds more than tensors, plain values and `_compat.CHECKPOINT_CLASSES`.
     """
     try:
-        classes = _compat.checkpoint_classes(get_unsafe_globals_in_checkpoint(str(file)))
-        with safe_globals(classes):
+        with safe_globals(_compat.checkpoint_classes(get_unsafe_globals_in_checkpoint(str(file)))):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except ImportError as error:
-        reason = f"classes of DeepSpeed, which cannot be imported ({error})"
-        raise ValueError(f"{file} holds {reason}; pip install 'mars_hf[deepspeed]'") from None
+        raise ValueError(
+            f"{file} holds classes of DeepSpeed, which cannot be imported ({error}); pip install 'mars_hf[deepspeed]'"
+        ) from None
     except Exception as error:  # a damaged file can raise anything
         # torch adds advice to read without protection; what it raised first says what was found.
         reason = (str(error.__context__ or error).strip() or type(error).__name__).splitlines()[0][:150]
@@ -95,8 +95,7 @@ def known_layout(file: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file} is not laid out as expected ({reason}); is it of another DeepSpeed?") from error
+        raise ValueError(f"{file} is not laid out as expected ({error!r}); is it of another DeepSpeed?") from error
 
 
 def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
@@ -183,12 +182,11 @@ def to_universal(source: str | Path, target: str | Path) -> None:
     source, target = Path(source), Path(target)
     if target.exists():
         raise ValueError(f"{target} exists already; give a new folder, or remove it")
-    with known_layout(source):
-        ranks, model, shapes = _read_zero(source)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with known_layout(source):
+            ranks, model, shapes = _read_zero(source)
             _write_parameters(ranks, shapes, partial / "zero")
             # Of the states ZeRO-3 asks for one step counter.
             step = next((step_of(state["step"]) for state in ranks[0].states if "step" in state), None)
@@ -243,9 +241,10 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
             {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
             for mapping in state["param_slice_mappings"]
         ]
-    keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    common = {key: state[key] for key in keys if key in state}
-    common |= {"ds_version": saved["ds_version"], "param_groups": base["param_groups"]}
+    common = {
+        **{key: state[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad") if key in state},
+        **{"ds_version": saved["ds_version"], "param_groups": base["param_groups"]},
+    }
     states = [base["state"].get(index, {}) for index in range(len(weights))]
     _refuse_paths({key for state in states for key in state}, file)
     return Rank(zero3, weights, states, offsets, common)
@@ -285,8 +284,8 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
                 raise ValueError(
                     f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
                 )
-            slices = [slice(start, start + numel) for start, numel in (rank.offsets[index][name] for rank in holders)]
-            whole = torch.cat([value[part] for value, part in zip(flat, slices, strict=True)])
+            places = [rank.offsets[index][name] for rank in holders]
+            whole = torch.cat([value[start:][:numel] for value, (start, numel) in zip(flat, places, strict=True)])
             if whole.numel() != shapes[name].numel():
                 shape = tuple(shapes[name])
                 raise ValueError(f"{key} of {name} has {whole.numel()} elements on all ranks and should have {shape}")

@@ -173,7 +173,7 @@ def _has_ended(trainer: Any) -> bool:
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the section with one row per kind of parameter group; groups may differ in settings without a column."""
-    header = ("group", "rule", *_COLUMNS, *_MARS_COLUMNS)
+    header = ("group", "rule", *_COLUMNS, *_MARS_COLUMNS, "parameters")
     sizes: dict[tuple[str, ...], int] = {}
     for group in groups:
         name = f"{group['role']} `{group['pattern']}`" if "pattern" in group else group["role"]
@@ -181,9 +181,8 @@ def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
         values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
         row = tuple(f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|") for value in values)
         sizes[row] = sizes.get(row, 0) + group.get("parameters", 0)
-    lines = [(*header, "parameters"), ("---",) * (len(header) + 1)]
-    lines += [(*row, f"{size:,}" if size else "") for row, size in sizes.items()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [(*row, f"{size:,}" if size else "") for row, size in sizes.items()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *rows))
     intro = f"[MARS](https://arxiv.org/abs/2411.10438), `mars_hf` {mars_hf.__version__}. Learning rates are the peaks;"
     return f"## Optimizer\n\n{intro} `{saved_settings.FILE}` has every setting.\n\n{table}"
 

@@ -274,8 +274,8 @@ def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:
     meshes: defaultdict[Any, list[Any]] = defaultdict(list)
     for param in params:
         meshes[getattr(param.grad, "device_mesh", None)].append(param.grad)
-    norms: list[Any] = [nn.utils.get_total_norm(grads) for grads in meshes.values()]
-    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+    per_mesh: Iterable[Any] = map(nn.utils.get_total_norm, meshes.values())
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in per_mesh]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
