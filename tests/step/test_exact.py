@@ -30,11 +30,6 @@ def backward(params: list[torch.Tensor], step: int) -> None:
         (param - target).pow(4).sum().mul(0.1).backward()
 
 
-def zero(params: list[torch.Tensor]) -> None:
-    for param in params:
-        param.grad = None
-
-
 def behind(params, optimizer, steps: range) -> None:
     """Compute the stale gradient at the step itself, at the previous step's parameters."""
     for step in steps:
@@ -43,10 +38,10 @@ def behind(params, optimizer, steps: range) -> None:
                 backward(params, step)
             optimizer.update_previous_grad()
             optimizer.update_last_grad()
-            zero(params)
+            optimizer.zero_grad()
         backward(params, step)
         optimizer.step()
-        zero(params)
+        optimizer.zero_grad()
 
 
 def ahead(params, optimizer, steps: range) -> None:
@@ -54,10 +49,10 @@ def ahead(params, optimizer, steps: range) -> None:
     for step in steps:
         backward(params, step + 1)
         optimizer.update_previous_grad()
-        zero(params)
+        optimizer.zero_grad()
         backward(params, step)
         optimizer.step()
-        zero(params)
+        optimizer.zero_grad()
         optimizer.update_last_grad()
 
 
@@ -131,7 +126,7 @@ def test_parameters_without_gradients():
         backward(params, 2)
     optimizer.update_previous_grad()
     optimizer.update_last_grad()
-    zero(params)
+    optimizer.zero_grad()
     backward(params, 2)
     params[0].grad = None
     optimizer.step()
@@ -150,7 +145,7 @@ def test_buffers():
     assert all(set(optimizer.state[param]) == kept for param in params)
     backward(params, 3)
     optimizer.update_previous_grad()
-    zero(params)
+    optimizer.zero_grad()
     optimizer.update_previous_grad()  # those of another batch, which has none
     optimizer.update_last_grad()
     assert all(set(optimizer.state[param]) == kept for param in params)
