@@ -200,10 +200,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
         ends_model = path == "fc" and module is list(model.children())[-1]
         if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
             heads += _last_layers(module)
-    for head in heads:
-        for param in head.parameters():
-            tables.setdefault(param, "head")
-    return tables
+    return dict.fromkeys((param for head in heads for param in head.parameters()), "head") | tables
 
 
 def _outputs(module: nn.Module) -> list[nn.Module]:

@@ -84,8 +84,7 @@ _COEFFICIENTS = Kind(
     lambda value: value in SCHEDULES if isinstance(value, str) else _are_coefficients(value),
     names=tuple(SCHEDULES),
 )
-_TYPE = _one_of(*MARS_TYPES)
-_TYPE = _TYPE._replace(accepted=f"{_TYPE.accepted}; {MUON!r} in create")
+_TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{', '.join(map(repr, MARS_TYPES))}; {MUON!r} in create")
 _SPLIT = Kind(
     "'auto', 'none', or a mapping of name patterns to sizes",
     lambda value: (

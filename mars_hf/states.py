@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mars_hf import matrix_layouts, settings
 from mars_hf.param_groups import rule_of
-from mars_hf.settings import dtype_of as dtype_of_name
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = (
@@ -68,7 +67,7 @@ def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
-        return dtype_of_name(group["state_dtype"])
+        return settings.dtype_of(group["state_dtype"])
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
