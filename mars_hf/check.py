@@ -34,7 +34,7 @@ def run() -> bool:
 def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Yield a row for each dtype and rule: with and without last gradients, states in float32 and in that dtype."""
     module = kernels.kernels_of(device)
-    backend = kernels.Backend(module.NAME, module, clips=module.NAME == "compiled")
+    backend = kernels.Backend(module.NAME, module)
     for dtype, rule in itertools.product(sorted(module.DTYPES, key=str), rules.RULES):
         moments = ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("exp_avg",)
         problems = [

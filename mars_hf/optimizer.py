@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf import _compat, exact, saved_settings, states
 from mars_hf.distributed.norms import WholeSums
@@ -42,6 +43,7 @@ from mars_hf.settings import (
 from mars_hf.step import (
     CC,
     LL,
+    LastNorms,
     TensorList,
     build_lists,
     set_factors,
@@ -148,7 +150,8 @@ class Mars(torch.optim.Optimizer):
         exp_avg_sq: the same; v_t (mars-adamw, vectors and embeddings).
         max_exp_avg_sq: the same; with `amsgrad`.
         last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
-            from `update_last_grad()` to the end of `step()`.
+            from `update_last_grad()` to the end of `step()`. On a CPU its norm is remembered: change it in place or
+            replace it, but do not write through its `.data`, which nothing can see.
         previous_grad: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
         last_grad_scale: 0-d; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
         previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
@@ -188,6 +191,9 @@ class Mars(torch.optim.Optimizer):
     # Set by whoever runs the loop: True lets the step move gradients into the state where that saves a copy, and set
     # `p.grad` to None. Views, sharded gradients and gradients of another dtype than the state's are copied.
     take_grad = False
+
+    # Norms of the last gradients that the step before has left; a write through `.data` does not show in them.
+    _last_norms: LastNorms | None = None
 
     # Steps parameters inside backward; None leaves all of them to `step()`.
     _release: GradientRelease | None = None
@@ -323,6 +329,7 @@ class Mars(torch.optim.Optimizer):
             self.register_load_state_dict_pre_hook(check_loaded),
             self.register_load_state_dict_post_hook(keep, prepend=True),
         ]
+        self._last_norms = None
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -433,7 +440,7 @@ class Mars(torch.optim.Optimizer):
                 if whole is None:
                     raise
                 error = raised  # the other ranks are to know it
-            sums = take_sums(lists, max_grad_norm, self._metrics) if error is None else {}
+            sums = take_sums(lists, max_grad_norm, self._metrics, self._last_norms or {}) if error is None else {}
             if whole is not None:
                 for place, part in sums.items():
                     if lists[place].process_group is not None:
@@ -457,6 +464,12 @@ class Mars(torch.optim.Optimizer):
                     rounds.setdefault(tensors.chunk, None)
             for chunk, shared in rounds.items():
                 update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
+            self._last_norms = WeakTensorKeyDictionary()
+            for tensors in lists:
+                norms = [] if tensors.grad_norms is None else tensors.grad_norms.tolist()
+                for state, value in zip(tensors.states, norms, strict=False):
+                    last = state["last_grad"]
+                    self._last_norms[last] = last.data_ptr(), last._version, value
             if is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False

@@ -85,7 +85,6 @@ class Options:
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
     keep_last: bool = True  # whether to write g into the last gradients
-    clip_threshold: float | None = None  # compiled kernels alone: the largest norm of c, in place of `factors`
     seeds: Sequence[int] = ()  # kernels alone: one per tensor, new at each step, to round bfloat16 stochastically
 
 

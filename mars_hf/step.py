@@ -6,6 +6,7 @@ in each step: nothing of a former one is trusted.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -36,6 +37,9 @@ GG, GL, LL, CC = range(4)
 _BUFFERS = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
 # The arithmetic of each rule (see `rules.update`); mars-shampoo and mars-m do not stop at the momentum.
 _ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
+
+# Of last gradients: address and version, which change with the values but for writes through `.data`, and norm.
+LastNorms = MutableMapping[Tensor, tuple[int, int, float]]
 
 
 @dataclass
@@ -69,7 +73,8 @@ class TensorList:
     scale: Tensor | None = None  # 0-d; None means 1
     last_scales: Tensor | None = None  # one per entry; None means 1
     factors: Tensor | None = None  # the same; set between norms and update
-    clips: bool = False  # the update computes the factors itself
+    last_norms: Tensor | None = None  # of the last gradients, as the step before has left them; inf if changed since
+    grad_norms: Tensor | None = None  # of the scaled gradients, to be remembered
 
     def singles(self) -> Iterator[TensorList]:
         """Yield lists of one entry each."""
@@ -254,11 +259,11 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
 
 
 def take_sums(
-    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None
+    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, norms: LastNorms
 ) -> dict[int, Tensor]:
     """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
 
-    Sets `clips` where clipping is all and the update takes the norms itself.
+    On a CPU that clips, <g, g> alone: `set_factors` needs no more where remembered norms show that c is short.
     """
     folded = max_grad_norm is not None
     sums = {}
@@ -266,19 +271,30 @@ def take_sums(
         threshold = tensors.group["clip_threshold"]
         if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
             continue
-        if not folded and metrics is None and tensors.backend.clips and tensors.process_group is None:
-            tensors.clips = True
-            continue
-        needs_last = not folded or threshold is not None or metrics is not None
+        needs_last = threshold is not None or metrics is not None
+        on_cpu = tensors.grads[0].device.type == "cpu" and tensors.process_group is None
+        if tensors.last_grad and on_cpu and threshold is not None and metrics is None and tensors.group["is_approx"]:
+            known = [norms.get(last, (0, 0, math.inf)) for last in tensors.last_grad]
+            tensors.last_norms = torch.tensor(
+                [
+                    norm if (address, version) == (last.data_ptr(), last._version) else math.inf
+                    for (address, version, norm), last in zip(known, tensors.last_grad, strict=True)
+                ],
+                dtype=torch.float64,
+                device="cpu",
+            )
+            needs_last = False
         sums[place] = tensors.backend.run_sums(
             tensors.grads,
             tensors.last_grad if needs_last else [],
-            products=folded or metrics is not None,
+            products=folded or metrics is not None or tensors.last_norms is not None,
             corrected=not folded,
             scale=tensors.scale,
-            last_scales=tensors.last_scales,
+            last_scales=tensors.last_scales if needs_last else None,
             k=tensors.correction,
         )
+        if tensors.last_norms is not None:
+            tensors.grad_norms = sums[place][GG].sqrt()
     return sums
 
 
@@ -308,11 +324,28 @@ def set_factors(
     for place, part in sums.items():
         tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
         scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
+        if tensors.grad_norms is not None and scale is not None:
+            tensors.grad_norms = tensors.grad_norms * scale
         if tensors.rule != "adamw":
             rows = part[CC:] if scale is None else part[: LL + 1]
             if tensors.process_group is not None and whole is not None:
                 rows = whole.of(tensors.process_group, tensors.indices).to(part)
             square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
+            if tensors.last_norms is not None and tensors.grad_norms is not None:
+                # ‖c‖ <= (1 + k) ‖g‖ + k ‖last‖; the margin is for last gradients that a state has rounded.
+                square = (1.01 * ((1 + k) * tensors.grad_norms + k * tensors.last_norms)).square()
+                long = (~(square <= threshold**2)).nonzero().flatten().tolist()
+                if long:
+                    exact = tensors.backend.run_sums(
+                        [tensors.grads[index] for index in long],
+                        [tensors.last_grad[index] for index in long],
+                        products=scale is not None,
+                        corrected=scale is None,
+                        scale=tensors.scale,
+                        last_scales=None if tensors.last_scales is None else tensors.last_scales[long],
+                        k=k,
+                    )
+                    square[long] = exact[CC] if scale is None else rules.corrected_square(exact, k, scale)
             if metrics is not None:
                 if scale is not None:
                     corrected = rules.corrected_square(part, k, scale)
@@ -448,7 +481,6 @@ def _write(
         nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
         second_moment=group["second_moment"],
         keep_last=group["is_approx"] and not tensors.takes_grad,
-        clip_threshold=float(group["clip_threshold"]) if tensors.clips else None,
         seeds=_seeds(tensors) if seeded else (),
     )
     lists = (params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad)

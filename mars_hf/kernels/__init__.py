@@ -46,7 +46,6 @@ class Backend:
     name: str
     kernels: ModuleType | None = None
     foreach: bool = False  # rules.py gets whole lists: fewer launches, temporaries for all tensors at once
-    clips: bool = False  # `update` clips each tensor itself, given `clip_threshold`
 
     def run_sums(
         self, gradients: list[Tensor], last_grads: list[Tensor], *, last_scales: Tensor | None = None, **settings: Any
@@ -118,7 +117,7 @@ def choose_backend(
         return plain
     problem = f"no kernels run on {device.type}: {NEEDS}"
     if kernels.is_available(device):
-        problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels, clips=kernels.NAME == "compiled")
+        problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels)
         # A check waits for the device, which the capture of a CUDA graph does not survive.
         if not problem and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             problem = check(backend, device, tuple(dtypes.items()), rule, group["second_moment"])
@@ -191,11 +190,9 @@ def _compute(
     numbers = torch.tensor([0.7, 0.5, 2.0, -1.0], dtype=torch.float64, device=device)
     scales: dict[str, Any] = {"scale": numbers[0], "last_scales": numbers[1:]} if scaled else {}
     sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, **scales)
-    # As in a step: compiled kernels clip by themselves, here where nothing is scaled.
-    clips = backend.clips and not scaled
     options = rules.Options(
         **scales, k=0.4, rule=rule, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        factors=None if clips else rules.clip_factors(sums[3], 5.0), clip_threshold=5.0 if clips else None,
+        factors=rules.clip_factors(sums[3], 5.0),
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment, keep_last=not scaled,
         seeds=[1, 2, 3] if scaled and lists["params"][0].dtype == torch.bfloat16 else (),
     )  # fmt: skip

@@ -20,8 +20,6 @@ namespace {
 
 constexpr int64_t ROW = 4096;
 constexpr int64_t BLOCK = 1024;
-// Elements that threads process together. Norms come right before the update: gradients are still in the cache.
-constexpr int64_t WAVE = 1 << 20;
 // Elements above which more threads pay off; PyTorch's value.
 constexpr int64_t GRAIN = 32768;
 
@@ -36,7 +34,7 @@ enum Sum { GG, GL, LL, CC, SUMS };
 template <class T>
 struct Scalars {
     T scale, last_scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
-    T eps, clip_threshold;
+    T eps;
 };
 
 struct Tensors {
@@ -51,9 +49,9 @@ struct Tensors {
     bool has(List list) const { return type(list) != ABSENT; }
     bool is_double() const { return std::count(words, words + LISTS, FLOAT64) > 0; }  // the type of the arithmetic
 
-    int64_t rows(int64_t first, int64_t last) const {
+    int64_t rows() const {
         int64_t total = 0;
-        for (int64_t i = first; i < last; i++) total += rows(i);
+        for (int64_t i = 0; i < count; i++) total += rows(i);
         return total;
     }
 };
@@ -148,29 +146,18 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
 
 // --- division of work -----------------------------------------------------------------------------------------------
 
-// Calls work(tensor, offset, elements, row) for this thread's share of the rows of tensors `first` to `last`.
+// Calls work(tensor, offset, elements, row) for this thread's share of all rows.
 template <class Work>
-void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
-    int64_t rows = tensors.rows(first, last), row = 0;
+void share(const Tensors& tensors, Work work) {
+    int64_t rows = tensors.rows(), row = 0;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
-    for (int64_t i = first; i < last && row < end; row += tensors.rows(i++)) {
+    for (int64_t i = 0; i < tensors.count && row < end; row += tensors.rows(i++)) {
         int64_t stop = std::min(end, row + tensors.rows(i));
         for (int64_t r = std::max(begin, row); r < stop; r++) {
             int64_t at = (r - row) * ROW;
             work(i, at, std::min(ROW, tensors.size(i) - at), r);
         }
-    }
-}
-
-// Calls work(first, last) for waves of tensors: a single one, or as many as have at most WAVE elements together.
-template <class Work>
-void in_waves(const Tensors& tensors, Work work) {
-    for (int64_t first = 0, last; first < tensors.count; first = last) {
-        int64_t elements = tensors.size(first);
-        for (last = first + 1; last < tensors.count && elements + tensors.size(last) <= WAVE; last++)
-            elements += tensors.size(last);
-        work(first, last);
     }
 }
 
@@ -215,9 +202,21 @@ double sum(int64_t n, Term term) {
 // <g, g>, <g, last> and <last, last>, summed in `Wide`.
 template <class Wide, class T>
 void sum_products(int64_t n, const T* g, const T* last, double* sums) {
-    sums[GG] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(g[j]); });
-    sums[GL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(last[j]); });
-    sums[LL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(last[j]) * Wide(last[j]); });
+    // Two parts keep six additions in flight.
+    int64_t part = n / 2;
+    Wide gg = 0, gl = 0, ll = 0, gg2 = 0, gl2 = 0, ll2 = 0;
+#pragma omp simd reduction(+ : gg, gl, ll, gg2, gl2, ll2)
+    for (int64_t i = 0; i < part; i++) {
+        Wide a = g[i], b = last[i], c = g[i + part], d = last[i + part];
+        gg += a * a, gl += a * b, ll += b * b;
+        gg2 += c * c, gl2 += c * d, ll2 += d * d;
+    }
+    for (int64_t i = 2 * part; i < n; i++) {
+        Wide a = g[i], b = last[i];
+        gg += a * a, gl += a * b, ll += b * b;
+    }
+    sums[GG] = static_cast<double>(gg) + gg2, sums[GL] = static_cast<double>(gl) + gl2;
+    sums[LL] = static_cast<double>(ll) + ll2;
 }
 
 // Writes the sums over a row that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
@@ -251,10 +250,10 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
 template <class T>
 void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products, bool corrected, double* out,
           int64_t threads) {
-    std::unique_ptr<double[]> of_rows(new double[SUMS * tensors.rows(0, tensors.count)]);
+    std::unique_ptr<double[]> of_rows(new double[SUMS * tensors.rows()]);
     double* rows = of_rows.get();
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+    share(tensors, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
         row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
     });
     for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * SUMS) {
@@ -270,13 +269,13 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
 struct Options {
     Rule rule;
     Last last;
-    bool square_gradient, clips, stochastic;
+    bool square_gradient, stochastic;
 };
 
 template <class T>
 Scalars<T> rounded(const Scalars<double>& s) {
     return {T(s.scale), T(s.last_scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
-            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps), T(0)};
+            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps)};
 }
 
 // x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment.
@@ -347,31 +346,11 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
     }
 }
 
-// Computes the clipping factors of tensors `first` to `last`, rows from `sums` on; all threads of a team take part.
 template <class T>
-void set_clip_factors(const Tensors& tensors, Scalars<double>* scalars, int64_t first, int64_t last, double* sums) {
-    share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-        double of_row[SUMS];
-        row_sums<T>(tensors, scalars[i], i, at, n, false, true, of_row);
-        sums[row] = of_row[CC];
-    });
-#pragma omp barrier
-#pragma omp single
-    for (int64_t i = first; i < last; sums += tensors.rows(i++)) {
-        double ratio = std::sqrt(total(sums, tensors.rows(i))) / scalars[i].clip_threshold;
-        scalars[i].clip_factor = 1 / (ratio < 1 ? 1 : ratio);  // NaN stays NaN
-    }
-}
-
-template <class T>
-void update(const Tensors& tensors, Scalars<double>* scalars, const Options& options, int64_t threads) {
-    std::unique_ptr<double[]> sums(new double[options.clips ? tensors.rows(0, tensors.count) : 0]);
+void update(const Tensors& tensors, const Scalars<double>* scalars, const Options& options, int64_t threads) {
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    in_waves(tensors, [&](int64_t first, int64_t last) {
-        if (options.clips) set_clip_factors<T>(tensors, scalars, first, last, sums.get());
-        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
-            update_row<T>(tensors, scalars[i], options, i, at, n);
-        });
+    share(tensors, [&](int64_t i, int64_t at, int64_t n, int64_t) {
+        update_row<T>(tensors, scalars[i], options, i, at, n);
     });
 }
 
@@ -385,12 +364,11 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
     call(tensors, scalars, products, corrected, out, threads);
 }
 
-extern "C" void mars_update(int64_t count, const int64_t* words, Scalars<double>* scalars, int64_t rule,
-                            int64_t square_gradient, int64_t keep_last, int64_t clips, int64_t stochastic,
-                            int64_t threads) {
+extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
+                            int64_t square_gradient, int64_t keep_last, int64_t stochastic, int64_t threads) {
     Tensors tensors{count, words};
     Last last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
-    Options options{static_cast<Rule>(rule), last, square_gradient != 0, clips != 0, stochastic != 0};
+    Options options{static_cast<Rule>(rule), last, square_gradient != 0, stochastic != 0};
     auto call = tensors.is_double() ? update<double> : update<float>;
     call(tensors, scalars, options, threads);
 }

@@ -37,7 +37,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 # Must match cpu.cpp, as `RULES` must: types by number; 0 means no tensor.
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
-_COLUMNS = 13  # fields of Scalars in cpu.cpp
+_COLUMNS = 12  # fields of Scalars in cpu.cpp
 
 COMPILERS = ("g++", "clang++", "c++")
 # No contraction: every operation rounds on its own wherever it is inlined, so equal expressions give equal bits. A step
@@ -88,11 +88,7 @@ def update(
     last_grads: list[Tensor],
     options: Options,
 ) -> None:
-    """Update dense tensors as `rules.update` does, in memory order.
-
-    With `clip_threshold` the kernel computes the factors itself, right before a tensor's update, while its gradients
-    are in the cache.
-    """
+    """Update dense tensors as `rules.update` does, in memory order."""
     lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
     corrects = options.rule == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
@@ -100,13 +96,12 @@ def update(
     scalars = _scalars(
         *(len(params), options.scale, options.last_scales, options.k, options.factors),
         *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
-        *([rates[t] for t in steps], [roots[t] for t in steps], options.eps, options.clip_threshold),
+        *([rates[t] for t in steps], [roots[t] for t in steps], options.eps),
     )
     table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.seeds)
     _library().mars_update(
         len(params), table.buffer_info()[0], scalars.buffer_info()[0], RULES.index(options.rule),
-        options.second_moment == "gradient", options.keep_last, options.clip_threshold is not None,
-        bool(options.seeds), torch.get_num_threads(),
+        options.second_moment == "gradient", options.keep_last, bool(options.seeds), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -145,7 +140,7 @@ def _library() -> Any:
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
-    library.mars_update.argtypes = [word, address, address, *[word] * 6]
+    library.mars_update.argtypes = [word, address, address, *[word] * 5]
     library.mars_sums.restype = library.mars_update.restype = None
     return library
 

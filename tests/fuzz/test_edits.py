@@ -178,7 +178,7 @@ def replace_state(s: Subject) -> None:
         s.optimizer.state[param][key] = s.place(key, values, dtype)
     elif how == 1:
         state.data = s.place(key, values, state.dtype)
-    else:
+    elif key != "last_grad":  # whose norm is remembered
         state.data.mul_(s.random.choice((0.0, 7.0)))
 
 

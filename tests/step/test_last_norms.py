@@ -1,0 +1,89 @@
+"""Norms of last gradients are remembered on a CPU; steps equal those that take every norm anew, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal, fused_and_plain, mars_of
+from torch import nn
+
+from mars_hf.kernels import Backend
+
+SHAPES = ((30, 20), (8, 5), (16, 9))
+SIZES = (0.001, 0.01, 3.0)  # of gradients: only the last is clipped
+
+
+def set_gradients(params: list[nn.Parameter], step: int) -> None:
+    for index, param in enumerate(params):
+        generator = torch.Generator().manual_seed(10 * step + index)
+        size = SIZES[index] * (0.001 if step == 2 else 1)  # then c is long because of the last gradient
+        param.grad = size * torch.randn(param.shape, generator=generator)
+
+
+def make(**settings: Any) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    return params, mars_of(params, lr=0.01, **settings)
+
+
+FORMS = [{}, {"max_grad_norm": 100.0}, {"max_grad_norm": 5.0, "take_grad": True}, {"maximize": True}]
+FORMS += [{"mars_type": rule, "max_grad_norm": 100.0} for rule in ("mars-lion", "mars-m")]
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+@fused_and_plain
+@every_form
+def test_last_gradients_are_read_where_they_may_clip(form, fused, monkeypatch):
+    read = []
+    run_sums = Backend.run_sums
+
+    def watched(backend: Backend, gradients: Any, last_grads: Any, **settings: Any) -> Any:
+        read[-1] += sum(last.numel() for last in last_grads if last.shape in SHAPES)  # not of the kernels' first check
+        return run_sums(backend, gradients, last_grads, **settings)
+
+    monkeypatch.setattr(Backend, "run_sums", watched)
+    runs = []
+    for remembers in (True, False):
+        params, mars = make(fused=fused, **form)
+        for step in range(4):
+            read.append(0)
+            mars._last_norms = mars._last_norms if remembers else None
+            set_gradients(params, step)
+            mars.step()
+        runs.append(([param.detach() for param in params], mars.state_dict()))
+    assert equal(*runs)
+    every, largest = sum(a * b for a, b in SHAPES), 16 * 9
+    assert read == [every, *[largest] * 3, *[every] * 4]
+
+
+@fused_and_plain
+@every_form
+@pytest.mark.parametrize("way", ["in place", "another tensor", "other memory", "loaded", "no step"])
+def test_changed_last_gradients(way, form, fused):
+    """As large as to be clipped; a norm from before would say that nothing is."""
+    ends = []
+    for remembers in (True, False):
+        params, mars = make(fused=fused, **form)
+        for step in range(4):
+            set_gradients(params, step)
+            if step == 2:
+                if way == "no step":  # the norm is of the step before the last
+                    params[0].grad = None
+                last = mars.state[params[0]]["last_grad"]
+                if way == "in place":
+                    last.mul_(1000)
+                elif way == "another tensor":
+                    mars.state[params[0]]["last_grad"] = last * 1000
+                elif way == "other memory":
+                    last.data = last * 1000
+                elif way == "loaded":
+                    state = copy.deepcopy(mars.state_dict())
+                    state["state"][0]["last_grad"] *= 1000
+                    mars.load_state_dict(state)
+            mars._last_norms = mars._last_norms if remembers else None
+            mars.step()
+        ends.append([param.detach() for param in params])
+    assert equal(*ends)
