@@ -176,20 +176,21 @@ double total(const double* sums, int64_t count, int64_t stride = 1) {
 
 // --- sums -----------------------------------------------------------------------------------------------------------
 
-// Sums term(0) to term(n - 1) in T. Four parts keep four additions in flight and read memory at four places.
+// Sums term(0) to term(n - 1) in T. LANES sums keep additions in flight while memory is read in one stream.
+constexpr int64_t LANES = 32;
+
 template <class T, class Term>
 double sum_in(int64_t n, Term term) {
-    int64_t part = n / 4;
-    T a = 0, b = 0, c = 0, d = 0;
-#pragma omp simd reduction(+ : a, b, c, d)
-    for (int64_t i = 0; i < part; i++) {
-        a += term(T(0), i);
-        b += term(T(0), i + part);
-        c += term(T(0), i + 2 * part);
-        d += term(T(0), i + 3 * part);
+    T lanes[LANES] = {};
+    int64_t whole = n - n % LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+#pragma omp simd
+        for (int64_t j = 0; j < LANES; j++) lanes[j] += term(T(0), i + j);
     }
-    for (int64_t i = 4 * part; i < n; i++) a += term(T(0), i);
-    return static_cast<double>(a) + b + c + d;
+    for (int64_t i = whole; i < n; i++) lanes[i - whole] += term(T(0), i);
+    double result = 0;
+    for (T lane : lanes) result += lane;
+    return result;
 }
 
 // Sums in the type of the arithmetic, which is twice as fast, and in double if that overflows.
@@ -202,21 +203,9 @@ double sum(int64_t n, Term term) {
 // <g, g>, <g, last> and <last, last>, summed in `Wide`.
 template <class Wide, class T>
 void sum_products(int64_t n, const T* g, const T* last, double* sums) {
-    // Two parts keep six additions in flight.
-    int64_t part = n / 2;
-    Wide gg = 0, gl = 0, ll = 0, gg2 = 0, gl2 = 0, ll2 = 0;
-#pragma omp simd reduction(+ : gg, gl, ll, gg2, gl2, ll2)
-    for (int64_t i = 0; i < part; i++) {
-        Wide a = g[i], b = last[i], c = g[i + part], d = last[i + part];
-        gg += a * a, gl += a * b, ll += b * b;
-        gg2 += c * c, gl2 += c * d, ll2 += d * d;
-    }
-    for (int64_t i = 2 * part; i < n; i++) {
-        Wide a = g[i], b = last[i];
-        gg += a * a, gl += a * b, ll += b * b;
-    }
-    sums[GG] = static_cast<double>(gg) + gg2, sums[GL] = static_cast<double>(gl) + gl2;
-    sums[LL] = static_cast<double>(ll) + ll2;
+    sums[GG] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(g[j]); });
+    sums[GL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(g[j]) * Wide(last[j]); });
+    sums[LL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(last[j]) * Wide(last[j]); });
 }
 
 // Writes the sums over a row that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
