@@ -145,20 +145,20 @@ def contenders() -> dict[str, Contender]:
     return {
         ADAMW: Contender(adamw, 28),
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
-        "Mars": Contender(mars, 44),
-        "Mars take_grad": Contender(_mars(take_grad=True), 40),
+        "Mars": Contender(mars, 40),
+        "Mars take_grad": Contender(_mars(take_grad=True), 36),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
-        "Mars fused=False": Contender(_mars(fused=False), 44),
-        "mars-lion": Contender(_mars(mars_type="mars-lion"), 36),
+        "Mars fused=False": Contender(_mars(fused=False), 40),
+        "mars-lion": Contender(_mars(mars_type="mars-lion"), 32),
         "Muon, AdamW for the rest": Contender(_muon, None),
         "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),
         "mars-m": Contender(_orthogonal("mars-m"), None),
         "mars-m, split c_attn": Contender(_orthogonal("mars-m", split=True), None),
         **peers(),
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
-        "Mars + clip_grad_norm_": Contender(mars, 56, clips=True, before=_clip),
-        "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 44, clips=True),
-        "Mars max_grad_norm, take_grad": Contender(_mars(max_grad_norm=MAX_NORM, take_grad=True), 40, clips=True),
+        "Mars + clip_grad_norm_": Contender(mars, 52, clips=True, before=_clip),
+        "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, clips=True),
+        "Mars max_grad_norm, take_grad": Contender(_mars(max_grad_norm=MAX_NORM, take_grad=True), 36, clips=True),
     }
 
 
