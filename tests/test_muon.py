@@ -7,21 +7,14 @@ import json
 
 import pytest
 import torch
-from helpers import mars_of
+from helpers import arguments, gpt2, mars_of, mars_trainer, trainer
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
-from mars_hf import MarsTrainer, saved_settings
+from mars_hf import saved_settings
 from mars_hf.settings import MUON
 
 MEANING = {"mars_type": "mars-m", "gamma": pytest.approx(0.05), "clip_threshold": None}
-
-
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=32, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config)
 
 
 @pytest.mark.parametrize("beta1", [0.95, 0.8])
@@ -34,10 +27,9 @@ def test_torch_muon(beta1):
     mars = mars_hf.create(model, mars_type=MUON, param_rules=[("2.weight", {"role": "matrix"})], **settings)
     muon = torch.optim.Muon(twin.parameters(), 0.01, 0.1, momentum=beta1, adjust_lr_fn="match_rms_adamw")
     for _ in range(6):
-        for module in (model, twin):
-            module.zero_grad()
         x = torch.randn(128, 24)
         for module in (model, twin):
+            module.zero_grad()
             (module(x) - x).square().sum().backward()
         before = [param.detach().clone() for param in model.parameters()]
         mars.step()
@@ -52,47 +44,41 @@ def test_torch_muon(beta1):
 def test_fused_weights_stay_whole():
     mars = mars_hf.create(gpt2(), mars_type=MUON)
     groups = {group["role"]: group for group in mars.param_groups}
+    stated = {"gamma": 0.0, "clip_threshold": 1.0, "betas": (0.9, 0.99)}
+    assert stated.items() <= mars_hf.create(gpt2(), mars_type=MUON, **stated).param_groups[0].items()
     assert all("parts" not in (group["layout"] or {}) or not group["layout"]["parts"] for group in mars.param_groups)
     assert MEANING.items() <= groups["matrix"].items() and "transformer.wte.weight" in groups["adamw"]["param_names"]
 
 
-@pytest.mark.parametrize("door", ["create", "factory", "muon", "mars_muon", "MarsTrainer", "like", "groups"])
+@pytest.mark.parametrize("door", ["create", "factory", "muon", "mars_muon", "mars_trainer", "like", "groups"])
 def test_doors(door, tmp_path):
-    model, settings = gpt2(), {"mars_type": MUON}
     mars_hf.register()
-    optim = {"optim": door} if door in ("muon", "mars_muon") else {}
-    args = TrainingArguments(tmp_path / "run", max_steps=1, report_to="none", use_cpu=True, **optim)
-    keywords = {"optimizers": (mars_hf.create(model, **settings), None)} if door == "create" else {}
-    if door == "like":
-        saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), **settings).created_with, [])
-        keywords = {"optimizers": (mars_hf.create(model, like=tmp_path), None)}
-    if door in ("factory", "groups"):
-        make, _ = factory = mars_hf.factory(args, **settings)
-        make.model = model
-        keywords = {"optimizer_cls_and_kwargs": factory}
-        if door == "groups":
-            keywords = {"optimizers": (make(model.named_parameters()), None)}
-    kind = Trainer if door != "MarsTrainer" else MarsTrainer
-    keywords |= {"mars_kwargs": settings} if door == "MarsTrainer" else {}
-    rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
-    trainer = kind(model, args, train_dataset=rows, **keywords)
-    trainer.train()
-    mars = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    model, given = gpt2(), {}
+    args = arguments(tmp_path / "run", max_steps=1, **({"optim": door} if door in ("muon", "mars_muon") else {}))
+    factory = mars_hf.factory(args, mars_type=MUON)
+    if door == "create":
+        given = {"optimizers": (mars_hf.create(model, mars_type=MUON), None)}
+    elif door == "like":
+        saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type=MUON).created_with, [])
+        given = {"optimizers": (mars_hf.create(model, like=tmp_path), None)}
+    elif door == "factory":
+        given = {"optimizer_cls_and_kwargs": factory}
+    elif door == "groups":
+        given = {"optimizers": (factory[0](model.named_parameters(), model=model), None)}
+    elif door == "mars_trainer":
+        given = {"mars_kwargs": {"mars_type": MUON}}
+    run = (mars_trainer if door == "mars_trainer" else trainer)(args, model, **given)
+    run.train()
+    mars = getattr(run.optimizer, "optimizer", run.optimizer)
     assert MEANING.items() <= mars.param_groups[0].items()
-    trainer.save_model(tmp_path / "saved")
+    run.save_model(tmp_path / "saved")
     kept = json.loads((tmp_path / "saved" / saved_settings.FILE).read_text())["create"]
     assert kept["mars_type"] == MUON and kept["split_fused"] == "none" and kept["clip_threshold"] is None
 
 
-def test_stated_settings_win():
-    group = mars_hf.create(gpt2(), mars_type=MUON, gamma=0.0, clip_threshold=1.0, betas=(0.9, 0.99)).param_groups[0]
-    assert (group["gamma"], group["clip_threshold"]) == (0.0, 1.0)
-
-
 def test_name_of_no_rule(tmp_path):
-    params = list(gpt2().parameters())
     with pytest.raises(ValueError, match=r"mars_type='muon' is not valid; accepted: .*; 'muon' in create"):
-        mars_of([params[0]], mars_type=MUON)
+        mars_of(gpt2().parameters(), mars_type=MUON)
     saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type="mars-m").created_with, [])
     with pytest.raises(ValueError, match=r"mars_type='muon' and like=.*, settings of mars-m, contradict each other"):
         mars_hf.create(gpt2(), mars_type=MUON, like=tmp_path)

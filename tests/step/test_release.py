@@ -63,38 +63,38 @@ def test_one_gradient_at_a_time():
         backward(model, seed)
         mars.step()
     assert set(most) == {0} and len(most) == 2 * len(mars.state)
-    lasts = [state["last_grad"] for state in mars.state.values() if "last_grad" in state]
-    assert lasts and all(last.untyped_storage().nbytes() == 4 * last.numel() for last in lasts)
-
-
-def test_hooks_end_with_the_optimizer():
-    model, mars = make(release_gradients=True)
-    del mars
-    backward(model)
-    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+    last = mars.state[model.lm_head.weight]["last_grad"]
+    assert last.untyped_storage().nbytes() == 4 * last.numel()
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("prepare", "words"),
     [
-        ("accumulation", r"a second backward\(\) before step"),
-        ("max_grad_norm", "max_grad_norm must be None"),
-        ("exact", "max_grad_norm must be None, and is_approx True"),
-        ("hand", r"1 parameters have gradients that backward\(\) did not hand over"),
+        (lambda model, _: backward(model), r"a second backward\(\) before step"),
+        (lambda _, mars: setattr(mars, "max_grad_norm", 1.0), "max_grad_norm must be None"),
+        (
+            lambda _, mars: mars.param_groups[0].update(is_approx=False),
+            "max_grad_norm must be None, and is_approx True",
+        ),
     ],
 )
-def test_loops_that_need_whole_gradients(kind, words):
-    model, mars = make(release_gradients=True, is_approx=kind != "exact")
-    if kind == "accumulation":
-        backward(model)
-    elif kind == "max_grad_norm":
-        mars.max_grad_norm = 1.0
-    elif kind == "hand":
-        model.lm_head.weight.grad = torch.ones(64, 8)
+def test_loops_that_need_whole_gradients(prepare, words):
+    model, mars = make(release_gradients=True)
+    prepare(model, mars)
     before = [param.detach().clone() for param in model.parameters()]
     with pytest.raises(RuntimeError, match=f"release_gradients=True: .*{words}"):
-        mars.step() if kind == "hand" else backward(model)
+        backward(model)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_gradients_written_by_hand():
+    model, mars = make(release_gradients=True)
+    model.lm_head.weight.grad = torch.ones(64, 8)
+    with pytest.raises(RuntimeError, match=r"1 parameters have gradients that backward\(\) did not hand over"):
+        mars.step()
+    del mars  # and with it the hooks
+    backward(model)
+    assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
 
 
 def test_exchanged_parameters():
@@ -121,11 +121,10 @@ def test_trainers(own, tmp_path):
     ends = []
     for releases in (False, True):
         model, args = gpt2(), arguments(tmp_path, max_grad_norm=0.0, learning_rate=0.01)
-        if own:
-            run = mars_trainer(args, model, mars_kwargs={"release_gradients": releases})
-        else:
-            run = trainer(args, model, optimizers=(mars_hf.create(model, lr=0.01, release_gradients=releases), None))
-        run.train()
+        given: dict[str, Any] = {"mars_kwargs": {"release_gradients": releases}}
+        if not own:
+            given = {"optimizers": (mars_hf.create(model, lr=0.01, release_gradients=releases), None)}
+        (mars_trainer if own else trainer)(args, model, **given).train()
         ends.append(model.state_dict())
     assert equal(*ends)
 
