@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
@@ -27,8 +28,8 @@ class NonFiniteCallback(TrainerCallback):
 
     MarsTrainer has one. Pass one to change its patience, or to use it in another transformers.Trainer, where it looks
     at gradients alone. A step is bad if a loss or a gradient is NaN or infinite on any rank. The step has been taken by
-    then. Rank 0 logs one line: the step, and its own loss or norm. No checkpoint is written after a bad step, so the
-    older ones stay.
+    then. Rank 0 logs one line: the step, and the losses or norms of all ranks. No checkpoint is written after a bad
+    step, so the older ones stay.
 
     fp16: while a loss scale is searched for, a non-finite gradient of a finite loss does not count.
 
@@ -82,8 +83,8 @@ class NonFiniteCallback(TrainerCallback):
             self._bad_in_a_row = 0
             return
         self._bad_in_a_row += 1
-        bad = ", ".join(f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value))
-        report = f"step {state.global_step + 1}: non-finite {bad or 'gradient'}"
+        bad = gather_object([f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value)])
+        report = f"step {state.global_step + 1}: non-finite {', '.join(dict.fromkeys(bad)) or 'gradient'}"
         if state.is_world_process_zero:
             logger.warning(f"{report} ({self._bad_in_a_row} in a row, the run stops at {self.patience})")
         if self._bad_in_a_row >= self.patience:
