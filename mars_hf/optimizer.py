@@ -441,6 +441,7 @@ class Mars(torch.optim.Optimizer):
                     raise
                 error = raised  # the other ranks are to know it
             sums = take_sums(lists, max_grad_norm, self._metrics, self._last_norms or {}) if error is None else {}
+            self._last_norms = None  # an update that is interrupted leaves other last gradients
             if whole is not None:
                 for place, part in sums.items():
                     if lists[place].process_group is not None:
@@ -467,8 +468,7 @@ class Mars(torch.optim.Optimizer):
             self._last_norms = WeakTensorKeyDictionary()
             for tensors in lists:
                 norms = [] if tensors.grad_norms is None else tensors.grad_norms.tolist()
-                for state, value in zip(tensors.states, norms, strict=False):
-                    last = state["last_grad"]
+                for last, value in zip([state["last_grad"] for state in tensors.states if norms], norms, strict=True):
                     self._last_norms[last] = last.data_ptr(), last._version, value
             if is_exact:
                 exact.drop_stale_gradients(groups, self.state)

@@ -271,7 +271,6 @@ def take_sums(
         threshold = tensors.group["clip_threshold"]
         if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
             continue
-        needs_last = threshold is not None or metrics is not None
         on_cpu = tensors.grads[0].device.type == "cpu" and tensors.process_group is None
         if tensors.last_grad and on_cpu and threshold is not None and metrics is None and tensors.group["is_approx"]:
             known = [norms.get(last, (0, 0, math.inf)) for last in tensors.last_grad]
@@ -283,7 +282,7 @@ def take_sums(
                 dtype=torch.float64,
                 device="cpu",
             )
-            needs_last = False
+        needs_last = (threshold is not None or metrics is not None) and tensors.last_norms is None
         sums[place] = tensors.backend.run_sums(
             tensors.grads,
             tensors.last_grad if needs_last else [],

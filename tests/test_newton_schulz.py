@@ -54,8 +54,7 @@ def test_iteration(schedule, shape, dtype, bar):
 @pytest.mark.parametrize(("schedule", "steps"), [("quintic", 5), ("polar-express", 5), ("quintic", 8)])
 def test_condition_numbers(schedule, steps, condition):
     """On the Gram matrix, whose condition number is the square; one to three segments of steps."""
-    generator = torch.Generator().manual_seed(0)
-    bases = [torch.linalg.qr(torch.randn(n, 48, generator=generator, dtype=torch.float64))[0] for n in (48, 200)]
+    bases = [torch.linalg.qr(torch.randn(n, 48, dtype=torch.float64))[0] for n in (48, 200)]
     matrix = bases[0] * torch.logspace(0, -math.log10(condition), 48, dtype=torch.float64) @ bases[1].mT
     coefficients = (per_step(schedule) * 2)[:steps]
     (actual,) = ns.orthogonalize([matrix.float()], coefficients=coefficients, dtype=torch.float32)

@@ -77,13 +77,14 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
 
 
 def require_scaled_losses(optimizer: Any) -> None:
-    """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: in fp16."""
+    """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: half precision."""
     while optimizer is not None:
-        config: Any = getattr(optimizer, "loss_scale_config", None)
-        if type(optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer") and config.use_grad_scaling:
+        config = getattr(optimizer, "loss_scale_config", None)  # from DeepSpeed 0.19 on; none for bf16 there
+        scales = getattr(optimizer, "cur_scale", 1) != 1 if config is None else config.use_grad_scaling
+        if type(optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer") and scales:
             raise RuntimeError(
-                "fp16 under DeepSpeed without ZeRO: its engine divides gradients by a loss scale that its backward has "
-                'not applied; set "zero_optimization": {"stage": 1} in the JSON'
+                "fp16 under DeepSpeed without ZeRO (bf16 too before 0.19): its engine divides gradients by a loss "
+                'scale that its backward has not applied; set "zero_optimization": {"stage": 1} in the JSON'
             )
         optimizer = getattr(optimizer, "optimizer", None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ SIZES = (0.001, 0.01, 3.0)  # of gradients: only the last is clipped
 def set_gradients(params: list[nn.Parameter], step: int) -> None:
     for index, param in enumerate(params):
         generator = torch.Generator().manual_seed(10 * step + index)
-        size = SIZES[index] * (0.001 if step == 2 else 1)  # then c is long because of the last gradient
-        param.grad = size * torch.randn(param.shape, generator=generator)
+        # Small in step 2: then c is long because of the last gradient.
+        param.grad = SIZES[index] * (0.001 if step == 2 else 1) * torch.randn(param.shape, generator=generator)
 
 
 def make(**settings: Any) -> tuple[list[nn.Parameter], Any]:
@@ -28,8 +29,10 @@ def make(**settings: Any) -> tuple[list[nn.Parameter], Any]:
     return params, mars_of(params, lr=0.01, **settings)
 
 
-FORMS = [{}, {"max_grad_norm": 100.0}, {"max_grad_norm": 5.0, "take_grad": True}, {"maximize": True}]
-FORMS += [{"mars_type": rule, "max_grad_norm": 100.0} for rule in ("mars-lion", "mars-m")]
+FORMS: list[dict[str, Any]] = [
+    *({}, {"max_grad_norm": 100.0}, {"max_grad_norm": 5.0, "take_grad": True}, {"maximize": True}),
+    *({"mars_type": rule, "max_grad_norm": 100.0} for rule in ("mars-lion", "mars-m")),
+]
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
@@ -57,7 +60,19 @@ def test_last_gradients_are_read_where_they_may_clip(form, fused, monkeypatch):
     assert read == [784, *[16 * 9] * 3, *[784] * 4]
 
 
+def interrupt(mars: Any, param: nn.Parameter) -> None:
+    """Interrupt a step behind its updates, which have left another last gradient."""
+    param.grad = torch.ones_like(param)
+    with (
+        mock.patch("mars_hf.optimizer.WeakTensorKeyDictionary", side_effect=InterruptedError),
+        pytest.raises(InterruptedError),
+    ):
+        mars.step()
+    param.grad = torch.zeros_like(param)
+
+
 CHANGES = {
+    "interrupted": interrupt,
     "in place": lambda mars, param: mars.state[param]["last_grad"].mul_(1000),
     "another tensor": lambda mars, param: mars.state[param].update(last_grad=mars.state[param]["last_grad"] * 1000),
     "other memory": lambda mars, param: mars.state[param]["last_grad"].set_(mars.state[param]["last_grad"] * 1000),

@@ -11,8 +11,6 @@ from helpers import arguments, equal, gpt2, mars_trainer, trainer
 
 import mars_hf
 
-RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "muon")
-
 
 def make(rule: str = "mars-adamw", **settings: Any) -> tuple[Any, mars_hf.Mars]:
     model = gpt2()
@@ -27,7 +25,7 @@ def backward(model: Any, seed: int = 0) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "muon"])
 def test_equals_ordinary_steps(rule):
     """With a schedule, metrics, a resume in the middle, a frozen parameter and a tied one."""
     runs = []
@@ -63,8 +61,7 @@ def test_one_gradient_at_a_time():
         backward(model, seed)
         mars.step()
     assert set(most) == {0} and len(most) == 2 * len(mars.state)
-    last = mars.state[model.lm_head.weight]["last_grad"]
-    assert last.untyped_storage().nbytes() == 4 * last.numel()
+    assert mars.state[model.lm_head.weight]["last_grad"].untyped_storage().nbytes() == 4 * 64 * 8
 
 
 @pytest.mark.parametrize(
