@@ -46,8 +46,9 @@ from mars_hf.step import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
+from pretraining.compare import page  # noqa: E402 (needs the line above)
 from pretraining.files import write_json  # noqa: E402
-from pretraining.run import model as gpt2  # noqa: E402 (needs the line above)
+from pretraining.run import model as gpt2  # noqa: E402
 from pretraining.run.arguments import ModelArguments  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -429,37 +430,36 @@ def report(written: Mapping[str, Any], picture: Path) -> None:
 
 
 def draw(written: Mapping[str, Any], path: Path) -> None:
-    """Draw bars of the ratios to AdamW, one column per size: without clipping above, with global clipping below.
+    """Draw bars of the ratios to AdamW, one column per size: elementwise rules, orthogonalizing ones, global clipping.
 
     Lines at the ends of bars span the first to the third quartile.
     """
     sizes = written["sizes"]
-    groups = {
-        clips: [name for name, row in _all_rows(sizes).items() if row.get("clips") is clips] for clips in (False, True)
-    }
-    heights = [len(names) + 0.5 for names in groups.values()]
+    panels: dict[str, list[str]] = {}
+    for name, row in _all_rows(sizes).items():
+        unclipped = "elementwise (1: AdamW)" if "of_copy" in row else "orthogonalizing (1: AdamW)"
+        panels.setdefault("clipping (1: clipping AdamW)" if row["clips"] else unclipped, []).append(name)
+    panels = {text: names for text, names in panels.items() if {*names} - {ADAMW, CLIPPED_ADAMW}} or panels
+    heights = [len(names) + 0.5 for names in panels.values()]
     figure, grid = plt.subplots(
-        *(2, len(sizes)),
-        figsize=(3.2 + 3.8 * len(sizes), 1.6 + 0.27 * sum(heights)),
+        *(len(panels), len(sizes)),
+        figsize=(2.2 + 2.2 * len(sizes), 0.7 + 0.45 * len(panels) + 0.24 * sum(heights)),
         height_ratios=heights,
-        sharex="col",
         sharey="row",
         squeeze=False,
         layout="constrained",
     )
     for column, (size, result) in zip(grid.T, sizes.items(), strict=True):
-        for axes, (clips, names) in zip(column, groups.items(), strict=True):
-            _bars(axes, names, result["contenders"], "against_clipped_adamw" if clips else "against_adamw")
-        column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M parameters", fontsize=10, pad=20)
-        column[1].set_xlabel("time of a step / AdamW's", fontsize=9)
-        _scale(column[1], [end for axes in column for line in axes.lines for end in line.get_xdata()])
-    texts = f"without clipping (1 is {ADAMW})", f"with clipping of the global norm (1 is {CLIPPED_ADAMW})"
-    for axes, text in zip(grid[:, 0], texts, strict=True):
-        axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(4, 3), textcoords="offset points", fontsize=8)
-    instructions = written["machine"].get("instructions")
-    device = f"{written['device']}, {instructions}" if instructions else written["device"]
-    figure.suptitle(f"Step of the optimizer on {device}", fontsize=11)
-    figure.savefig(path, dpi=120)
+        for axes, (text, names) in zip(column, panels.items(), strict=True):
+            _bars(axes, names, result["contenders"], "against_clipped_adamw" if "clip" in text else "against_adamw")
+            _scale(axes, [bar.get_width() for bar in axes.patches])
+        column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M", fontsize=9, pad=18)
+        column[-1].set_xlabel("time of a step (times AdamW's)", fontsize=8)
+    for axes, text in zip(grid[:, 0], panels, strict=True):
+        axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(-4, 3), textcoords="offset points", fontsize=8)
+    device = ", ".join(filter(None, [written["device"], written["machine"].get("instructions")]))
+    figure.suptitle(f"Step of the optimizer on {device}", fontsize=10)
+    figure.savefig(path, dpi=160)
     plt.close(figure)
 
 
@@ -471,36 +471,30 @@ def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) ->
     for place, name in enumerate(names):
         if name in rows:
             value, (low, high) = rows[name][key], rows[name][f"{key}_quartiles"]
-            axes.barh(place, value, height=0.7, color=_color(name))
+            axes.barh(place, value, height=0.7, color=page.color(name))
             axes.plot([low, high], [place, place], color="black", alpha=0.5, linewidth=1.5)
-            label = f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
-            axes.annotate(
-                label, (max(value, high), place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0}
+            axes.text(
+                max(value, high), place, f" {value:.{2 if value < 10 else 1}f}x", va="center", fontsize=8, bbox=box
             )
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(labelsize=8)
+    axes.set(ylim=(len(names) - 0.4, -0.6), axisbelow=True)
     axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _color(name: str) -> str:
-    if name.startswith(("Mars", "mars-")):
-        return "#2171b5"
-    return "#9e9e9e" if name.startswith(("AdamW", "Muon")) else "#e6a04b"
-
-
 def _scale(axes: Any, values: Sequence[float]) -> None:
-    """Scale an axis linearly from zero, or logarithmically if some contenders are many times slower."""
-    if max(values) > 5:
+    """Scale an axis linearly from zero, or logarithmically if a linear one would hide the shortest bars."""
+    if max(values) > 20 * min(values):
         axes.set_xscale("log")
-        axes.set_xlim(min(0.5, 0.8 * min(values)), 2.2 * max(values))
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick <= 2.2 * max(values)]
+        axes.set_xlim(min(0.5, 0.8 * min(values)), 4 * max(values))
+        ticks = [tick for tick in (1, 10, 100, 1000) if tick <= 4 * max(values)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
     else:
-        axes.set_xlim(0, 1.15 * max(values))
+        axes.set_xlim(0, 1.25 * max(values))
 
 
 def main(argv: list[str] | None = None) -> None:

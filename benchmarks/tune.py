@@ -154,7 +154,7 @@ class Search:
         for arm, losses in self.losses(rows).items():
             panels.setdefault(str(self.arms[arm]["settings"][self.spec["panel"]]), {})[arm] = losses
         height = math.ceil(len(panels) / 2)
-        figure, grid = plt.subplots(height, 2, figsize=(9, 3.6 * height), layout="constrained", squeeze=False)
+        figure, grid = plt.subplots(height, 2, figsize=(6.4, 3.2 * height), layout="constrained", squeeze=False)
         for axes, (title, arms) in zip(grid.flat, panels.items(), strict=False):
             settings = {arm: self.arms[arm]["settings"] for arm in sorted(arms)}  # equal settings, equal colours
             optimizers = {arm: str(own.get("optim") or own["optimizer"]) for arm, own in settings.items()}
@@ -177,17 +177,17 @@ class Search:
                 if math.isfinite(mean)
             ]
             if finite:
-                axes.set_ylim(top=min(finite) + 1.2)  # what is worse leaves the panel
+                axes.set_ylim(top=min(axes.get_ylim()[1], min(finite) + 1.2))  # what is worse leaves the panel
             ticks = sorted({rates[0] for losses in arms.values() for rates in losses})[::2]
             axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8, framealpha=0.5)
+            axes.legend(fontsize=7, ncols=1 + several, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
         figure.supxlabel("learning rate")
         figure.supylabel("held-out loss (nats per token)")
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=160)
         plt.close(figure)
 
 

@@ -24,6 +24,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,9 @@ from pretraining.compare.comparison import Run, by_contender  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
-BLUE, ORANGE, GREY = "#08519c", "#e6550d", "0.45"
+# Optimizers have the colors of page.COLORS; everything else is in shades that none of them has.
+SHADES = ("#80cdc1", "#35978f", "#01564f")
+GREY = "0.45"
 BETA1, GAMMA = 0.95, 0.025  # defaults of Mars
 
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         figure = draw()
-        figure.savefig(output / name, dpi=120)
+        figure.savefig(output / name, dpi=160)
         plt.close(figure)
         print(output / name)
 
@@ -58,10 +61,10 @@ def runs(name: str) -> list[Run]:
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
-        "controls_embedded": "Python sources (rates tuned here)",
-        "controls_headers": "C++ headers (nothing tuned)",
+        "controls_embedded": "Python sources\n(rates tuned here)",
+        "controls_headers": "C++ headers\n(nothing tuned)",
     }
-    figure, panels = plt.subplots(1, 2, figsize=(8.4, 2.9), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), layout="constrained", sharey=True)
     for axes, (name, title) in zip(panels, texts.items(), strict=True):
         arms = by_contender(runs(name))
         for place, arm in enumerate(NAMES):
@@ -74,31 +77,33 @@ def draw_controls() -> Figure:
                 f"{losses.mean():.3f}", (losses.mean(), place - 0.18), ha="center", va="bottom", fontsize=8, color=color
             )
         axes.set(title=title, xlabel="held-out loss (nats per token)", ylim=(len(NAMES) - 0.5, -0.7))
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.3, axis="x")
     panels[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
     return figure
 
 
 def draw_loss_curve() -> Figure:
-    """Show the held-out loss of MARS-M and AdamW over the default job: a line for each seed of the controls."""
-    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    """Show the held-out loss of MARS-M and AdamW over the default job: mean and range of the controls' seeds."""
+    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     arms = by_contender(runs("controls_embedded"))
     for arm in ("adamw", "mars_m"):
-        for index, run in enumerate(arms[arm]):
-            label = f"{NAMES[arm]}, five seeds" if index == 0 else None
-            axes.plot(*zip(*run.curve, strict=True), ".-", color=page.COLORS[arm], linewidth=0.9, label=label)
-    axes.set(xlabel="step", ylabel="held-out loss (nats per token)", title="1.3M parameters, Python sources")
+        steps, losses = np.array([run.curve for run in arms[arm]]).transpose(2, 1, 0)  # (step, seed) each
+        color, label = page.COLORS[arm], f"{NAMES[arm]}, mean of {losses.shape[1]} seeds"
+        axes.fill_between(steps[:, 0], losses.min(axis=1), losses.max(axis=1), color=color, alpha=0.3, linewidth=0)
+        axes.plot(steps[:, 0], losses.mean(axis=1), ".-", color=color, label=label)
+    axes.set(xlabel="steps", ylabel="held-out loss (nats per token)", title="1.3M parameters, Python sources")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(title="shaded: lowest to highest seed")
     return figure
 
 
 def draw_betas() -> Figure:
     """Show final losses over beta1, one line an optimizer: means, and a dot for each seed."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
     lines = page.lines_of(runs("betas_embedded"), presets.load("betas"))
-    for index, (name, line) in enumerate(lines.items()):
-        color = page.COLORS.get(name.split()[0], f"C{index}")
+    for name, line in lines.items():
+        color = page.color(name)
         betas = [beta1 for beta1, losses in line for _ in losses]
         axes.scatter(betas, [loss for _, losses in line for loss in losses], s=8, color=color, alpha=0.6)
         means = sorted((beta1, float(np.mean(losses))) for beta1, losses in line)
@@ -109,7 +114,7 @@ def draw_betas() -> Figure:
     axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
     axes.set_xticks(places, [f"{beta1:g}" for beta1 in places])
     axes.minorticks_off()
-    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token)", title="mean of seeds; dots: seeds")
+    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token)", title="lines: means of seeds; dots: seeds")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -118,21 +123,23 @@ def draw_betas() -> Figure:
 def draw_tracking() -> Figure:
     """Show error, lag and noise over gamma without clipping, for each beta1 and form."""
     medians = tracking.medians(json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"])
-    figure, panels = plt.subplots(1, 3, figsize=(9, 3.8), layout="constrained")
-    for axes, name in zip(panels, ("error", "lag", "noise"), strict=True):
-        for index, beta1 in enumerate(sorted({moment.beta1 for moment in medians})):
+    figure, grid = plt.subplots(2, 2, figsize=(6.4, 5.6), layout="constrained")
+    for axes, name in zip(grid.flat, ("error", "lag", "noise"), strict=False):
+        betas = sorted({moment.beta1 for moment in medians})
+        for beta1, color, marker in zip(betas, SHADES, "o^s", strict=True):
             for form, dashes in (("approx", "--"), ("exact", "-")):
                 line = {
                     moment.gamma: numbers[name]
                     for moment, numbers in sorted(medians.items(), key=lambda item: item[0].gamma)
                     if (moment.beta1, moment.clip) == (beta1, None) and (moment.form == form or not moment.gamma)
                 }
-                label = f"beta1 {beta1:g}, {form}"
-                axes.plot(list(line), list(line.values()), f".{dashes}", color=f"C{index}", label=label)
-        axes.set(title=name, xlabel="gamma")
+                style = {"color": color, "marker": marker, "markersize": 4, "linestyle": dashes}
+                axes.plot(list(line), list(line.values()), **style, label=f"beta1 {beta1:g}, {form}")
+        axes.set(title=name, xlabel="gamma", ylabel="share of squared norm")
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("share of the gradient's squared norm")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    grid[1, 1].axis("off")
+    title = "Shades are values of beta1,\nnot optimizers."
+    grid[1, 1].legend(*grid[0, 0].get_legend_handles_labels(), loc="center", title=title)
     return figure
 
 
@@ -155,12 +162,12 @@ def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.nda
 
 def draw_weights() -> Figure:
     """Show how much each past gradient counts in the first moment."""
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     ages = np.arange(7)  # from age 1 on the curves run in parallel
     rows = [
-        ("AdamW (gamma = 0)", 0.0, GREY, "s"),
-        (f"approx MARS (gamma = {GAMMA})", GAMMA, BLUE, "o"),
-        (f"Nesterov, NAdam (gamma = 1 - beta1 = {1 - BETA1:.2f})", 1 - BETA1, ORANGE, "^"),
+        ("AdamW (gamma = 0)", 0.0, page.COLORS["adamw"], "s"),
+        (f"approx MARS (gamma = {GAMMA})", GAMMA, page.COLORS["mars_adamw"], "o"),
+        (f"Nesterov, NAdam (gamma = 1 - beta1 = {1 - BETA1:.2f})", 1 - BETA1, page.COLORS["nadamw"], "^"),
     ]
     for label, gamma, color, marker in rows:
         weights = weights_of_past_gradients(BETA1, gamma, len(ages))
@@ -225,22 +232,18 @@ def toy_errors(gammas: Sequence[float], *, exact: bool) -> list[_Errors]:
 def draw_lag_and_noise() -> Figure:
     """Show what the correction does to lag and to noise, in both forms."""
     gammas = [0.0, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.6), layout="constrained", sharex=True)
-    for exact, label, color, marker in ((False, "approx", BLUE, "o"), (True, "exact", ORANGE, "^")):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.6), layout="constrained", sharex=True)
+    for exact, label, dashes, marker in ((False, "approx", "--", "o"), (True, "exact", "-", "^")):
         errors = toy_errors(gammas, exact=exact)
-        style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.4, "label": label}
+        style = {"color": SHADES[-1], "linestyle": dashes, "marker": marker, "markersize": 4, "label": label}
         if exact:
-            left.plot(gammas, [error.lag for error in errors], **{**style, "color": GREY, "label": "both forms"})
+            left.plot(gammas, [error.lag for error in errors], **{**style, "label": "both forms"})
         right.plot(gammas, [error.noise for error in errors], **style)
-    left.set(
-        title="lag: error of the expected moment",
-        xlabel="gamma",
-        ylabel="relative to the true gradient",
-        ylim=(0, None),
-    )
-    right.set(title="noise: spread around it", xlabel="gamma", ylim=(0, None))
+    left.set(title="lag: error of\nthe expected moment")
+    right.set(title="noise:\nspread around it")
     for axes in (left, right):
-        axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle="--", label=f"default gamma, {GAMMA}")
+        axes.set(xlabel="gamma", ylabel="relative to the true gradient's norm", ylim=(0, None))
+        axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle=":", label=f"default, {GAMMA}")
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
@@ -249,48 +252,28 @@ def draw_lag_and_noise() -> Figure:
 def draw_step() -> Figure:
     """Draw one step of Mars: its five verbs, what each one reads, and what it makes."""
     verbs = [
-        (
-            "locate",
-            "which part of\na parameter is\neach tensor?",
-            "parameters,\nflat tensors,\nDTensors",
-            "shards",
-        ),
-        (
-            "build lists",
-            "which tensors\ndoes one backend\ncall take?",
-            "groups, state,\ngradients",
-            "lists of tensors",
-        ),
-        ("norms", "of whole corrected\ngradients, over\nall ranks", "g, last g", "clip factors,\nglobal scale"),
-        (
-            "orthogonalize",
-            "Newton-Schulz\non whole matrices",
-            "first moments",
-            "directions",
-        ),
-        (
-            "update",
-            "one pass: correct,\nclip, moments,\nparameter",
-            "p, m, v,\ng, last g",
-            "p, m, v,\nlast g\nin place",
-        ),
+        ("locate", "which part of a parameter\nis each tensor?", "parameters,\nflat tensors,\nDTensors", "shards"),
+        ("build lists", "which tensors does one\nbackend call take?", "groups, state,\ngradients", "lists of\ntensors"),
+        ("norms", "of whole corrected\ngradients, over all ranks", "g, last g", "clip factors,\nglobal scale"),
+        ("orthogonalize", "Newton-Schulz\non whole matrices", "first\nmoments", "directions"),
+        ("update", "one pass: correct, clip,\nmoments, parameter", "p, m, v,\ng, last g", "p, m, v,\nlast g\nin place"),
     ]
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    axes.set(xlim=(0, 5), ylim=(0, 3))
+    figure, axes = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
+    axes.set(xlim=(0, 6.4), ylim=(5.1, -0.3))
     axes.axis("off")
+    for x, heading in ((0.8, "reads"), (5.6, "makes")):
+        axes.text(x, -0.15, heading, color=GREY, ha="center", va="center", fontsize=11)
     for index, (verb, question, reads, makes) in enumerate(verbs):
         center = index + 0.5
-        _box(axes, center, 1.5, 0.84, 0.86, BLUE)
-        axes.text(center, 1.78, verb, ha="center", va="center", color="white", fontsize=11, weight="bold")
-        axes.text(center, 1.38, question, ha="center", va="center", color="white", fontsize=9)
-        axes.text(center, 2.68, reads, ha="center", va="center", fontsize=9.5)
-        axes.text(center, 0.36, makes, ha="center", va="center", fontsize=9.5)
-        _arrow(axes, (center, 2.42), (center, 1.97))
-        _arrow(axes, (center, 1.05), (center, 0.62))
+        _box(axes, 3.2, center, 2.5, 0.76, SHADES[-1])
+        axes.text(3.2, center - 0.22, verb, ha="center", va="center", color="white", fontsize=11, weight="bold")
+        axes.text(3.2, center + 0.12, question, ha="center", va="center", color="white", fontsize=10)
+        axes.text(0.8, center, reads, ha="center", va="center", fontsize=10)
+        axes.text(5.6, center, makes, ha="center", va="center", fontsize=10)
+        _arrow(axes, (1.45, center), (1.92, center))
+        _arrow(axes, (4.48, center), (4.95, center))
         if index + 1 < len(verbs):
-            _arrow(axes, (center + 0.43, 1.5), (center + 0.575, 1.5))
-    axes.text(0.02, 2.95, "reads", color=GREY, fontsize=9, va="top")
-    axes.text(0.02, 0.05, "makes", color=GREY, fontsize=9, va="bottom")
+            _arrow(axes, (3.2, center + 0.38), (3.2, center + 0.62))
     return figure
 
 

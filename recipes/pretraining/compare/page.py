@@ -18,11 +18,12 @@ from pretraining.compare.comparison import Difference, Row, Run
 from pretraining.compare.launch import describe_machine
 from pretraining.compare.presets import Preset
 
-# An optimizer has one color in every picture.
+# An optimizer has one color in every picture; pictures give no other meaning to these colors.
 COLORS = {
     "adamw": "0.35",
     "adamw_torch": "0.35",
     "nadamw": "tab:brown",
+    "mars": "tab:blue",
     "mars_adamw": "tab:blue",
     "mars_lion": "tab:orange",
     "mars_shampoo": "tab:purple",
@@ -88,6 +89,12 @@ def write(
     return text
 
 
+def color(name: str) -> str:
+    """Return the color of the first optimizer that a name has among its words, like "timm Mars"; pink if none."""
+    words = name.lower().replace("-", "_").replace(",", "").split()
+    return next((COLORS[word] for word in words if word in COLORS), "pink")
+
+
 def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
     """Draw final held-out losses less the baseline's of the same seed: means as bars, seeds as dots."""
     losses = {run.seed: run.eval_loss for run in runs if run.contender == baseline}
@@ -95,9 +102,7 @@ def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
     axes = figure.subplots()
     for name, members in reversed(comparison.by_contender(runs).items()):
         gaps = [run.eval_loss - losses[run.seed] for run in members if math.isfinite(run.eval_loss)]
-        axes.barh(
-            name, statistics.fmean(gaps or [0.0]), color=COLORS.get(name.split()[0].strip(","), "tab:gray"), alpha=0.6
-        )
+        axes.barh(name, statistics.fmean(gaps or [0.0]), color=color(name), alpha=0.6)
         axes.plot(gaps, [name] * len(gaps), ".", color="black")
     axes.set(xlabel="nats per token; bars: means, dots: seeds", title=f"final held-out loss, difference to {baseline}")
     figure.savefig(path, dpi=120)
@@ -134,25 +139,23 @@ def differences_table(gaps: Sequence[Difference]) -> str:
     """Return differences as a Markdown table."""
     cells = [("arm", "measured against", "difference (95% interval)", "shown")]
     for gap in gaps:
-        names = (gap.contender, gap.against)
-        if not math.isfinite(gap.mean):
-            cells.append((*names, "diverged", ""))
-        elif not math.isfinite(gap.low):
-            cells.append((*names, f"{gap.mean:+.3f} (one seed)", ""))
-        else:
-            cells.append((*names, f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})", gap.shown))
+        interval = f"({gap.low:+.3f} to {gap.high:+.3f})" if math.isfinite(gap.low) else "(one seed)"
+        text = f"{gap.mean:+.3f} {interval}" if math.isfinite(gap.mean) else "diverged"
+        cells.append((gap.contender, gap.against, text, gap.shown if math.isfinite(gap.low) else ""))
     return markdown(cells, left=2)
 
 
 def grid_table(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
-    """Return the mean losses along an axis as a Markdown table: one row for each place, one column for each line."""
-    columns = [{place: statistics.fmean(losses) for place, losses in line} for line in lines.values()]
-    cells = [(axis.replace("_", " "), *lines)]
-    for place in sorted(set().union(*columns)):
-        means = [column.get(place) for column in columns]
+    """Return the mean losses along an axis as Markdown: a row for each place, in each table three lines at most."""
+    columns = {name: {place: statistics.fmean(losses) for place, losses in lines[name]} for name in list(lines)[:3]}
+    cells = [(axis.replace("_", " "), *columns)]
+    for place in sorted(set().union(*columns.values())):
+        means = [column.get(place) for column in columns.values()]
         texts = ["" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "diverged" for mean in means]
         cells.append((f"{place:g}", *texts))
-    return markdown(cells)
+    return "\n\n".join(
+        [markdown(cells), *([grid_table(dict(list(lines.items())[3:]), axis)] if len(lines) > 3 else [])]
+    )
 
 
 def markdown(cells: Sequence[Sequence[str]], left: int = 1) -> str:
