@@ -265,8 +265,8 @@ def test_page_shows_the_result():
     }
     for gamma, form in ((0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")):
         name = f"{gamma:g} {form}" if gamma else "gamma 0"
-        cells = [f"{errors[role, gamma, form]['error']:.3f}" for role in roles]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    scales = " | ".join(f"{errors[role, 0.0, 'approx']['noise_scale']:.0f}" for role in roles)
+        cells = "{} | {}, {} | {}".format(*(f"{errors[role, gamma, form]['error']:.3f}" for role in roles))
+        lines.append(f"| {name} | {cells} |")
+    scales = "{:.0f} | {:.0f}, {:.0f} | {:.0f}".format(*(errors[role, 0.0, "approx"]["noise_scale"] for role in roles))
     lines.append(f"| noise scale, samples | {scales} |")
     assert len(lines) >= 15 + 6 and [line for line in lines if line not in page] == []

@@ -299,14 +299,14 @@ def table(rows: Sequence[Row], scope: str = "all") -> str:
     """Return the medians as a Markdown table, one line a moment, and the noise scale."""
     values = medians(rows, scope)
     lines = [
-        f"| {moment} | {' | '.join(f'{numbers[name]:.4g}' for name in _MEASURED[:-1])} |"
+        "| {} | {error:.4g} | {lag:.4g}, {noise:.4g} | {cosine:.4g} | {variance_ratio:.4g} |".format(moment, **numbers)
         for moment, numbers in values.items()
     ]
     scale = f"Simple noise scale: {next(iter(values.values()))['noise_scale']:,.0f} samples."
     if drowned := len({row["step"] for row in rows if row["scope"] == scope and math.isnan(row["error"])}):
         scale += f" At {drowned} of the measured steps the gradient drowned in its noise."
-    titles = "| first moment | error | lag | noise | cosine | Var(c) / Var(g) |"
-    return "\n".join([titles, f"| --- |{' ---: |' * 5}", *lines, "", scale])
+    titles = "| first moment | error | lag, noise | cosine | Var(c) / Var(g) |"
+    return "\n".join([titles, f"| --- |{' ---: |' * 4}", *lines, "", scale])
 
 
 def conclusion(rows: Sequence[Row], beta1: float) -> str:
