@@ -145,23 +145,25 @@ class Mars(torch.optim.Optimizer):
             has been changed then.
 
     State, per parameter, made at its first step:
-        step: 0-d float32 on CPU, number of steps taken.
-        exp_avg: shape of the parameter; m_t, or the average e_t of the gradients where no last gradient is needed.
-        exp_avg_sq: the same; v_t (mars-adamw, vectors and embeddings).
-        max_exp_avg_sq: the same; with `amsgrad`.
-        last_grad: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
-            from `update_last_grad()` to the end of `step()`. On a CPU its norm is remembered: change it in place or
-            replace it, but do not write through its `.data`, which nothing can see.
-        previous_grad: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
-        last_grad_scale: 0-d; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
-        previous_param: shape and dtype of the parameter; x_t (exact mode, all parameters).
-        compensation: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
-        Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
-        moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad.
-        Tensors have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in
-        float32 and rounded once. Loading a state keeps the dtypes it was saved in.
-        Newton-Schulz adds 8 to 10 bytes an element in bfloat16, 16 in float32, of at most 2**27 elements (2**22 on
-        CPUs) at a time; where ranks share the work, the first moments of all matrices of this rank.
+
+    - `step`: 0-d float32 on CPU, number of steps taken.
+    - `exp_avg`: shape of the parameter; m_t, or the average e_t of the gradients where no last gradient is needed.
+    - `exp_avg_sq`: the same; v_t (mars-adamw, vectors and embeddings).
+    - `max_exp_avg_sq`: the same; with `amsgrad`.
+    - `last_grad`: the same; last_{t+1}, a copy of our own (parameters under the MARS rule). In exact mode it is there
+      from `update_last_grad()` to the end of `step()`. On a CPU its norm is remembered: change it in place or replace
+      it, but do not write through its `.data`, which nothing can see.
+    - `previous_grad`: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
+    - `last_grad_scale`: 0-d; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
+    - `previous_param`: shape and dtype of the parameter; x_t (exact mode, all parameters).
+    - `compensation`: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
+
+    Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
+    moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad. Tensors
+    have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in float32 and
+    rounded once. Loading a state keeps the dtypes it was saved in. Newton-Schulz adds 8 to 10 bytes an element in
+    bfloat16, 16 in float32, of at most `2**27` elements (`2**22` on CPUs) at a time; where ranks share the work, the
+    first moments of all matrices of this rank.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.
@@ -624,22 +626,20 @@ def create(
         process_group: as `Mars`.
         **settings: any of `Mars`, and with a model:
 
-            mars_type: also `"muon"`: torch.optim.Muon's update, which is mars-m with other defaults: gamma = 1 - beta1,
-                `clip_threshold=None`, `split_fused="none"`. One buffer a matrix; AdamW for everything else.
-
-            split_fused: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
-                projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`.
-            lr_embeddings: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d`
-                where they take AdamW.
-            param_rules: settings for parameters by name: pairs of a shell pattern and settings
-                (`[("*.wte.weight", {"weight_decay": 0.0}), ("*.gate.*", {"role": "adamw"})]`), or mappings with
-                `pattern`. The first pattern that matches a parameter's name in `model.named_parameters()` decides. A
-                rule states any setting of a parameter group except `max_grad_norm`, and wins over the other arguments;
-                `role` is `"matrix"`, `"vector"` or `"adamw"`.
-            release_gradients: True steps each parameter inside `backward()`, as soon as its gradient is there, which
-                then becomes its last gradient: the loop never holds all gradients. `step()` only checks. For one
-                micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact
-                form. Not saved.
+            - `mars_type`: also `"muon"`, torch.optim.Muon's update: mars-m with other defaults, gamma = 1 - beta1,
+              `clip_threshold=None` and `split_fused="none"`. One buffer a matrix; AdamW for everything else.
+            - `split_fused`: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
+              projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`.
+            - `lr_embeddings`: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d`
+              where they take AdamW.
+            - `param_rules`: pairs of a shell pattern of names and settings (`[("*.wte.weight", {"weight_decay": 0.0}),
+              ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`. The first pattern that matches a
+              parameter's name in `model.named_parameters()` decides. A rule states any setting of a parameter group
+              except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or `"adamw"`.
+            - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
+              which then becomes its last gradient: the loop never holds all gradients. `step()` only checks. For one
+              micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.
+              Not saved.
 
     Raises:
         UnknownHyperparameterError: a setting `Mars` does not have.
