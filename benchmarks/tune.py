@@ -182,7 +182,7 @@ class Search:
             axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
             axes.minorticks_off()
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7, ncols=1 + several, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
+            axes.legend(fontsize=8, ncols=1 + several, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
         figure.supxlabel("learning rate")

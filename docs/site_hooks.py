@@ -30,3 +30,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for path, place in _MOVED.items():
         markdown = markdown.replace(f"]({path}", f"]({place}")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out the documentation of constructors that points to their class, which has the same place in the site."""
+    return html.replace("<p>See the class.</p>", "")
