@@ -5,6 +5,7 @@ Pages link to them as they lie in the repository, so that links work there as we
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,5 +34,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Leave out the documentation of constructors that points to their class, which has the same place in the site."""
-    return html.replace("<p>See the class.</p>", "")
+    """Leave out constructors' references to their class, and keep the dashes of an option with its name."""
+    html = html.replace("<p>See the class.</p>", "")
+    return re.sub(r"(?<=[>\s])--\w[\w-]*", r'<span class="option">\g<0></span>', html)
