@@ -52,7 +52,8 @@ def test_output_dir():
     config = write("mine.yaml", "optimizers: {mars_lion: {is_approx: false}}\n")
     for argv, folder in (
         ([], "embedded-mars_m"),
-        (["--optimizer", "adamw"], "embedded-adamw"),
+        *((["--optimizer", name], f"embedded-{name}") for name in arguments.OPTIMIZERS),
+        (["--config", "llama", "--optimizer", "mars_lion", "--learning-rate=1e-3"], "llama-mars_lion"),
         (["--is_approx", "false"], "embedded-mars_m-exact"),
         ([*config, "--optimizer", "mars_lion"], "mine-mars_lion-exact"),
         ([*config, "--optimizer", "mars_lion", "--is_approx", "true"], "mine-mars_lion"),
@@ -100,6 +101,7 @@ def test_config_section_and_command_line():
         ("- 3", "mine.yaml holds no settings"),
         ("a: [", "mine.yaml is not YAML"),
         ("optimizers: {sgd: {}}", "optimizer 'sgd' is unknown"),
+        ("--config llama --optimizer mars_lion", "llama.yaml has no settings for mars_lion; give --learning_rate"),
         pytest.param(
             "--config gpt2-small",  # all flags that it needs on CPU
             "gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give --use_cpu true --tf32 false.* --data_dir .* "

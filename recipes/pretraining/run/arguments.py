@@ -211,8 +211,8 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
         All settings by name, and the config's path.
 
     Raises:
-        ValueError: the config cannot be read, or settings do not fit one another; argparse ends the program for
-            values of a wrong type and unknown names.
+        ValueError: the config cannot be read, has no learning rate for the optimizer, or settings do not fit one
+            another; argparse ends the program for values of a wrong type and unknown names.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -223,17 +223,17 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     settings = _read(path)
     sections = settings.pop("optimizers", None) or {}
     chosen = known.optimizer or settings.get("optimizer", "mars_adamw")
-    for name in (chosen, *sections):
-        if name not in OPTIMIZERS:
-            raise ValueError(f"optimizer {name!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
+    if unknown := [name for name in (chosen, *sections) if name not in OPTIMIZERS]:
+        raise ValueError(f"optimizer {unknown[0]!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
     settings |= sections.get(chosen) or {}
+    if sections and chosen not in sections and "learning_rate" not in " ".join([*settings, *argv]).replace("-", "_"):
+        raise ValueError(f"{path.name} has no settings for {chosen}; give --learning_rate")
 
     parser = _parser()
-    program, parser.prog = parser.prog, path.name  # for errors in the file
+    parser.prog = path.name  # for errors in the file
     words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     values = parser.parse_args([f"--{name}={word}" for name, word in words.items() if word != "null"])
-    parser.prog = program
-    values = parser.parse_args(argv, values)
+    values = _parser().parse_args(argv, values)
     _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
