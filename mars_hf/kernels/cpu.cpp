@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int64_t ROW = 4096;
-constexpr int64_t BLOCK = 1024;
+constexpr int64_t BLOCK = 256;
 // Elements above which more threads pay off; PyTorch's value.
 constexpr int64_t GRAIN = 32768;
 
@@ -267,35 +267,42 @@ Scalars<T> rounded(const Scalars<double>& s) {
             T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps)};
 }
 
-// x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment.
+// x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment. One loop would read
+// four or five streams of memory at once, for which processors fetch less ahead: it takes a tenth to a third longer.
 template <class T, Rule RULE, Last LAST>
 void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
                   T* __restrict e, T* __restrict v, T* __restrict last) {
+    T c[BLOCK], m[BLOCK];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        // c_t = g_t + k (g_t - last_t), times the clipping factor
+        T g = gradient[i] * s.scale;
+        c[i] = (LAST == NONE ? g : (g - last[i] * s.last_scale) * s.correction + g) * s.clip_factor;
+        if constexpr (LAST == KEPT) last[i] = g;
+    }
     bool is_nesterov = s.nesterov != 0;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        T g = gradient[i] * s.scale;
-        // c_t = g_t + k (g_t - last_t), times the clipping factor
-        T c = LAST == NONE ? g : (g - last[i] * s.last_scale) * s.correction + g;
-        if constexpr (LAST == KEPT) last[i] = g;
-        c *= s.clip_factor;
         // e_t = beta1 e_{t-1} + (1 - beta1) c_t
-        T average = e[i] + s.one_minus_beta1 * (c - e[i]);
+        T average = e[i] + s.one_minus_beta1 * (c[i] - e[i]);
         e[i] = average;
-        T m = is_nesterov ? average + s.nesterov * (c - average) : average;
+        m[i] = is_nesterov ? average + s.nesterov * (c[i] - average) : average;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
         if constexpr (RULE == MOMENTUM) {
-            x[i] = m;
+            x[i] = m[i];
         } else if constexpr (RULE == LION) {
             // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
-            T sign = static_cast<T>(m > 0) - static_cast<T>(m < 0);
-            x[i] = x[i] * s.decay - s.rate * (m == m ? sign : m);  // NaN stays NaN
+            T sign = static_cast<T>(m[i] > 0) - static_cast<T>(m[i] < 0);
+            x[i] = x[i] * s.decay - s.rate * (m[i] == m[i] ? sign : m[i]);  // NaN stays NaN
         } else {
             // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
-            T squared = square_gradient ? g : c;
+            T squared = square_gradient ? gradient[i] * s.scale : c[i];
             T second = v[i] * s.beta2 + s.one_minus_beta2 * squared * squared;
             v[i] = second;
             // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-            x[i] = x[i] * s.decay - s.rate * m / (std::sqrt(second) * s.root + s.eps);
+            x[i] = x[i] * s.decay - s.rate * m[i] / (std::sqrt(second) * s.root + s.eps);
         }
     }
 }
