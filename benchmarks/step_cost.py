@@ -98,14 +98,7 @@ def _adamw(**settings: Any) -> Make:
 
 
 def _mars(**settings: Any) -> Make:
-    take_grad = settings.pop("take_grad", False)
-
-    def make(named: Named) -> list[torch.optim.Optimizer]:
-        mars = mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)
-        mars.take_grad = take_grad
-        return [mars]
-
-    return make
+    return lambda named: [mars_hf.Mars(named.values(), lr=LR, weight_decay=0.1, **settings)]
 
 
 def _is_hidden(name: str, param: Tensor) -> bool:
@@ -147,7 +140,6 @@ def contenders() -> dict[str, Contender]:
         ADAMW: Contender(adamw, 28),
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
         "Mars": Contender(mars, 40),
-        "Mars take_grad": Contender(_mars(take_grad=True), 36),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
         "Mars fused=False": Contender(_mars(fused=False), 40),
         "mars-lion": Contender(_mars(mars_type="mars-lion"), 32),
@@ -159,7 +151,6 @@ def contenders() -> dict[str, Contender]:
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
         "Mars + clip_grad_norm_": Contender(mars, 52, clips=True, before=_clip),
         "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, clips=True),
-        "Mars max_grad_norm, take_grad": Contender(_mars(max_grad_norm=MAX_NORM, take_grad=True), 36, clips=True),
     }
 
 

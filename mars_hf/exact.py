@@ -95,5 +95,4 @@ def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:
 def drop_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Drop the stale gradients that a step has used."""
     for param in corrected_params(param_groups):
-        for key in ("last_grad", "last_grad_scale"):
-            all_states.get(param, {}).pop(key, None)
+        all_states.get(param, {}).pop("last_grad", None)

@@ -154,7 +154,6 @@ class Mars(torch.optim.Optimizer):
       from `update_last_grad()` to the end of `step()`. On a CPU its norm is remembered: change it in place or replace
       it, but do not write through its `.data`, which nothing can see.
     - `previous_grad`: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
-    - `last_grad_scale`: 0-d; what last_grad is still to be multiplied by (`take_grad` with `max_grad_norm`).
     - `previous_param`: shape and dtype of the parameter; x_t (exact mode, all parameters).
     - `compensation`: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
 
@@ -189,10 +188,6 @@ class Mars(torch.optim.Optimizer):
 
     # Ranks that hold the same whole parameters; may be set between steps. LastGradientCallback sets it under DDP.
     process_group: Group = None
-
-    # Set by whoever runs the loop: True lets the step move gradients into the state where that saves a copy, and set
-    # `p.grad` to None. Views, sharded gradients and gradients of another dtype than the state's are copied.
-    take_grad = False
 
     # Norms of the last gradients that the step before has left; a write through `.data` does not show in them.
     _last_norms: LastNorms | None = None
@@ -437,7 +432,7 @@ class Mars(torch.optim.Optimizer):
                     were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
                     exact.require_stale_gradients(groups, self.state, were_approx, self._stale_gradients_supplied)
                 self._structure = structure
-                lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of, self.take_grad)
+                lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of)
             except (RuntimeError, ValueError) as raised:
                 if whole is None:
                     raise
@@ -637,7 +632,7 @@ def create(
               parameter's name in `model.named_parameters()` decides. A rule states any setting of a parameter group
               except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or `"adamw"`.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
-              which then becomes its last gradient: the loop never holds all gradients. `step()` only checks. For one
+              and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.
               Not saved.
 
@@ -671,6 +666,5 @@ def create(
         mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **settings}
     if release_gradients:
-        mars.take_grad = True
         mars._release = GradientRelease(mars, mars._step)
     return mars

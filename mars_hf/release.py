@@ -1,6 +1,6 @@
 """`create(model, release_gradients=True)`: each parameter steps as soon as backward has its gradient.
 
-The gradient becomes the last gradient on the spot, so a run holds one gradient at a time instead of all of them.
+Its gradient is copied into the last gradient and freed on the spot, so a run holds one gradient at a time.
 """
 
 from __future__ import annotations

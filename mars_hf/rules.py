@@ -32,7 +32,6 @@ def sums(
     last_grads: list[Tensor],
     *,
     scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
@@ -43,7 +42,6 @@ def sums(
         gradients: any shapes, floating point, one device; not modified.
         last_grads: shapes of `gradients`; empty for a rule without last gradient.
         scale: 0-d; g = scale * gradient; None means 1.
-        last_scales: one per tensor; last = last_scales[i] * last_grads[i]; None means 1.
         k: weight of the correction, c = g + k (g - last).
         products: whether the caller needs the first three rows; otherwise they may be zero.
         corrected: whether the caller needs the fourth row; otherwise it may be zero.
@@ -54,7 +52,7 @@ def sums(
     """
     wide = SUM_DTYPES[gradients[0].device.type]
     dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)} else torch.float32
-    g, last, c = _correct(gradients, last_grads, scale, last_scales, k if corrected else None, dtype)
+    g, last, c = _correct(gradients, last_grads, scale, k if corrected else None, dtype)
     rows: list[Tensor | None] = [None] * 4
     if corrected or not last:
         rows[3] = torch.stack(torch._foreach_norm(c, 2, wide)).square()
@@ -78,13 +76,11 @@ class Options:
     beta2: float  # decay rate of v
     eps: float  # added to the bias-corrected root of v
     weight_decay: float  # decoupled; the parameter shrinks by lr * weight_decay
-    k: float = 0.0  # these three: see `sums`
+    k: float = 0.0  # these two: see `sums`
     scale: Tensor | None = None
-    last_scales: Tensor | None = None
     factors: Tensor | None = None  # multiply c, one per tensor; None means 1
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
-    keep_last: bool = True  # whether to write g into the last gradients
     seeds: Sequence[int] = ()  # kernels alone: one per tensor, new at each step, to round bfloat16 stochastically
 
 
@@ -126,7 +122,7 @@ def update(
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
-    g, _, c = _correct(gradients, last_grads, options.scale, options.last_scales, options.k, dtype)
+    g, _, c = _correct(gradients, last_grads, options.scale, options.k, dtype)
     if options.factors is not None:
         # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
         c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
@@ -149,7 +145,7 @@ def update(
         denominators = torch._foreach_sqrt(peak or v)
         torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
         torch._foreach_add_(denominators, options.eps)
-    if options.keep_last and last_grads:
+    if last_grads:
         torch._foreach_copy_(last_grads, g)
     # Write parameters last: a gradient may be the parameter itself.
     if options.rule == "momentum":
@@ -251,7 +247,6 @@ def _correct(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     scale: Tensor | None,
-    last_scales: Tensor | None,
     k: float | None,
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -259,8 +254,6 @@ def _correct(
     g, last = ([tensor.to(dtype) for tensor in tensors] for tensors in (gradients, last_grads))
     if scale is not None:
         g = list(torch._foreach_mul(g, scale.to(dtype)))
-    if last and last_scales is not None:
-        last = list(torch._foreach_mul(last, list(last_scales.to(dtype).unbind())))
     if not last or k is None:
         return g, last, g
     # c_t = g_t + k (g_t - last_t)    (Algorithm 2)

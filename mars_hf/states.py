@@ -106,7 +106,7 @@ def check(
         anywhere: whether tensors may be on another device than the parameter, as while loading.
     """
     for key, value in state.items():
-        if key in ("step", "last_grad_scale"):
+        if key == "step":
             if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
                 raise UnfitStateError(
                     f"{what} of shape {tuple(param.shape)} has {key}={_look(value)}; a number is needed"

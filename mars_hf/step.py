@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mars_hf import rules, states
 from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, is_dtensor, local
+from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
@@ -47,13 +47,12 @@ class TensorList:
     """Tensors of one group, device and dtypes that one call of a backend takes: whole parameters or shards.
 
     Each list has one entry per parameter or shard, or is empty if the rule does not need it. With the factors the
-    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last = last_scale * last_grad.
+    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last is last_grad.
     """
 
     group: dict[str, Any]
     rule: str  # of the group: "adamw", or a `mars_type`
     backend: Backend
-    takes_grad: bool = False  # the gradients become the last gradients
     chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
     process_group: Group = None  # ranks that hold the other shards; None for whole parameters
     params: list[Tensor] = field(default_factory=list)
@@ -63,7 +62,6 @@ class TensorList:
     max_exp_avg_sq: list[Tensor] = field(default_factory=list)
     last_grad: list[Tensor] = field(default_factory=list)
     compensation: list[Tensor] = field(default_factory=list)
-    owners: list[Tensor] = field(default_factory=list)  # the optimizer's tensor that each entry belongs to
     states: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the parameters
@@ -71,15 +69,14 @@ class TensorList:
     fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
     correction: float = 0.0  # k
     scale: Tensor | None = None  # 0-d; None means 1
-    last_scales: Tensor | None = None  # one per entry; None means 1
-    factors: Tensor | None = None  # the same; set between norms and update
+    factors: Tensor | None = None  # one per entry; None means 1; set between norms and update
     last_norms: Tensor | None = None  # of the last gradients, as the step before has left them; inf if changed since
     grad_norms: Tensor | None = None  # of the scaled gradients, to be remembered
 
     def singles(self) -> Iterator[TensorList]:
         """Yield lists of one entry each."""
         names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
-        names += [name for name in ("last_scales", "factors") if getattr(self, name) is not None]
+        names += [] if self.factors is None else ["factors"]
         for index in range(len(self.params)):
             yield replace(self, **{name: getattr(self, name)[index : index + 1] for name in names})
 
@@ -90,7 +87,6 @@ def build_lists(
     all_states: MutableMapping[Tensor, Any],
     specs: Mapping[Tensor, ShardSpec],
     chunk_of: Mapping[int, Any],
-    take_grad: bool = False,
 ) -> tuple[list[TensorList], list[dict[str, Any]]]:
     """Check every tensor of the step, add missing buffers to states, and sort all by what one call can take.
 
@@ -100,7 +96,6 @@ def build_lists(
         all_states: the optimizer's states; those of new parameters are stored if no check fails.
         specs: specs of the sharded tensors.
         chunk_of: the chunk of each matrix to orthogonalize, by its index.
-        take_grad: whether gradients may become last gradients.
 
     Returns:
         The lists, and the states of all parameters that have a gradient.
@@ -122,13 +117,12 @@ def build_lists(
         _check_gamma(param_groups[place])
     alike: dict[Any, list[tuple[_Entry, Shard | None, bool]]] = {}
     for entry, (dense, grad_fits) in zip(entries, fits, strict=True):
-        place, index, param, state, keys, tensors = entry
+        place, index, param, _, keys, tensors = entry
         spec = specs.get(param) if specs else None
-        takes = take_grad and param_groups[place]["is_approx"] and spec is None and _may_take(param.grad, state)
         if index in overlapping:  # updated one by one
-            dense = takes = False
+            dense = False
         process_group = None if spec is None else spec.group
-        kind = (place, tensors[0].device, *[tensor.dtype for tensor in tensors], keys, dense, takes, process_group)
+        kind = (place, tensors[0].device, *[tensor.dtype for tensor in tensors], keys, dense, process_group)
         for shard in (None,) if spec is None else spec.shards:
             # Tensors of ZeRO that nobody located are not at their parameters' indices.
             index = index if shard is None else shard.param_index
@@ -136,14 +130,14 @@ def build_lists(
             alike.setdefault((*kind, chunk), []).append((entry, shard, grad_fits))
     total = sum(entry.tensors[0].numel() for entry in entries)
     lists = []
-    for (place, device, *_, dense, takes, process_group, chunk), parts in alike.items():
+    for (place, device, *_, dense, process_group, chunk), parts in alike.items():
         group, rule, first = param_groups[place], update_rules[place], parts[0][0]
         names = ("params", "grads", *first.keys)
         dtypes = {name: tensor.dtype for name, tensor in zip(names, first.tensors, strict=True)}
         if rule in ORTHOGONAL_TYPES:  # kernels write first moments
             dtypes["params"] = iteration_dtype(group, first.tensors[0], device)
         backend = choose_backend(group, device, dtypes, _ARITHMETIC.get(rule, "momentum"), total, dense=dense)
-        lists.append(TensorList(group, rule, backend, takes, chunk, process_group))
+        lists.append(TensorList(group, rule, backend, chunk, process_group))
         _fill(lists[-1], parts)
     for entry in entries:
         all_states[entry.param] = entry.state
@@ -240,7 +234,6 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
     columns = list(map(list, zip(*rows, strict=True)))
     for name, column in zip(("params", "grads", *parts[0][0].keys), columns, strict=True):
         setattr(target, name, column)
-    target.owners = [entry.param for entry, _, _ in parts]
     target.states = [entry.state for entry, _, _ in parts]
     target.steps = [entry.state["step"] for entry, _, _ in parts]
     target.indices = [entry.param_index if shard is None else shard.param_index for entry, shard, _ in parts]
@@ -248,14 +241,9 @@ def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]
     target.fractions = [1.0 if shard is None else shard.numel / shard.whole for _, shard, _ in parts]
     if target.group["maximize"]:
         target.scale = torch.full((), -1.0, device=target.params[0].device)
-    if not target.last_grad:
-        return
-    beta1 = float(target.group["betas"][0])
-    target.correction = float(target.group["gamma"]) * beta1 / (1 - beta1)
-    scales = [state.get("last_grad_scale") for state in target.states]
-    known = next((scale for scale in scales if scale is not None), None)
-    if known is not None:
-        target.last_scales = torch.stack([torch.ones_like(known) if scale is None else scale for scale in scales])
+    if target.last_grad:
+        beta1 = float(target.group["betas"][0])
+        target.correction = float(target.group["gamma"]) * beta1 / (1 - beta1)
 
 
 def take_sums(
@@ -289,7 +277,6 @@ def take_sums(
             products=folded or metrics is not None or tensors.last_norms is not None,
             corrected=not folded,
             scale=tensors.scale,
-            last_scales=tensors.last_scales if needs_last else None,
             k=tensors.correction,
         )
         if tensors.last_norms is not None:
@@ -341,7 +328,6 @@ def set_factors(
                         products=scale is not None,
                         corrected=scale is None,
                         scale=tensors.scale,
-                        last_scales=None if tensors.last_scales is None else tensors.last_scales[long],
                         k=k,
                     )
                     square[long] = exact[CC] if scale is None else rules.corrected_square(exact, k, scale)
@@ -429,13 +415,6 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
                 dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
                 group = HERE if tensors.process_group is None else tensors.process_group
                 metrics.add_update(param.to(dtype) - before.to(dtype), group)
-    stale = tensors.takes_grad or tensors.last_scales is not None
-    for param, state in zip(tensors.owners, tensors.states, strict=True) if stale else ():
-        state.pop("last_grad_scale", None)
-        if tensors.takes_grad:
-            state["last_grad"], param.grad = param.grad, None
-            if tensors.scale is not None:
-                state["last_grad_scale"] = tensors.scale
 
 
 def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
@@ -475,11 +454,9 @@ def _write(
         weight_decay=float(group["weight_decay"]),
         k=tensors.correction,
         scale=tensors.scale,
-        last_scales=tensors.last_scales,
         factors=tensors.factors,
         nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
         second_moment=group["second_moment"],
-        keep_last=group["is_approx"] and not tensors.takes_grad,
         seeds=_seeds(tensors) if seeded else (),
     )
     lists = (params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad)
@@ -576,14 +553,3 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
         if end > furthest:
             furthest, owner = end, index
     return sharing
-
-
-def _may_take(grad: Tensor | None, state: Mapping[str, Any]) -> bool:
-    """Return whether the gradient tensor itself may become the last gradient: same look, memory of its own."""
-    last = state.get("last_grad")
-    if grad is None or last is None or is_dtensor(grad) or grad.requires_grad:
-        return False
-    if grad._is_view() or grad.is_neg() or grad._is_zerotensor():
-        return False
-    has_all = grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
-    return has_all and grad.dtype == last.dtype and grad.stride() == last.stride()

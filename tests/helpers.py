@@ -38,13 +38,6 @@ needs_compiler = pytest.mark.skipif(
 fused_and_plain = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_compiler)])
 
 
-def mars_of(params: Any, *, take_grad: bool = False, **settings: Any) -> mars_hf.Mars:
-    """Return a Mars; `take_grad` is what MarsTrainer sets for the run."""
-    mars = mars_hf.Mars(params, **settings)
-    mars.take_grad = take_grad
-    return mars
-
-
 class Blocks(Dataset):
     """Random blocks of tokens, the same for every instance."""
 

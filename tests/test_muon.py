@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from helpers import arguments, gpt2, mars_of, mars_trainer, trainer
+from helpers import arguments, gpt2, mars_trainer, trainer
 from torch import nn
 
 import mars_hf
@@ -77,7 +77,7 @@ def test_doors(door, tmp_path):
 
 def test_name_of_no_rule(tmp_path):
     with pytest.raises(ValueError, match=r"mars_type='muon' is not valid; accepted: .*; 'muon' in create"):
-        mars_of(gpt2().parameters(), mars_type=MUON)
+        mars_hf.Mars(gpt2().parameters(), mars_type=MUON)
     saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type="mars-m").created_with, [])
     with pytest.raises(ValueError, match=r"mars_type='muon' and like=.*, settings of mars-m, contradict each other"):
         mars_hf.create(gpt2(), mars_type=MUON, like=tmp_path)

@@ -47,19 +47,13 @@ class Backend:
     kernels: ModuleType | None = None
     foreach: bool = False  # rules.py gets whole lists: fewer launches, temporaries for all tensors at once
 
-    def run_sums(
-        self, gradients: list[Tensor], last_grads: list[Tensor], *, last_scales: Tensor | None = None, **settings: Any
-    ) -> Tensor:
+    def run_sums(self, gradients: list[Tensor], last_grads: list[Tensor], **settings: Any) -> Tensor:
         """Take the sums; see `rules.sums`."""
         if self.kernels is not None:
-            return self.kernels.sums(gradients, last_grads, last_scales=last_scales, **settings)
+            return self.kernels.sums(gradients, last_grads, **settings)
         size = len(gradients) if self.foreach else 1
         parts = [slice(start, start + size) for start in range(0, len(gradients), size)]
-        scales = [None if last_scales is None else last_scales[part] for part in parts]
-        columns = [
-            rules.sums(gradients[part], last_grads[part], last_scales=part_scales, **settings)
-            for part, part_scales in zip(parts, scales, strict=True)
-        ]
+        columns = [rules.sums(gradients[part], last_grads[part], **settings) for part in parts]
         return torch.cat(columns, dim=1)
 
     def run_update(self, *lists: list[Tensor], options: rules.Options) -> None:
@@ -76,7 +70,6 @@ class Backend:
             part_options = replace(
                 options,
                 steps=options.steps[part],
-                last_scales=None if options.last_scales is None else options.last_scales[part],
                 factors=None if options.factors is None else options.factors[part],
             )
             params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads = (tensors[part] for tensors in lists)
@@ -187,13 +180,12 @@ def _compute(
             for offset, shape in enumerate(_SHAPES)
         ]
     lists["exp_avg_sq"] = [tensor.abs() for tensor in lists["exp_avg_sq"]]
-    numbers = torch.tensor([0.7, 0.5, 2.0, -1.0], dtype=torch.float64, device=device)
-    scales: dict[str, Any] = {"scale": numbers[0], "last_scales": numbers[1:]} if scaled else {}
-    sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, **scales)
+    scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
+    sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
     options = rules.Options(
-        **scales, k=0.4, rule=rule, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        factors=rules.clip_factors(sums[3], 5.0),
-        nesterov=0.3 if scaled else 0.0, second_moment=second_moment, keep_last=not scaled,
+        rule=rule, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+        scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
+        nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         seeds=[1, 2, 3] if scaled and lists["params"][0].dtype == torch.bfloat16 else (),
     )  # fmt: skip
     backend.run_update(*lists.values(), options=options)

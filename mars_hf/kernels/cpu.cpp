@@ -26,14 +26,13 @@ constexpr int64_t GRAIN = 32768;
 enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LISTS };
 enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64 };
 enum Rule { ADAMW, LION, MOMENTUM };
-enum Last { NONE, READ, KEPT };
 enum Sum { GG, GL, LL, CC, SUMS };
 
 // In the order of the columns that cpu.py passes to _scalars. decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t),
 // root = 1 / sqrt(1 - beta2^t); rate is lr for other rules. Those of the caller are in double.
 template <class T>
 struct Scalars {
-    T scale, last_scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
+    T scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
     T eps;
 };
 
@@ -228,9 +227,9 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
         if (parallel || !std::isfinite(sums[GG] + sums[LL])) sum_products<double>(n, g, last, sums);
     }
     if (corrected) {
-        T scale = scalars.scale, last_scale = scalars.last_scale, k = scalars.correction;
+        T scale = scalars.scale, k = scalars.correction;
         sums[CC] = sum<T>(n, [=](auto type, int64_t j) {
-            T scaled = g[j] * scale, c = (scaled - last[j] * last_scale) * k + scaled;
+            T scaled = g[j] * scale, c = (scaled - last[j]) * k + scaled;
             return decltype(type)(c) * decltype(type)(c);
         });
     }
@@ -246,8 +245,7 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
         row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
     });
     for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * SUMS) {
-        double scale = scalars[i].scale, last_scale = scalars[i].last_scale;
-        double factors[SUMS] = {scale * scale, scale * last_scale, last_scale * last_scale, 1};
+        double factors[SUMS] = {scalars[i].scale * scalars[i].scale, scalars[i].scale, 1, 1};
         for (int64_t sum = 0; sum < SUMS; sum++)
             out[sum * tensors.count + i] = total(rows + sum, tensors.rows(i), SUMS) * factors[sum];
     }
@@ -257,19 +255,18 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
 
 struct Options {
     Rule rule;
-    Last last;
     bool square_gradient, stochastic;
 };
 
 template <class T>
 Scalars<T> rounded(const Scalars<double>& s) {
-    return {T(s.scale), T(s.last_scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
+    return {T(s.scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
             T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps)};
 }
 
 // x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment. One loop would read
 // four or five streams of memory at once, for which processors fetch less ahead: it takes a tenth to a third longer.
-template <class T, Rule RULE, Last LAST>
+template <class T, Rule RULE, bool HAS_LAST>
 void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
                   T* __restrict e, T* __restrict v, T* __restrict last) {
     T c[BLOCK], m[BLOCK];
@@ -277,8 +274,8 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
     for (int64_t i = 0; i < n; i++) {
         // c_t = g_t + k (g_t - last_t), times the clipping factor
         T g = gradient[i] * s.scale;
-        c[i] = (LAST == NONE ? g : (g - last[i] * s.last_scale) * s.correction + g) * s.clip_factor;
-        if constexpr (LAST == KEPT) last[i] = g;
+        c[i] = (HAS_LAST ? (g - last[i]) * s.correction + g : g) * s.clip_factor;
+        if constexpr (HAS_LAST) last[i] = g;
     }
     bool is_nesterov = s.nesterov != 0;
 #pragma omp simd
@@ -307,21 +304,21 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
     }
 }
 
-// By rule and last.
+// By rule and whether there are last gradients.
 template <class T>
-constexpr void (*BLOCKS[3][3])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*) = {
-    {update_block<T, ADAMW, NONE>, update_block<T, ADAMW, READ>, update_block<T, ADAMW, KEPT>},
-    {update_block<T, LION, NONE>, update_block<T, LION, READ>, update_block<T, LION, KEPT>},
-    {update_block<T, MOMENTUM, NONE>, update_block<T, MOMENTUM, READ>, update_block<T, MOMENTUM, KEPT>},
+constexpr void (*BLOCKS[3][2])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*) = {
+    {update_block<T, ADAMW, false>, update_block<T, ADAMW, true>},
+    {update_block<T, LION, false>, update_block<T, LION, true>},
+    {update_block<T, MOMENTUM, false>, update_block<T, MOMENTUM, true>},
 };
 
 template <class T>
 void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i, int64_t row,
                 int64_t elements) {
     T buffers[LISTS][BLOCK];
-    auto block = BLOCKS<T>[options.rule][options.last];
+    auto block = BLOCKS<T>[options.rule][tensors.has(LAST_GRAD)];
     Scalars<T> in_type = rounded<T>(scalars);
-    bool changed[LISTS] = {true, false, true, options.rule == ADAMW, options.last == KEPT};
+    bool changed[LISTS] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
     bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16;
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
@@ -361,10 +358,9 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
 }
 
 extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
-                            int64_t square_gradient, int64_t keep_last, int64_t stochastic, int64_t threads) {
+                            int64_t square_gradient, int64_t stochastic, int64_t threads) {
     Tensors tensors{count, words};
-    Last last = !tensors.has(LAST_GRAD) ? NONE : keep_last ? KEPT : READ;
-    Options options{static_cast<Rule>(rule), last, square_gradient != 0, stochastic != 0};
+    Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0};
     auto call = tensors.is_double() ? update<double> : update<float>;
     call(tensors, scalars, options, threads);
 }

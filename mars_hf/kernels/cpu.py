@@ -37,7 +37,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 # Must match cpu.cpp, as `RULES` must: types by number; 0 means no tensor.
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
-_COLUMNS = 12  # fields of Scalars in cpu.cpp
+_COLUMNS = 11  # fields of Scalars in cpu.cpp
 
 COMPILERS = ("g++", "clang++", "c++")
 # No contraction: every operation rounds on its own wherever it is inlined, so equal expressions give equal bits. A step
@@ -61,7 +61,6 @@ def sums(
     last_grads: list[Tensor],
     *,
     scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
@@ -72,7 +71,7 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    table, scalars = _table([[], gradients, [], [], last_grads]), _scalars(len(gradients), scale, last_scales, k)
+    table, scalars = _table([[], gradients, [], [], last_grads]), _scalars(len(gradients), scale, k)
     _library().mars_sums(
         len(gradients), table.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
         result.data_ptr(), torch.get_num_threads(),
@@ -94,14 +93,14 @@ def update(
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
     rates = {t: lr / (1 - beta1**t) if corrects else lr for t in set(steps)}
     scalars = _scalars(
-        *(len(params), options.scale, options.last_scales, options.k, options.factors),
+        *(len(params), options.scale, options.k, options.factors),
         *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
         *([rates[t] for t in steps], [roots[t] for t in steps], options.eps),
     )
     table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.seeds)
     _library().mars_update(
         len(params), table.buffer_info()[0], scalars.buffer_info()[0], RULES.index(options.rule),
-        options.second_moment == "gradient", options.keep_last, bool(options.seeds), torch.get_num_threads(),
+        options.second_moment == "gradient", bool(options.seeds), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -140,7 +139,7 @@ def _library() -> Any:
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
-    library.mars_update.argtypes = [word, address, address, *[word] * 5]
+    library.mars_update.argtypes = [word, address, address, *[word] * 4]
     library.mars_sums.restype = library.mars_update.restype = None
     return library
 

@@ -58,14 +58,13 @@ def sums(
     last_grads: list[Tensor],
     *,
     scale: Tensor | None = None,
-    last_scales: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
     """Take the sums of `rules.sums` over dense tensors, in memory order.
 
-    `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. Scales are on the device.
+    `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
     lists, count, last = [gradients, last_grads], len(gradients), _triton_type(last_grads)
     out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
@@ -74,7 +73,7 @@ def sums(
         partials = out.new_empty((4 if last_grads else 1, tiles))
         if tiles:
             gpu_device.partial_sums[(tiles,)](
-                words, count, tiles, scale, last_scales if last_grads else None, partials,
+                words, count, tiles, scale, partials,
                 GRADIENT=_triton_type(gradients), LAST=last, **_constants(lists),
             )  # fmt: skip
         gpu_device.total_sums[(count, len(partials))](
@@ -106,9 +105,8 @@ def update(
         )
         if tiles:
             gpu_device.update[(tiles,)](
-                words, len(params), counts, rate, options.scale, options.last_scales if last_grads else None,
-                options.factors, keys, **types, RULE=options.rule, CORRECTED=options.second_moment == "corrected",
-                KEEP_LAST=options.keep_last and bool(last_grads), **_constants(lists),
+                words, len(params), counts, rate, options.scale, options.factors, keys, **types,
+                RULE=options.rule, CORRECTED=options.second_moment == "corrected", **_constants(lists),
             )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def _multiplier(numbers, index, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+def _correct(gradient, last, offsets, mask, scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     """Return g, the last gradient and c of one block; sums and update share this code."""
     g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
     # Assignments in both branches: Triton, unlike its interpreter, compiles the code after a return inside an `if`.
@@ -147,7 +147,7 @@ def _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE: tl.co
         previous = tl.zeros_like(g)
         c = g
     else:
-        previous = _load(last, offsets, mask, COMPUTE, VECTOR) * last_scale
+        previous = _load(last, offsets, mask, COMPUTE, VECTOR)
         # c_t = g_t + k (g_t - last_t)
         c = g + k * (g - previous)
     return g, previous, c
@@ -160,7 +160,7 @@ def _product(x, y):
 
 @triton.jit
 def _block_sums(
-    gradient, last, begin, end, scale, last_scale, k,
+    gradient, last, begin, end, scale, k,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return <g, g>, <g, last>, <last, last> and <c, c> over the elements from `begin` to `end`."""
@@ -171,7 +171,7 @@ def _block_sums(
     for block in range(0, tl.cdiv(end - begin, SIZE)):
         offsets = begin + block * SIZE + tl.arange(0, SIZE)
         mask = offsets < end if MASKED else None
-        g, previous, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
+        g, previous, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
         gg += _product(g, g)
         gl += _product(g, previous)
         ll += _product(previous, previous)
@@ -179,9 +179,9 @@ def _block_sums(
     return tl.sum(gg), tl.sum(gl), tl.sum(ll), tl.sum(cc)
 
 
-@triton.jit(do_not_specialize=["count", "tiles", "scale", "last_scales"])
+@triton.jit(do_not_specialize=["count", "tiles", "scale"])
 def partial_sums(
-    table, count, tiles, scale, last_scales, partials,
+    table, count, tiles, scale, partials,
     GRADIENT: tl.constexpr, LAST: tl.constexpr, COMPUTE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -196,11 +196,10 @@ def partial_sums(
     last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     k = _number(table, 0).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
-    last_scale = _multiplier(last_scales, tensor, COMPUTE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
-    gg, gl, ll, cc = _block_sums(gradient, last, 0, whole, scale, last_scale, k, BLOCK, False, COMPUTE, VECTOR)
+    gg, gl, ll, cc = _block_sums(gradient, last, 0, whole, scale, k, BLOCK, False, COMPUTE, VECTOR)
     rest_gg, rest_gl, rest_ll, rest_cc = _block_sums(
-        gradient, last, whole, length, scale, last_scale, k, REST, True, COMPUTE, VECTOR
+        gradient, last, whole, length, scale, k, REST, True, COMPUTE, VECTOR
     )
     row = tiles.to(tl.int64)
     tl.store(partials + tile, gg + rest_gg)
@@ -225,11 +224,11 @@ def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl
         tl.store(sums + 3 * count + tensor, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "last_scales", "factors", "seeds"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seeds"])
 def update(
-    table, count, steps, lr, scale, last_scales, factors, seeds,
+    table, count, steps, lr, scale, factors, seeds,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
-    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, KEEP_LAST: tl.constexpr,
+    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once; a block is read before it is written.
@@ -261,7 +260,6 @@ def update(
         step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
         root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
-    last_scale = _multiplier(last_scales, tensor, COMPUTE)
     factor = _multiplier(factors, tensor, COMPUTE)
     key = None
     if seeds is not None and PARAM == tl.bfloat16:
@@ -274,7 +272,7 @@ def update(
             offsets = first + tl.arange(0, REST if masked else BLOCK)
             mask = offsets < length if masked else None
             # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
-            g, _, c = _correct(gradient, last, offsets, mask, scale, last_scale, k, COMPUTE, VECTOR)
+            g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
             e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
             if RULE != "momentum":
                 p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
@@ -300,5 +298,5 @@ def update(
                 p = _round_stochastically(p, _noise(offsets, key))
             _store(exp_avg, offsets, e, mask, VECTOR)
             _store(param, offsets, p, mask, VECTOR)
-            if KEEP_LAST:
+            if last is not None:
                 _store(last, offsets, g, mask, VECTOR)

@@ -28,7 +28,7 @@ register()  # TrainingArguments(optim="mars_m") needs no call of it
 # Methods of trl's trainers that always generate inside the step. Others are stopped when their inputs differ.
 _GENERATE = ("_generate_and_score_completions", "_generate_student_completions", "_generate")
 # What MarsTrainer sets in a Mars while it trains.
-_OF_THE_LOOP = ("max_grad_norm", "take_grad", "expects_stale_gradients")
+_OF_THE_LOOP = ("max_grad_norm", "expects_stale_gradients")
 
 
 class TrainerWithMars(_Base):
@@ -124,7 +124,6 @@ class TrainerWithMars(_Base):
                 "contradict each other; give it in TrainingArguments alone"
             )
         self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
-        mars.take_grad = True
         mars.expects_stale_gradients = mars.is_exact
         mars.max_grad_norm = None  # until a step in which it can clip
 

@@ -119,9 +119,7 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     """Return weights and states of an optimizer that steps the model's own (possibly sharded) parameters."""
     results = {}
     for name, param in model.named_parameters():
-        state = dict(mars.state.get(param, {}))
-        if "last_grad_scale" in state:  # a gradient that was moved
-            state["last_grad"] = state["last_grad"] * state.pop("last_grad_scale")
+        state = mars.state.get(param, {})
         results |= {f"weight.{name}": param, **{f"{key}.{name}": value for key, value in state.items()}}
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in results.items()}
 

@@ -35,7 +35,7 @@ class Case:
     frozen: bool = False  # position embeddings do not train
     skipping: bool = False  # the branch lacks a gradient in every other step
     clip_threshold: float | None = CLIP_THRESHOLD
-    folded: bool = False  # the step clips by the global norm itself and takes gradients where possible
+    folded: bool = False  # the step clips by the global norm itself
     ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
     kernels: bool = False  # the device's kernels, which a model of this size does not use by default
 
@@ -63,10 +63,8 @@ class Case:
         return not self.skipping or step % 2 == 0
 
     def create(self, model: nn.Module, **settings: Any) -> mars_hf.Mars:
-        """Return the optimizer of a model, which takes gradients where the loop would let it."""
-        mars = mars_hf.create(model, **self.hyperparameters(), **settings)
-        mars.take_grad = self.folded
-        return mars
+        """Return the optimizer of a model."""
+        return mars_hf.create(model, **self.hyperparameters(), **settings)
 
 
 CASES = {

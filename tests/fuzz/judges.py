@@ -125,7 +125,7 @@ def _strides(shape: Sequence[int], layout: str, random: Random) -> tuple[int, ..
 
 @dataclass
 class Entry:
-    """A parameter and its state in float64, with their real dtypes. last_grad includes last_grad_scale."""
+    """A parameter and its state in float64, with their real dtypes."""
 
     x: Tensor
     dtype: torch.dtype
@@ -147,8 +147,7 @@ class Mirror:
         entries = {}
         for param in (param for group in groups for param in group["params"]):
             state = dict(optimizer.state.get(param, {}))
-            scale = _double(state.pop("last_grad_scale", 1.0))
-            kept = {key: _double(value) * (scale if key == "last_grad" else 1.0) for key, value in state.items()}
+            kept = {key: _double(value) for key, value in state.items()}
             dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
             entries[param] = Entry(_double(param), param.dtype, kept, dtypes)
         return cls(groups, entries)
@@ -241,8 +240,6 @@ class Expected:
             assert key in state, f"{_name(param)}: no {key}; the state has {sorted(state)}"
             actual = torch.as_tensor(state[key])
             assert key in ("step", "last_grad") or actual.dtype == entry.dtypes.get(key, actual.dtype), key
-            if key == "last_grad" and float(state.get("last_grad_scale", 1.0)) != 1.0:
-                actual = actual.double() * float(state["last_grad_scale"])
             bound.check(f"{_name(param)}: {key}", actual, bfloat16 if actual.dtype == torch.bfloat16 else 0.5)
         units = bfloat16 if param.dtype == torch.bfloat16 else 0.5
         if param.dtype == torch.bfloat16 and group["rounding"] == "kahan":

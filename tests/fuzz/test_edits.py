@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, mars_of, needs_compiler
+from helpers import equal, needs_compiler
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from judges import MOMENTS, READABLE, WRITABLE, Guarded, Mirror, expect, place
@@ -57,7 +57,6 @@ def draw_settings(random: Random, rule: str) -> dict[str, Any]:
         "gamma": random.choice((0.025, 0.025, 0.5, 0.0)),
         "clip_threshold": random.choice((1.0, 0.05, 100.0, None)),
         "max_grad_norm": random.choice((None, None, 0.5, 1000.0)),
-        "take_grad": random.random() < 0.3,
         "maximize": random.random() < 0.2,
         "optimize_1d": random.random() < 0.3,
         "rounding": random.choice(("nearest", "nearest", "stochastic", "kahan")),
@@ -78,7 +77,7 @@ class Subject:
         self.random = random
         self.dtype = random.choice((torch.float32, torch.float32, *DTYPES))
         self.guards: list[tuple[str, Guarded]] = []
-        self.optimizer = mars_of([self.new_param(shape) for shape in shapes], **chosen)
+        self.optimizer = Mars([self.new_param(shape) for shape in shapes], **chosen)
         self.undo: Callable[[], None] | None = None  # of an edit that a step may refuse
 
     # --- what edits need ----------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class Subject:
         self.optimizer.step()
         expected.check(self.optimizer, bfloat16=bfloat16)
         for param, (grad, values) in before.items():
-            assert param.grad is grad or (param.grad is None and self.optimizer.take_grad)
+            assert param.grad is grad
             assert torch.equal(grad.detach(), values), "a gradient has changed"
         for name, guarded in self.guards:
             guarded.check(name)
@@ -235,9 +234,8 @@ def change_form(s: Subject) -> None:
 
 
 def change_loop(s: Subject) -> None:
-    """Change what whoever runs the loop sets: the global norm, whether gradients are moved, what is measured."""
+    """Change what whoever runs the loop sets: the global norm, and what is measured."""
     s.optimizer.max_grad_norm = s.random.choice((None, 0.5, 0.5, 1000.0))
-    s.optimizer.take_grad = s.random.random() < 0.7
     assert all(value == value for value in s.optimizer.pop_metrics().values())
     s.optimizer.collect_metrics(s.random.random() < 0.7)
 
@@ -366,12 +364,12 @@ def test_many_more(backend, seed, rule, edits):
 def test_order_and_grouping_change_no_bit(seed, rule, order):
     random = Random(seed)
     chosen, dtype = draw_settings(random, rule), random.choice(DTYPES)
-    chosen |= {"rounding": "nearest", "max_grad_norm": None, "take_grad": False}  # noise is by index, norms by order
+    chosen |= {"rounding": "nearest", "max_grad_norm": None}  # noise is by index, norms by order
     values = [draw_values(random, random.choice(SHAPES)).to(dtype) for _ in order]
     cut, runs = random.randint(1, 5), []
     for parts in ([range(6)], [order[:cut], order[cut:]]):
         params = [nn.Parameter(value.clone()) for value in values]
-        optimizer = mars_of([{"params": [params[i] for i in part]} for part in parts], **chosen, fused=False)
+        optimizer = Mars([{"params": [params[i] for i in part]} for part in parts], **chosen, fused=False)
         for step in range(4):
             for index, param in enumerate(params):
                 grad = draw_values(Random(f"{seed} {step} {index}"), param.shape).to(dtype)

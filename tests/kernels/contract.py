@@ -58,21 +58,19 @@ def problem(sizes: Any, device: str, *, without: Any = ("max_exp_avg_sqs",), **d
     return lists
 
 
-def corrected(gradients: Any, last_grads: Any, i: int, scale: Any, last_scales: Any, k: float) -> list[Tensor]:
+def corrected(gradients: Any, last_grads: Any, i: int, scale: Any, k: float) -> list[Tensor]:
     """Return g, last and c of tensor i, in float64."""
     g = gradients[i].double() * (1.0 if scale is None else scale.double())
     if not last_grads:
         return [g, torch.zeros_like(g), g]
-    last = last_grads[i].double() * (1.0 if last_scales is None else last_scales[i].double())
+    last = last_grads[i].double()
     return [g, last, g + k * (g - last)]
 
 
-def expected_sums(
-    gradients: Any, last_grads: Any, *, scale: Any = None, last_scales: Any = None, k: float = 0.0
-) -> Tensor:
+def expected_sums(gradients: Any, last_grads: Any, *, scale: Any = None, k: float = 0.0) -> Tensor:
     columns = []
     for i in range(len(gradients)):
-        g, last, c = corrected(gradients, last_grads, i, scale, last_scales, k)
+        g, last, c = corrected(gradients, last_grads, i, scale, k)
         columns.append(torch.stack([(a * b).sum() for a, b in ((g, g), (g, last), (last, last), (c, c))]))
     return torch.stack(columns, 1)
 
@@ -90,14 +88,14 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 
 def expected_update(
     lists: dict[str, list[Tensor]], *, rule: str, steps: list[float], lr: float, k: float, nesterov: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None, last_scales: Any = None,
-    factors: Any = None, second_moment: str = "corrected", keep_last: bool = True,
+    beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
+    factors: Any = None, second_moment: str = "corrected",
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
     for i, (x, e) in enumerate(zip(wide["params"], wide["exp_avgs"], strict=True)):
-        g, _, c = corrected(wide["gradients"], wide["last_grads"], i, scale, last_scales, k)
-        if keep_last and wide["last_grads"]:
+        g, _, c = corrected(wide["gradients"], wide["last_grads"], i, scale, k)
+        if wide["last_grads"]:
             wide["last_grads"][i].copy_(g)
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))

@@ -23,17 +23,16 @@ from contract import (
     run_update,
     triton,
 )
-from helpers import mars_of
 
+from mars_hf import Mars, rules
 from mars_hf import kernels as backends
-from mars_hf import rules
 
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.
 EDGES = [0, 1, 2, 7, 1023, 1025, 4095, 4096, 4097, 8191, 8193, 0, 17_411, 20_480, 100_003, 0]
 PLAIN = ("exp_avg_sqs", "max_exp_avg_sqs")
 ALONE = (*PLAIN, "last_grads")
-SCALES = {"scale": torch.tensor(-0.3), "last_scales": torch.tensor([0.5, 2.0, -0.25])}
+SCALES = {"scale": torch.tensor(-0.3)}
 FACTORS = {"factors": torch.tensor([0.5, 1.0, 0.01])}
 
 # By case: lists that are not there, and settings.
@@ -41,7 +40,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (("max_exp_avg_sqs",), {}),
     "adamw, scaled and clipped": (("max_exp_avg_sqs",), {**SCALES, **FACTORS}),
     "adamw, second moment of the gradient": (("max_exp_avg_sqs",), {**FACTORS, "second_moment": "gradient"}),
-    "adamw, last gradients not kept": (("max_exp_avg_sqs",), {**SCALES, "keep_last": False}),
     "adamw, without last gradients": (("max_exp_avg_sqs", "last_grads"), {**FACTORS}),
     "adamw, recursive": (("max_exp_avg_sqs", "last_grads"), {"second_moment": "gradient", "nesterov": 0.3}),
     "lion": (PLAIN, {"rule": "lion", **SCALES, **FACTORS}),
@@ -81,15 +79,13 @@ every_dtype = pytest.mark.parametrize(
     ],
     ids=lambda dtypes: ",".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items()),
 )
-LAST_SCALES = [0.5, 2.0, 1.0, -3.0]
 
 
 @every_implementation
 @every_dtype
 def test_sums_of_dtypes(backend, device, dtypes):
     lists = problem([*SMALL, 5000], device, **dtypes)
-    scales = torch.tensor(LAST_SCALES, device=device)
-    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, last_scales=scales)
+    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, scale=torch.tensor(-3.0, device=device))
 
 
 @every_implementation
@@ -98,7 +94,7 @@ def test_update_of_dtypes(backend, device, dtypes):
     """Arithmetic is float32, or float64 if any tensor is; results are rounded once."""
     lists = problem([*SMALL, 5000], device, **dtypes)
     tolerance = 1e-13 if len(dtypes) == len(NAMES) else 1e-6
-    check_update(backend, lists, tolerance=tolerance, last_scales=torch.tensor(LAST_SCALES, device=device))
+    check_update(backend, lists, tolerance=tolerance, scale=torch.tensor(-3.0, device=device))
 
 
 @every_implementation
@@ -132,7 +128,7 @@ def test_sums_at_the_edges(backend, device):
 @pytest.mark.parametrize("last", [True, False], ids=["last", "no last"])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
 def test_sums(backend, device, scaled, last):
-    """Without last gradients c is g, whatever k and last_scales are."""
+    """Without last gradients c is g, whatever k is."""
     settings = on(device, SCALES if scaled else {}) | {"k": 0.475}
     gradients = draw(SMALL, device=device)
     found = check_sums(backend, gradients, draw(SMALL, device=device, seed=1) if last else [], **settings)
@@ -159,9 +155,8 @@ def test_square_of_the_corrected_gradient_does_not_cancel(backend, device):
     """Gradients and last gradients nearly cancel at a large k: float32 sums of products would lose every digit."""
     for k in (1e2, 1e4):
         g = draw([9000, 100], device=device)
-        last = [2 * (a + b / k) for a, b in zip(g, draw([9000, 100], device=device, seed=1), strict=True)]
-        settings = {"last_scales": torch.full((2,), 0.5, device=device), "k": k}
-        sums, expected = BACKENDS[backend]().run_sums(g, last, **settings), expected_sums(g, last, **settings)[3]
+        last = [a + b / k for a, b in zip(g, draw([9000, 100], device=device, seed=1), strict=True)]
+        sums, expected = BACKENDS[backend]().run_sums(g, last, k=k), expected_sums(g, last, k=k)[3]
         torch.testing.assert_close(sums[3], expected, rtol=1e-6, atol=0)
         if k < 1e4:  # gamma 1 and beta1 0.99
             of_products = rules.corrected_square(sums, k, torch.ones((), device=device))
@@ -267,11 +262,11 @@ def test_stochastic_rounding_keeps_nan_of_all_ones(backend, device):
     "settings",
     [
         {},
-        {"max_grad_norm": 0.5, "take_grad": True},
+        {"max_grad_norm": 0.5},
         {"mars_type": "mars-lion", "optimize_1d": True, "maximize": True},
         {"second_moment": "gradient", "clip_threshold": None},
         {"mars_type": "mars-m", "ns_dtype": "float32"},
-        {"mars_type": "mars-shampoo", "ns_dtype": "float32", "max_grad_norm": 0.5, "take_grad": True},
+        {"mars_type": "mars-shampoo", "ns_dtype": "float32", "max_grad_norm": 0.5},
     ],
     ids=str,
 )
@@ -282,7 +277,7 @@ def test_optimizer_on_kernels(backend, device, settings, monkeypatch):
     results = []
     for lr, fused in ((0.01, False), (0.01, True), (torch.tensor(0.01, device=device), True)):
         params = [torch.nn.Parameter(start) for start in draw([(40, 30), (3, 700), (50,)], device=device)]
-        optimizer = mars_of(params, lr=lr, lr_1d=0.005, weight_decay=0.1, fused=fused, **settings)
+        optimizer = Mars(params, lr=lr, lr_1d=0.005, weight_decay=0.1, fused=fused, **settings)
         for step in range(3):
             for param, gradient in zip(params, draw([p.shape for p in params], device=device, seed=step), strict=True):
                 param.grad = gradient.to(device)

@@ -1,4 +1,4 @@
-"""Gradients: which are moved into the state, which are refused, and steps without them."""
+"""Gradients: where they may come from, which are refused, and steps without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain, mars_of
+from helpers import equal, fused_and_plain
 from torch import nn
 
 from mars_hf import Mars
@@ -69,57 +69,17 @@ LOOPS = [fresh, set_to_none_in_turn, view_of_a_buffer, view_of_all_of_a_buffer, 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("loop", LOOPS)
 @fused_and_plain
-def test_moved_gradients_change_no_result(loop, max_grad_norm, fused):
+def test_sources_of_gradients(loop, max_grad_norm, fused):
     """However a loop makes its gradients, steps are those on fresh tensors, and no state has a graph."""
     runs = []
-    for make, takes in ((loop, True), (loop, False), (fresh, False)):
+    for make in (loop, fresh):
         params = parameters()
-        optimizer = mars_of(params, lr=0.01, gamma=0.5, take_grad=takes, max_grad_norm=max_grad_norm, fused=fused)
+        optimizer = Mars(params, lr=0.01, gamma=0.5, max_grad_norm=max_grad_norm, fused=fused)
         for step in range(5):
             for param in params:
                 make(param, step)
             optimizer.step()
         assert not any(value.requires_grad for state in optimizer.state.values() for value in state.values())
-        runs.append(params)
-    for other in runs[:2]:
-        torch.testing.assert_close(other, runs[2], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("settings", "dtype", "moves"),
-    [
-        ({}, torch.float32, True),
-        ({"state_dtype": "bfloat16"}, torch.float32, False),
-        ({"state_dtype": "float64"}, torch.float32, False),
-        ({}, torch.bfloat16, False),  # whose states are float32
-        ({"is_approx": False}, torch.float32, False),
-        ({"mars_type": "mars-lion", "clip_threshold": None}, torch.float32, False),
-    ],
-    ids=str,
-)
-def test_which_gradients_are_moved(settings, dtype, moves):
-    """Without a copy; those of vectors, and of other dtypes than the state's, stay."""
-    params = parameters(dtype)
-    optimizer = mars_of(params, take_grad=True, **settings)
-    for param in params:
-        fresh(param, 0)
-    given = [param.grad for param in params]
-    optimizer.step()
-    assert [param.grad is None for param in params] == [moves, moves, False]
-    assert all((optimizer.state[p].get("last_grad") is g) is moves for p, g in zip(params[:2], given, strict=False))
-
-
-def test_moving_can_be_turned_on_and_off():
-    """Also where some gradients of a list have been moved, with their scale, and others copied."""
-    runs = []
-    for flags in ((False,) * 6, (True, True, False, False, True, False)):
-        params = parameters()
-        optimizer = mars_of(params, lr=0.01, max_grad_norm=1.0)
-        for step, flag in enumerate(flags):
-            optimizer.take_grad = flag
-            for param in params:
-                (view_of_a_buffer if step == 1 and param is params[0] else fresh)(param, step)
-            optimizer.step()
         runs.append(params)
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
 
@@ -203,7 +163,7 @@ def test_flat_tensors_of_unknown_origin_are_refused():
 # --- missing ----------------------------------------------------------------------------------------------------------
 
 FORMS = [
-    *({}, {"max_grad_norm": 1.0, "take_grad": True}, {"clip_threshold": None, "weight_decay": 0.1}),
+    *({}, {"max_grad_norm": 1.0}, {"clip_threshold": None, "weight_decay": 0.1}),
     *({"mars_type": "mars-lion"}, {"mars_type": "mars-shampoo"}, {"mars_type": "mars-m"}),
     {"is_approx": False, "max_grad_norm": 1.0},
 ]
@@ -217,7 +177,7 @@ def test_step_without_gradients(form, fused):
     for idle in (False, True):
         params, frozen = parameters(), nn.Parameter(torch.ones(3, 4), requires_grad=False)
         groups = [{"params": []}, {"params": [*params, frozen]}] if idle else [{"params": params}]
-        optimizer = mars_of(groups, **form, fused=fused)
+        optimizer = Mars(groups, **form, fused=fused)
         for step in range(3):
             if idle:
                 optimizer.collect_metrics(True)

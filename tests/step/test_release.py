@@ -16,7 +16,6 @@ def make(rule: str = "mars-adamw", **settings: Any) -> tuple[Any, mars_hf.Mars]:
     model = gpt2()
     model.transformer.wpe.weight.requires_grad_(False)
     mars = mars_hf.create(model, mars_type=rule, lr=0.01, weight_decay=0.1, clip_threshold=0.05, **settings)
-    mars.take_grad = True
     return model, mars
 
 
@@ -37,7 +36,6 @@ def test_equals_ordinary_steps(rule):
                 state = copy.deepcopy(mars.state_dict())
                 mars = mars_hf.create(model, mars_type=rule, release_gradients=releases)
                 mars.load_state_dict(state)
-                mars.take_grad = True
                 schedule = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: 1 / (1 + step), last_epoch=1)
             mars.collect_metrics(step == 3)
             backward(model, step)
