@@ -194,10 +194,10 @@ class MarsTrainer(TrainerWithMars, Trainer):
     `mars_kwargs`. `optimizers=(optimizer, scheduler)` are used under every engine, also where Trainer drops or refuses
     them (DeepSpeed, FSDP).
 
-    A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway, and turns
-    gradients into last gradients: callbacks see unclipped gradients before the step and none after it. Trainer's own
-    clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, and if the optimizer lacks some of
-    the model's trainable parameters. After `train()` the optimizer's own settings are restored.
+    A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway: callbacks see
+    unclipped gradients. Trainer's own clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode,
+    and if the optimizer lacks some of the model's trainable parameters. After `train()` the optimizer's own settings
+    are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
 

@@ -243,7 +243,7 @@ def test_other_settings_and_folders_are_refused(tmp_path, started):
     argv = ["--config", str(config), "--seeds", "1", "--optimizers"]
     config.write_text("max_steps: 5\noptimizers: {adamw: {learning_rate: 1.0e-3}}\n")
     compare(tmp_path, *argv, "adamw")
-    config.write_text("max_steps: 6\noptimizers: {adamw: {learning_rate: 2.0e-3}}\n")
+    config.write_text("max_steps: 6\noptimizers: {adamw: {learning_rate: 2.0e-3}, mars_m: {learning_rate: 1.0e-3}}\n")
     changes = "learning_rate 0.001, now 0.002; .*max_steps 5, now 6"
     with refused(f"adamw-1 holds a run with other settings: .*{changes}; give another --output_dir"):
         compare(tmp_path, *argv, "mars_m", "adamw")
