@@ -186,23 +186,9 @@ def _thirds_of_each_head(attention: Any, out: int) -> tuple[int, ...]:
     return (out // (3 * (heads or attention.config.num_attention_heads)),) * 3
 
 
-def _query_and_rest(query: int, out: int) -> tuple[int, ...]:
+def _grouped_query(attention: Any, out: int) -> tuple[int, ...]:
+    query = attention.config.num_attention_heads * attention.head_dim
     return (query, (out - query) // 2, (out - query) // 2)
-
-
-def _gpt_bigcode(attention: Any, out: int) -> tuple[int, ...] | None:
-    if attention.is_cross_attention:
-        return None
-    return _query_and_rest(attention.embed_dim, out) if attention.multi_query else _thirds_of_each_head(attention, out)
-
-
-def _falcon(attention: Any, out: int) -> tuple[int, ...]:
-    if attention.new_decoder_architecture:
-        size = attention.head_dim
-        return (attention.num_heads // attention.num_kv_heads * size, size, size)
-    if attention.multi_query:
-        return _query_and_rest(attention.hidden_size, out)
-    return _thirds_of_each_head(attention, out)
 
 
 # Fused projection and the class that holds it, to sizes along the output dimension. The class decides: one name stands
@@ -210,11 +196,9 @@ def _falcon(attention: Any, out: int) -> tuple[int, ...]:
 _FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
     ("in_proj_weight", "MultiheadAttention"): _thirds,
     ("c_attn", "GPT2Attention"): lambda a, out: (out // 2,) * 2 if a.is_cross_attention else _thirds(a, out),
-    ("c_attn", "GPTBigCodeAttention"): _gpt_bigcode,
     ("query_key_value", "GPTNeoXAttention"): _thirds_of_each_head,
     ("query_key_value", "BloomAttention"): _thirds_of_each_head,
-    ("query_key_value", "FalconAttention"): _falcon,
-    ("qkv_proj", "Phi3Attention"): lambda a, out: _query_and_rest(a.config.num_attention_heads * a.head_dim, out),
+    ("qkv_proj", "Phi3Attention"): _grouped_query,
     ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one per logical TPU core
     ("Wqkv", "MptAttention"): _thirds,
     ("Wqkv", "ModernBertAttention"): _thirds,

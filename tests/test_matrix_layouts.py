@@ -151,13 +151,8 @@ def test_emptied_parameters():
 
 FAMILIES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt_bigcode-mqa": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "multi_query": True}),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "multi_query": False}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**GQA, "max_position_embeddings": 16}),
     "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 3, "vocab_size": 50}),
-    "falcon": ("FalconForCausalLM", "FalconConfig", {**GQA, "multi_query": False}),
-    "falcon-mqa": ("FalconForCausalLM", "FalconConfig", {**GQA, "multi_query": True}),
-    "falcon-new": ("FalconForCausalLM", "FalconConfig", {**GQA, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "codegen": ("CodeGenForCausalLM", "CodeGenConfig", {**GPT2, "n_embd": 64, "n_head": 8, "rotary_dim": 4}),
     "mpt": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 50}),
     "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", {**GQA}),
