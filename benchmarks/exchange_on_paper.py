@@ -1,7 +1,6 @@
 """Print what mars-m's exchange of matrices moves and how it divides the work, for models and ranks one need not have.
 
-It calls the planner that a step uses; nothing is sent. `ratio` compares what the busiest rank receives with the least
-that it must receive: the matrices that it orthogonalizes, but for its own shards, and its shards of all others.
+It calls the planner that a step uses; nothing is sent. `received_bytes` are those of the busiest rank.
 
     python benchmarks/exchange_on_paper.py --model llama-7b --ranks 512 --engine hsdp
 """
@@ -18,7 +17,7 @@ import torch
 
 from mars_hf.distributed.shards import Slice
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.orthogonalize import Matrix, Round, flops, pads, plan_rounds
+from mars_hf.orthogonalize import Matrix, Round, flops, plan_rounds
 
 STEPS = 5  # of Newton-Schulz
 BYTES = 2  # bfloat16
@@ -64,19 +63,14 @@ def shard(rows: int, ranks: int, rank: int) -> Slice:
     return Slice(0, start, min(full, rows - start))
 
 
-def received(rounds: list[Round], replicas: int, replica: int, rank: int) -> tuple[int, int]:
-    """Return the elements that a rank receives from others in a step, and the least that it must receive."""
-    least = padding = 0
-    for matrices in rounds:
-        sizes = [0] * replicas
-        for matrix, (owner, worker) in matrices:
-            part = matrix.slice_of(rank)
-            held = 0 if part is None else part.shape(matrix.shape).numel()
-            sizes[owner] += held
-            least += matrix.shape.numel() - held if (owner, worker) == (replica, rank) else held
-        if replicas > 1 and pads(sizes):
-            padding += sum(max(sizes) - size for owner, size in enumerate(sizes) if owner != replica)
-    return least + padding, least
+def received(rounds: list[Round], replica: int, rank: int) -> int:
+    """Return the elements that a rank receives from others in a step: its matrices, and its shards of all others."""
+    elements = 0
+    for matrix, owner in itertools.chain(*rounds):
+        part = matrix.slice_of(rank)
+        held = 0 if part is None else part.shape(matrix.shape).numel()
+        elements += matrix.shape.numel() - held if owner == (replica, rank) else held
+    return elements
 
 
 def main() -> None:
@@ -102,11 +96,9 @@ def main() -> None:
     for matrix, owner in itertools.chain(*rounds):
         work[owner] = work.get(owner, 0.0) + matrix.cost
     owners = itertools.product(range(replicas), range(ranks))
-    most, least = max(received(rounds, replicas, *owner) for owner in owners)
     result = {
         **vars(args),
-        "received_bytes": most * BYTES,
-        "ratio": round(most / least, 4) if least else 1.0,
+        "received_bytes": BYTES * max(received(rounds, *owner) for owner in owners),
         "flops_busiest_over_mean": round(max(work.values()) * args.ranks / sum(work.values()), 4),
         "planning_seconds": round(seconds, 4),
     }

@@ -271,22 +271,14 @@ class Exchange:
         blocks = [[index for owner, index in held if owner == replica] for replica in range(self._replicas)]
         sizes = [sum(shards[index].numel() for index in block) for block in blocks]
         block = self._pack([results[index] for index in blocks[self._replica]])
-        if pads(sizes):
-            gathered = self._empty((len(sizes) * max(sizes),))
-            padded = torch.cat([block, self._empty((max(sizes) - len(block),))])
-            # torch 2.13 renamed it.
-            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            all_gather(_bytes(gathered), _bytes(padded), group=self.groups.replicas)
-            flats = list(gathered.split(max(sizes)))
-        else:
-            flats = [block if replica == self._replica else self._empty((size,)) for replica, size in enumerate(sizes)]
-            sends = [
-                dist.broadcast(_bytes(flat), group_src=source, group=self.groups.replicas, async_op=True)
-                for source, flat in enumerate(flats)
-                if len(flat)
-            ]
-            for send in sends:
-                send.wait()
+        flats = [block if replica == self._replica else self._empty((size,)) for replica, size in enumerate(sizes)]
+        sends = [
+            dist.broadcast(_bytes(flat), group_src=source, group=self.groups.replicas, async_op=True)
+            for source, flat in enumerate(flats)
+            if len(flat)
+        ]
+        for send in sends:
+            send.wait()
         return {
             index: part
             for indices, flat in zip(blocks, flats, strict=True)
@@ -311,13 +303,8 @@ class Exchange:
         return torch.empty(shape, dtype=self.groups.dtype, device=self.groups.device)
 
 
-def pads(sizes: Sequence[int]) -> bool:
-    """Return whether blocks of these sizes go in one all-gather, padded; else each is broadcast, without padding."""
-    return len(sizes) * max(sizes) <= 1.1 * sum(sizes) and sum(sizes) > 0
-
-
 def _unpack(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of tensors of these shapes that lie one after the other in a flat tensor; the rest is padding."""
+    """Return views of tensors of these shapes that lie one after the other in a flat tensor."""
     numels = [shape.numel() for shape in shapes]
     parts = flat[: sum(numels)].split(numels)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
