@@ -180,11 +180,11 @@ def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:
 
     All matrices are polynomials of A, so they commute. Source: Gram Newton-Schulz, Dao-AILab/gram-newton-schulz.
     """
-    factor = None
+    factor = gram
     for place, (a, b, c) in enumerate(steps, start=1):
         # B = b A + c A²
         power = add(gram, gram, gram, beta=b, alpha=c)
-        if factor is None:
+        if place == 1:
             factor = power.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
@@ -194,5 +194,4 @@ def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:
             # A = (a I + B) A (a I + B)
             gram = add(gram, power, gram, beta=a)
             gram = add(gram, power, gram, beta=a)
-    assert factor is not None
     return factor

@@ -172,7 +172,7 @@ class Mars(torch.optim.Optimizer):
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
-    _shards: Shards | None = None
+    _shards: Shards
     _orthogonalizer: Orthogonalizer | None = None
     _grad_norm: Tensor | None = None
     _stale_gradients_supplied = False
@@ -235,6 +235,7 @@ class Mars(torch.optim.Optimizer):
             )
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
+        self._shards = Shards()
         super().__init__(params, check(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
@@ -269,8 +270,6 @@ class Mars(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
-        if self._shards is None:
-            self._shards = Shards()
         for group in self.param_groups[before:]:
             self._shards.extend(group)
 
@@ -288,8 +287,7 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer."""
         super().__setstate__(state)
         self._is_made = True
-        if self._shards is None:  # else torch loads a state
-            self._shards = Shards(self.param_groups)
+        vars(self).setdefault("_shards", Shards(self.param_groups))  # which is there if torch loads a state
 
     def __repr__(self) -> str:
         """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -359,7 +357,6 @@ class Mars(torch.optim.Optimizer):
     def _locate(self, update_rules: Sequence[str]) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
         """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
         max_grad_norm, groups = self.max_grad_norm, self.param_groups
-        assert self._shards is not None
         wanted = [max_grad_norm is not None or rule != "adamw" for rule in update_rules]
         specs = self._shards.locate(groups, wanted, self._model)
         chunk_of: dict[int, Any] = {}
@@ -535,11 +532,6 @@ class Mars(torch.optim.Optimizer):
     def is_exact(self) -> bool:
         """Whether any parameter needs stale gradients."""
         return any(not group["is_approx"] for group in self.param_groups)
-
-    @property
-    def releases_gradients(self) -> bool:
-        """Whether parameters step inside backward; see `create`."""
-        return self._release is not None
 
     @property
     def has_previous_params(self) -> bool:

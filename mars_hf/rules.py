@@ -236,13 +236,6 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
-def round_compensated(values: Tensor, compensation: Tensor) -> Tensor:
-    """Round float32 (parameter + compensation) to bfloat16; the error becomes the compensation (Kahan)."""
-    rounded = values.to(torch.bfloat16)
-    compensation.copy_(values - rounded.float())
-    return rounded
-
-
 def _correct(
     gradients: list[Tensor],
     last_grads: list[Tensor],

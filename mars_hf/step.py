@@ -114,7 +114,13 @@ def build_lists(
     # Groups whose first moments are averages of the gradients, for one gamma.
     averaging = {e.place for e in entries if "last_grad" not in e.keys and update_rules[e.place] != "adamw"}
     for place in averaging:
-        _check_gamma(param_groups[place])
+        gamma, before = param_groups[place]["gamma"], param_groups[place].get("gamma_of_average")
+        if before not in (None, gamma):
+            raise RuntimeError(
+                f"gamma={gamma} after steps with {before}: without clipping the state has no last gradients, which "
+                "another gamma needs. Keep gamma, or start the run with clip_threshold=1e30 (keeps last gradients, "
+                "never clips)"
+            )
     alike: dict[Any, list[tuple[_Entry, Shard | None, bool]]] = {}
     for entry, (dense, grad_fits) in zip(entries, fits, strict=True):
         place, index, param, _, keys, tensors = entry
@@ -425,7 +431,8 @@ def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding:
         values += single.compensation[0]
     _write(single, [values], direction)
     if rounding == "kahan":
-        param.copy_(rules.round_compensated(values, single.compensation[0]))
+        param.copy_(values)
+        single.compensation[0].copy_(values - param.float())  # what rounding has lost (Kahan)
     else:
         generator = torch.Generator(param.device).manual_seed(_seeds(single)[0])
         param.copy_(rules.round_stochastically(values, generator))
@@ -493,17 +500,6 @@ def check_gradient(param: Tensor, grad: Tensor) -> None:
         raise RuntimeError(
             f"a parameter of shape {tuple(shape)} is expanded (strides {param.stride()}): its elements share memory "
             "and cannot be updated; use its .clone()"
-        )
-
-
-def _check_gamma(group: Mapping[str, Any]) -> None:
-    """Raise RuntimeError if gamma has changed in a group that keeps no last gradient."""
-    gamma, before = group["gamma"], group.get("gamma_of_average", group["gamma"])
-    if gamma != before:
-        raise RuntimeError(
-            f"gamma={gamma} after steps with {before}: without clipping the state has no last gradients, which "
-            "another gamma needs. Keep gamma, or start the run with clip_threshold=1e30 (keeps last gradients, never "
-            "clips)"
         )
 
 

@@ -101,12 +101,11 @@ def choose_backend(
     # Whole lists save calls; large ones leave a CPU's cache.
     on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
     plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
-    kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes.values()
     small = device.type == "cpu" and not group["fused"] and numel < COMPILED_FROM
+    kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes.values()
     if group["fused"] is False or small or not dense or group["amsgrad"] or kahan:
         return plain
-    kernels = kernels_of(device)
-    if not kernels.DTYPES.issuperset(dtypes.values()):
+    if not (kernels := kernels_of(device)).DTYPES.issuperset(dtypes.values()):
         return plain
     problem = f"no kernels run on {device.type}: {NEEDS}"
     if kernels.is_available(device):

@@ -158,7 +158,10 @@ def load(source: Path) -> ctypes.CDLL:
         raise RuntimeError("the kernels compile on Linux and macOS only")
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     vectors = X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
-    command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp()]
+    root = Path(torch.__file__).parent
+    # The OpenMP library that PyTorch ships, if any: a second one would start its own threads.
+    openmp = [path for folder in ("lib", "../torch.libs") for path in sorted((root / folder).glob("libgomp*.so*"))][:1]
+    command = [*find_compiler(), *FLAGS, *vectors, str(source), *map(str, openmp)]
     key = repr([command, source.read_bytes(), torch.__version__, platform.machine(), platform.libc_ver()])
     name = f"{source.stem}_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with contextlib.suppress(OSError):  # not cached yet, or damaged
@@ -223,10 +226,3 @@ def _compile(command: list[str]) -> None:
         text = " ".join(output.read().decode("utf-8", "replace").split())[:400]
     if run.returncode:
         raise RuntimeError(f"{shlex.join(command)} failed with status {run.returncode}: {text}")
-
-
-def _openmp() -> list[str]:
-    """Return the OpenMP library that PyTorch ships, if any: a second one would start its own threads."""
-    root = Path(torch.__file__).parent
-    folders = (root / "lib", root.parent / "torch.libs")
-    return [str(path) for folder in folders for path in sorted(folder.glob("libgomp*.so*"))][:1]

@@ -68,7 +68,9 @@ class LastGradientCallback(TrainerCallback):
     ) -> None:
         """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
         self._mars = None
-        if self.required or _asks_for_mars(args, self.trainer) or isinstance(guard.innermost(optimizer), Mars):
+        made_by = (getattr(self.trainer, "optimizer_cls_and_kwargs", None) or (None, {}))[0]
+        asks = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES or type(made_by).__name__ == "MarsFactory"
+        if self.required or asks or isinstance(guard.innermost(optimizer), Mars):
             self._mars = guard.require_mars(optimizer, self.optimizer)
             self._model = kwargs["model"]
             self._adapted = [
@@ -81,8 +83,10 @@ class LastGradientCallback(TrainerCallback):
             guard.require_stale_gradients(self._mars)
             guard.require_one_gradient(self._mars, args)
             self._check_parameters(optimizer)
-            if self._mars.process_group is None:
-                self._mars.process_group = _data_parallel_group()
+            # The ranks that accelerate's DistributedDataParallel keeps alike.
+            kind = AcceleratorState().distributed_type.name if is_initialized() else "NO"
+            if self._mars.process_group is None and kind.startswith("MULTI_") and dist.is_initialized():
+                self._mars.process_group = dist.group.WORLD
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
@@ -176,19 +180,6 @@ def _log(level: int, message: str) -> None:
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
     logger.log(level, message)
-
-
-def _data_parallel_group() -> Any:
-    """Return the ranks that accelerate's DistributedDataParallel keeps alike; None where there is none."""
-    kind = AcceleratorState().distributed_type.name if is_initialized() else "NO"
-    return dist.group.WORLD if kind.startswith("MULTI_") and dist.is_initialized() else None
-
-
-def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
-    """Whether a Trainer is to make a Mars: by name, or with `factory()`."""
-    made_by, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, {})
-    by_name = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES
-    return by_name or type(made_by).__name__ == "MarsFactory"
 
 
 def _will_log(args: TrainingArguments, state: TrainerState) -> bool:

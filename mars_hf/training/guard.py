@@ -100,7 +100,7 @@ def require_stale_gradients(mars: Mars) -> None:
 
 def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
     """Raise RuntimeError for a Mars that steps inside backward, in a Trainer that changes gradients afterwards."""
-    if mars.releases_gradients and (args.max_grad_norm or args.gradient_accumulation_steps > 1 or args.fp16):
+    if mars._release is not None and (args.max_grad_norm or args.gradient_accumulation_steps > 1 or args.fp16):
         raise RuntimeError(
             f"release_gradients=True with max_grad_norm={args.max_grad_norm}, gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}, fp16={args.fp16}: parameters step inside backward(); use "

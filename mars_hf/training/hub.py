@@ -95,7 +95,9 @@ def leave(trainer: Any) -> None:
                 return
             push.wait_until_done()
         has_config = hasattr(trainer.model, "config")  # which Trainer's card reads
-        if has_config and trainer.is_world_process_zero() and (not card.exists() or _is_sealed(card)):
+        text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else _sealed("")
+        is_ours = text == _sealed(text.rpartition(_SEAL.partition("{")[0])[0])
+        if has_config and trainer.is_world_process_zero() and is_ours:
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
             is_accepted = "finetuned_from" in inspect.signature(trainer.create_model_card).parameters
             trainer.create_model_card(**({"finetuned_from": ""} if is_accepted else {}))
@@ -199,9 +201,3 @@ def _listed(value: str | Sequence[str] | None) -> list[str]:
 def _sealed(content: str) -> str:
     """Return a card with its checksum as last line."""
     return content + _SEAL.format(hashlib.sha256(content.encode()).hexdigest()[:16])
-
-
-def _is_sealed(path: Path) -> bool:
-    """Return whether a card is as `leave` left it."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return text == _sealed(text.rpartition(_SEAL.partition("{")[0])[0])

@@ -73,7 +73,9 @@ class NonFiniteCallback(TrainerCallback):
         """Report a bad step, and raise NonFiniteError after too many."""
         values, self._values = self._values, []
         was_skipped = getattr(optimizer, "step_was_skipped", False)  # by a gradient scaler, or by DeepSpeed
-        if _is_searching_scale(args, optimizer):
+        scaler = getattr(optimizer, "scaler", None)
+        # A loss scale that is searched for; DeepSpeed stops by itself at its smallest one.
+        if args.fp16 if scaler is None else scaler.is_enabled() and scaler.get_scale() >= 1:
             values, was_skipped = [(name, value) for name, value in values if name == "loss"], False
         flags = [~torch.isfinite(value).to(args.device) for _, value in values]
         is_bad = torch.stack([torch.tensor(was_skipped, device=args.device), *flags]).any().int()
@@ -104,9 +106,3 @@ class NonFiniteCallback(TrainerCallback):
                 logger.warning(f"checkpoint-{state.global_step} is not written: the last step was not finite")
 
     on_epoch_end = on_step_end
-
-
-def _is_searching_scale(args: TrainingArguments, optimizer: Any) -> bool:
-    """Return whether a loss scale answers for non-finite gradients; DeepSpeed stops by itself at its smallest one."""
-    scaler = getattr(optimizer, "scaler", None)
-    return args.fp16 if scaler is None else scaler.is_enabled() and scaler.get_scale() >= 1

@@ -84,7 +84,9 @@ class TrainerWithMars(_Base):
         finally:
             self._is_training = False
             self._stale_pass.forget()
-            self._give_back()
+            for name, value in self._adopted_with.items():
+                setattr(self._adopted, name, value)
+            self._adopted, self._adopted_with = None, {}
 
     def _known(self, kind: type) -> list[Any]:
         """Return the callbacks of a class and of its subclasses."""
@@ -126,12 +128,6 @@ class TrainerWithMars(_Base):
         self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
         mars.expects_stale_gradients = mars.is_exact
         mars.max_grad_norm = None  # until a step in which it can clip
-
-    def _give_back(self) -> None:
-        """Restore the settings of an adopted optimizer."""
-        for name, value in self._adopted_with.items():
-            setattr(self._adopted, name, value)
-        self._adopted, self._adopted_with = None, {}
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the given scheduler, or the one that Trainer builds."""
