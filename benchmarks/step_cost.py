@@ -9,8 +9,8 @@
 
 Parameters have the shapes of GPT-2 and are float32; gradients are random. All contenders take turns in one process,
 step by step, on the same parameters and gradients; ratios to AdamW are taken within a round. If memory is short, each
-takes turns with AdamW alone. timm, pytorch_optimizer and the official code (its folder MARS on PYTHONPATH) take part if
-installed. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
+takes turns with AdamW alone. DeepSpeedCPUAdam, timm, pytorch_optimizer and the official code (its folder MARS on
+PYTHONPATH) take part if installed. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def peers() -> dict[str, Contender]:
-    """Return the installed other implementations of MARS."""
+    """Return the installed other implementations of MARS, and the AdamW whose place Mars takes under offload."""
     found = {}
     timm = importlib.util.find_spec("timm")
     if timm is not None and timm.submodule_search_locations:
@@ -168,6 +168,8 @@ def peers() -> dict[str, Contender]:
         found["pytorch_optimizer MARS"] = Contender(_peer("pytorch_optimizer", "MARS"), 44)
     if importlib.util.find_spec("optimizers") is not None:  # keeps the gradient itself, without a copy
         found["official MARS"] = Contender(_peer("optimizers.mars", "MARS"), 40)
+    if importlib.util.find_spec("deepspeed") is not None and importlib.util.find_spec("ninja") is not None:
+        found["DeepSpeedCPUAdam"] = Contender(_peer("deepspeed.ops.adam", "DeepSpeedCPUAdam"), 28)  # compiles
     return found
 
 

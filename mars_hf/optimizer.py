@@ -461,7 +461,7 @@ class Mars(torch.optim.Optimizer):
                 update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
             self._last_norms = WeakTensorKeyDictionary()
             for tensors in lists:
-                norms = [] if tensors.grad_norms is None else tensors.grad_norms.tolist()
+                norms = tensors.squares.sqrt().tolist() if tensors.squares is not None else []
                 for last, value in zip([state["last_grad"] for state in tensors.states if norms], norms, strict=True):
                     self._last_norms[last] = last.data_ptr(), last._version, value
             if is_exact:

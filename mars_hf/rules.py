@@ -82,6 +82,8 @@ class Options:
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
     seeds: Sequence[int] = ()  # kernels alone: one per tensor, new at each step, to round bfloat16 stochastically
+    limits: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
+    squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
 
 
 def update(

@@ -57,11 +57,6 @@ def _dtype(*names: str) -> Kind:
     return _or_none(_one_of(*names)._replace(fits=lambda value: str(value).removeprefix("torch.") in names))
 
 
-def _are_coefficients(value: Any) -> bool:
-    triples = value if isinstance(value[0], (list, tuple)) else [value]
-    return all(len(triple) == 3 and not math.isnan(sum(map(_number, triple))) for triple in triples)
-
-
 _NUMBER = Kind("a finite number >= 0", lambda value: _number(value) >= 0, float, float)
 _RATE = Kind(
     "a finite number >= 0, or a tensor of one element",
@@ -81,7 +76,14 @@ _FLAG = Kind("True, False", lambda value: isinstance(value, bool), type=bool)
 _STEPS = Kind("an integer from 1 to 100", lambda value: type(value) is int and 1 <= value <= 100, type=int)
 _COEFFICIENTS = Kind(
     f"{', '.join(map(repr, SCHEDULES))}, three finite numbers, or a list of such triples, one a step",
-    lambda value: value in SCHEDULES if isinstance(value, str) else _are_coefficients(value),
+    lambda value: (
+        value in SCHEDULES
+        if isinstance(value, str)
+        else all(
+            len(triple) == 3 and not math.isnan(sum(map(_number, triple)))
+            for triple in (value if isinstance(value[0], (list, tuple)) else [value])
+        )
+    ),
     names=tuple(SCHEDULES),
 )
 _TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{', '.join(map(repr, MARS_TYPES))}; {MUON!r} in create")

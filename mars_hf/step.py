@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -70,15 +70,16 @@ class TensorList:
     correction: float = 0.0  # k
     scale: Tensor | None = None  # 0-d; None means 1
     factors: Tensor | None = None  # one per entry; None means 1; set between norms and update
-    last_norms: Tensor | None = None  # of the last gradients, as the step before has left them; inf if changed since
-    grad_norms: Tensor | None = None  # of the scaled gradients, to be remembered
+    limits: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
+    squares: Tensor | None = None  # <g, g> of lists with limits; None before it is known
 
-    def singles(self) -> Iterator[TensorList]:
-        """Yield lists of one entry each."""
+    def part(self, indices: Sequence[int]) -> TensorList:
+        """Return a list of some entries."""
         names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
-        names += [] if self.factors is None else ["factors"]
-        for index in range(len(self.params)):
-            yield replace(self, **{name: getattr(self, name)[index : index + 1] for name in names})
+        lists: dict[str, Any] = {
+            name: [getattr(self, name)[i] for i in indices] for name in names if getattr(self, name)
+        }
+        return replace(self, **lists, factors=None if self.factors is None else self.factors[indices])
 
 
 def build_lists(
@@ -257,36 +258,35 @@ def take_sums(
 ) -> dict[int, Tensor]:
     """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
 
-    On a CPU that clips, <g, g> alone: `set_factors` needs no more where remembered norms show that c is short.
+    Lists of compiled kernels that clip get limits from remembered norms instead: the update sees to the rest.
     """
     folded = max_grad_norm is not None
     sums = {}
     for place, tensors in enumerate(lists):
-        threshold = tensors.group["clip_threshold"]
+        group, threshold = tensors.group, tensors.group["clip_threshold"]
         if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
             continue
-        on_cpu = tensors.grads[0].device.type == "cpu" and tensors.process_group is None
-        if tensors.last_grad and on_cpu and threshold is not None and metrics is None and tensors.group["is_approx"]:
-            known = [norms.get(last, (0, 0, math.inf)) for last in tensors.last_grad]
-            tensors.last_norms = torch.tensor(
-                [
-                    norm if (address, version) == (last.data_ptr(), last._version) else math.inf
-                    for (address, version, norm), last in zip(known, tensors.last_grad, strict=True)
-                ],
-                dtype=torch.float64,
-                device="cpu",
-            )
-        needs_last = (threshold is not None or metrics is not None) and tensors.last_norms is None
+        remembers = tensors.backend.name == "compiled" and tensors.process_group is None and group["is_approx"]
+        if remembers and tensors.last_grad and threshold is not None and metrics is None:
+            last_norms = [
+                norm if (address, version) == (last.data_ptr(), last._version) else math.inf
+                for last in tensors.last_grad
+                for address, version, norm in [norms.get(last, (0, 0, math.inf))]
+            ]
+            # ‖c‖ <= (1 + k) ‖g‖ + k ‖last‖; the margin is for last gradients that a state has rounded.
+            rooms = [threshold / 1.01 - tensors.correction * norm for norm in last_norms]
+            tensors.limits = [(room / (1 + tensors.correction)) ** 2 if room >= 0 else -1.0 for room in rooms]
+            if not folded:
+                continue
+        needs_last = (threshold is not None or metrics is not None) and not tensors.limits
         sums[place] = tensors.backend.run_sums(
             tensors.grads,
             tensors.last_grad if needs_last else [],
-            products=folded or metrics is not None or tensors.last_norms is not None,
+            products=folded or metrics is not None,
             corrected=not folded,
             scale=tensors.scale,
             k=tensors.correction,
         )
-        if tensors.last_norms is not None:
-            tensors.grad_norms = sums[place][GG].sqrt()
     return sums
 
 
@@ -316,27 +316,11 @@ def set_factors(
     for place, part in sums.items():
         tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
         scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
-        if tensors.grad_norms is not None and scale is not None:
-            tensors.grad_norms = tensors.grad_norms * scale
-        if tensors.rule != "adamw":
+        if tensors.rule != "adamw" and not tensors.limits:
             rows = part[CC:] if scale is None else part[: LL + 1]
             if tensors.process_group is not None and whole is not None:
                 rows = whole.of(tensors.process_group, tensors.indices).to(part)
             square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
-            if tensors.last_norms is not None and tensors.grad_norms is not None:
-                # ‖c‖ <= (1 + k) ‖g‖ + k ‖last‖; the margin is for last gradients that a state has rounded.
-                square = (1.01 * ((1 + k) * tensors.grad_norms + k * tensors.last_norms)).square()
-                long = (~(square <= threshold**2)).nonzero().flatten().tolist()
-                if long:
-                    exact = tensors.backend.run_sums(
-                        [tensors.grads[index] for index in long],
-                        [tensors.last_grad[index] for index in long],
-                        products=scale is not None,
-                        corrected=scale is None,
-                        scale=tensors.scale,
-                        k=k,
-                    )
-                    square[long] = exact[CC] if scale is None else rules.corrected_square(exact, k, scale)
             if metrics is not None:
                 if scale is not None:
                     corrected = rules.corrected_square(part, k, scale)
@@ -347,6 +331,7 @@ def set_factors(
             if threshold is not None:
                 tensors.factors = rules.clip_factors(square, threshold)
         if scale is not None:
+            tensors.squares = part[GG] * scale**2 if tensors.limits else None
             tensors.scale = scale if tensors.scale is None else tensors.scale * scale
     return norm
 
@@ -409,8 +394,8 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
     if metrics is None and (rounding == "nearest" or kernel_rounds):
         _write(tensors, tensors.params, directions, seeded=kernel_rounds)
     else:
-        for place, single in enumerate(tensors.singles()):
-            (param,) = single.params
+        for place, param in enumerate(tensors.params):
+            single = tensors.part([place])
             direction = None if directions is None else directions[place : place + 1]
             before = None if metrics is None else param.clone()
             if rounding == "nearest" or kernel_rounds:
@@ -465,9 +450,23 @@ def _write(
         nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
         second_moment=group["second_moment"],
         seeds=_seeds(tensors) if seeded else (),
+        limits=tensors.limits,
+        squares=tensors.squares,
     )
     lists = (params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad)
-    tensors.backend.run_update(*lists, options=options)
+    squares = tensors.backend.run_update(*lists, options=options)
+    if tensors.limits:
+        tensors.squares = squares
+        pairs = enumerate(zip(squares.tolist(), tensors.limits, strict=True))
+        if left := [place for place, (square, limit) in pairs if not square <= limit]:  # c may be clipped
+            part = replace(tensors.part(left), limits=[], squares=None)
+            part.factors = rules.clip_factors(
+                part.backend.run_sums(part.grads, part.last_grad, products=False, scale=part.scale, k=part.correction)[
+                    CC
+                ],
+                group["clip_threshold"],
+            )
+            _write(part, [params[place] for place in left], arithmetic=arithmetic, seeded=seeded)
 
 
 def _seeds(tensors: TensorList) -> list[int]:

@@ -56,14 +56,13 @@ class Backend:
         columns = [rules.sums(gradients[part], last_grads[part], **settings) for part in parts]
         return torch.cat(columns, dim=1)
 
-    def run_update(self, *lists: list[Tensor], options: rules.Options) -> None:
-        """Update; see `rules.update`."""
+    def run_update(self, *lists: list[Tensor], options: rules.Options) -> Any:
+        """Update; see `rules.update`. Returns what kernels do."""
         if self.kernels is not None:
             params, gradients, exp_avgs, exp_avg_sqs, _, last_grads = lists
-            self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
-            return
+            return self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
         size = len(options.steps) if self.foreach else 1
         for start in range(0, len(options.steps), size):
             part = slice(start, start + size)

@@ -22,6 +22,8 @@ constexpr int64_t ROW = 4096;
 constexpr int64_t BLOCK = 256;
 // Elements above which more threads pay off; PyTorch's value.
 constexpr int64_t GRAIN = 32768;
+// Elements whose gradients stay in a cache between their sums and their update, unless one tensor has more.
+constexpr int64_t WAVE = 1 << 20;
 
 enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LISTS };
 enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64 };
@@ -48,9 +50,9 @@ struct Tensors {
     bool has(List list) const { return type(list) != ABSENT; }
     bool is_double() const { return std::count(words, words + LISTS, FLOAT64) > 0; }  // the type of the arithmetic
 
-    int64_t rows() const {
+    int64_t rows(int64_t first, int64_t last) const {
         int64_t total = 0;
-        for (int64_t i = 0; i < count; i++) total += rows(i);
+        for (int64_t i = first; i < last; i++) total += rows(i);
         return total;
     }
 };
@@ -145,13 +147,13 @@ void close_at_random(const Tensors& tensors, int64_t i, int64_t at, int64_t n, c
 
 // --- division of work -----------------------------------------------------------------------------------------------
 
-// Calls work(tensor, offset, elements, row) for this thread's share of all rows.
+// Calls work(tensor, offset, elements, row) for this thread's share of the rows of the tensors from `first` to `last`.
 template <class Work>
-void share(const Tensors& tensors, Work work) {
-    int64_t rows = tensors.rows(), row = 0;
+void share(const Tensors& tensors, int64_t first, int64_t last, Work work) {
+    int64_t row = tensors.rows(0, first), rows = tensors.rows(first, last);
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
-    for (int64_t i = 0; i < tensors.count && row < end; row += tensors.rows(i++)) {
+    int64_t begin = row + rows * thread / threads, end = row + rows * (thread + 1) / threads;
+    for (int64_t i = first; i < last && row < end; row += tensors.rows(i++)) {
         int64_t stop = std::min(end, row + tensors.rows(i));
         for (int64_t r = std::max(begin, row); r < stop; r++) {
             int64_t at = (r - row) * ROW;
@@ -207,18 +209,26 @@ void sum_products(int64_t n, const T* g, const T* last, double* sums) {
     sums[LL] = sum_in<Wide>(n, [=](Wide, int64_t j) { return Wide(last[j]) * Wide(last[j]); });
 }
 
+// Returns <g, g> over a row, before scaling.
+template <class T>
+double row_square(const Tensors& tensors, int64_t i, int64_t at, int64_t n) {
+    T buffer[ROW];
+    const T* g = open(tensors, GRADIENT, i, at, n, buffer);
+    return sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(g[j]) * decltype(type)(g[j]); });
+}
+
 // Writes the sums over a row that the caller needs: <g, g>, <g, last>, <last, last> before scaling, and <c, c>.
 template <class T>
 void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i, int64_t at, int64_t n, bool products,
               bool corrected, double* sums) {
-    T buffers[2][ROW];
-    const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
     std::fill(sums, sums + SUMS, 0.0);
     if (!tensors.has(LAST_GRAD)) {
-        sums[GG] = sum<T>(n, [=](auto type, int64_t j) { return decltype(type)(g[j]) * decltype(type)(g[j]); });
+        sums[GG] = row_square<T>(tensors, i, at, n);
         sums[CC] = sums[GG] * scalars.scale * scalars.scale;  // c is g
         return;
     }
+    T buffers[2][ROW];
+    const T* g = open(tensors, GRADIENT, i, at, n, buffers[0]);
     const T* last = open(tensors, LAST_GRAD, i, at, n, buffers[1]);
     if (products) {
         sum_products<T>(n, g, last, sums);
@@ -238,10 +248,10 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
 template <class T>
 void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products, bool corrected, double* out,
           int64_t threads) {
-    std::unique_ptr<double[]> of_rows(new double[SUMS * tensors.rows()]);
+    std::unique_ptr<double[]> of_rows(new double[SUMS * tensors.rows(0, tensors.count)]);
     double* rows = of_rows.get();
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    share(tensors, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+    share(tensors, 0, tensors.count, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
         row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
     });
     for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * SUMS) {
@@ -339,17 +349,42 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
     }
 }
 
+// Without limits, updates all tensors; with them, those where <g, g> is at most the limit. Unless these squares are known,
+// it takes them: in waves, so that a gradient is still in a cache when the update reads it again.
 template <class T>
-void update(const Tensors& tensors, const Scalars<double>* scalars, const Options& options, int64_t threads) {
+void update(const Tensors& tensors, const Scalars<double>* scalars, const Options& options, const double* limits,
+            bool are_known, double* squares, int64_t threads) {
+    std::unique_ptr<double[]> of_rows(new double[tensors.rows(0, tensors.count)]);
+    double* rows = of_rows.get();
+    bool takes_squares = limits != nullptr && !are_known;
+    int64_t most = takes_squares ? WAVE : INT64_MAX;
 #pragma omp parallel num_threads(useful_threads(tensors, threads))
-    share(tensors, [&](int64_t i, int64_t at, int64_t n, int64_t) {
-        update_row<T>(tensors, scalars[i], options, i, at, n);
-    });
+    for (int64_t first = 0, last = 0; first < tensors.count; first = last) {
+        for (int64_t size = 0; last < tensors.count && (last == first || size + tensors.size(last) <= most); last++)
+            size += tensors.size(last);
+        if (takes_squares) {
+            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+                rows[row] = row_square<T>(tensors, i, at, n);
+            });
+#pragma omp barrier
+        }
+        int64_t current = -1;
+        bool is_below = true;
+        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+            if (limits != nullptr && current != i) {
+                double scale = scalars[i].scale, square = squares[i];
+                if (takes_squares) square = total(rows + row - at / ROW, tensors.rows(i)) * scale * scale;
+                if (takes_squares && at == 0) squares[i] = square;
+                current = i, is_below = square <= limits[i];
+            }
+            if (is_below) update_row<T>(tensors, scalars[i], options, i, at, n);
+        });
+    }
 }
 
 }  // namespace
 
-// `out`: 4 x count.
+// `out`: 4 x count. `limits` and `squares`: one per tensor, or null to update all.
 extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t products,
                           int64_t corrected, double* out, int64_t threads) {
     Tensors tensors{count, words};
@@ -358,9 +393,10 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
 }
 
 extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
-                            int64_t square_gradient, int64_t stochastic, int64_t threads) {
+                            int64_t square_gradient, int64_t stochastic, const double* limits,
+                            int64_t are_known, double* squares, int64_t threads) {
     Tensors tensors{count, words};
     Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0};
     auto call = tensors.is_double() ? update<double> : update<float>;
-    call(tensors, scalars, options, threads);
+    call(tensors, scalars, options, limits, are_known != 0, squares, threads);
 }

@@ -86,8 +86,11 @@ def update(
     exp_avg_sqs: list[Tensor],
     last_grads: list[Tensor],
     options: Options,
-) -> None:
-    """Update dense tensors as `rules.update` does, in memory order."""
+) -> Tensor:
+    """Update dense tensors as `rules.update` does, in memory order.
+
+    With `limits` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
+    """
     lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
     corrects = options.rule == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
@@ -98,10 +101,14 @@ def update(
         *([rates[t] for t in steps], [roots[t] for t in steps], options.eps),
     )
     table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.seeds)
+    limits, squares = array("d", options.limits), options.squares
+    squares = torch.zeros(len(params), dtype=torch.float64, device="cpu") if squares is None else squares.contiguous()
     _library().mars_update(
         len(params), table.buffer_info()[0], scalars.buffer_info()[0], RULES.index(options.rule),
-        options.second_moment == "gradient", bool(options.seeds), torch.get_num_threads(),
+        options.second_moment == "gradient", bool(options.seeds), limits.buffer_info()[0] if limits else None,
+        options.squares is not None, squares.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+    return squares
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
@@ -139,7 +146,7 @@ def _library() -> Any:
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
-    library.mars_update.argtypes = [word, address, address, *[word] * 4]
+    library.mars_update.argtypes = [word, address, address, *[word] * 3, address, word, address, word]
     library.mars_sums.restype = library.mars_update.restype = None
     return library
 

@@ -111,17 +111,13 @@ def _root(x):
 
 
 @triton.jit
-def _noise(offsets, key):
-    """Return 32 random bits per element of a tile from MurmurHash3's finalizer; Philox costs too much."""
-    bits = offsets.to(tl.uint32) * 0x9E3779B1 + key
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def _round_stochastically(value, noise):
+def _round_stochastically(value, offsets, key):
     """Round to either bfloat16 neighbour, unbiased; the result is float32."""
+    # MurmurHash3's finalizer; Philox costs too much.
+    noise = offsets.to(tl.uint32) * 0x9E3779B1 + key
+    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
+    noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
+    noise = noise ^ (noise >> 16)
     value = value.to(tl.float32)
     bits = value.to(tl.uint32, bitcast=True)
     rounded = ((bits + (noise & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -295,7 +291,7 @@ def update(
                 p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
                 _store(exp_avg_sq, offsets, v, mask, VECTOR)
             if key is not None:
-                p = _round_stochastically(p, _noise(offsets, key))
+                p = _round_stochastically(p, offsets, key)
             _store(exp_avg, offsets, e, mask, VECTOR)
             _store(param, offsets, p, mask, VECTOR)
             if last is not None:

@@ -68,8 +68,8 @@ class LastGradientCallback(TrainerCallback):
     ) -> None:
         """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
         self._mars = None
-        made_by = (getattr(self.trainer, "optimizer_cls_and_kwargs", None) or (None, {}))[0]
-        asks = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES or type(made_by).__name__ == "MarsFactory"
+        made_by = (getattr(self.trainer, "optimizer_cls_and_kwargs", None) or [None])[0]
+        asks = {str(getattr(args.optim, "value", args.optim)), type(made_by).__name__} & {*OPTIM_NAMES, "MarsFactory"}
         if self.required or asks or isinstance(guard.innermost(optimizer), Mars):
             self._mars = guard.require_mars(optimizer, self.optimizer)
             self._model = kwargs["model"]

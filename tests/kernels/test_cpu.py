@@ -70,6 +70,29 @@ def test_threads_change_no_bit():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_limits(known, threads, monkeypatch):
+    """Of tensors in several waves, those whose <g, g> is at most their limit take the usual update, others none."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    sizes = [3, 700_000, 0, 5000, 600_000, 9000, 1_100_000, 17, 8]
+    lists, updated = (problem(sizes, "cpu", without=("max_exp_avg_sqs",), gradients=torch.bfloat16) for _ in range(2))
+    for one in (lists, updated):
+        one["gradients"][5][4321] = torch.nan
+    before = [tensor.clone() for tensor in lists["params"]]
+    scale = torch.tensor(-0.5)
+    squares = torch.stack([(0.5 * gradient.double()).square().sum() for gradient in lists["gradients"]])
+    limits = (squares * torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, 1.01, 0, -1], dtype=torch.float64)).tolist()
+    run(updated, scale=scale)
+    settings = {**STEP, "rule": "adamw", "steps": [1.0] * len(sizes), "lr": 0.01, "scale": scale, "limits": limits}
+    arguments = [lists[name] for name in NAMES if name != "max_exp_avg_sqs"]
+    taken = compiled.update(*arguments, rules.Options(**settings, squares=squares if known else None))
+    torch.testing.assert_close(taken, squares, rtol=1e-6, atol=0, equal_nan=True)
+    left = (1, 5, 7, 8)
+    for place, (param, start, end) in enumerate(zip(lists["params"], before, updated["params"], strict=True)):
+        assert torch.equal(param, start if place in left else end)
+
+
 def test_default_device_changes_nothing():
     results = []
     for device in ("cpu", "meta"):
