@@ -3,8 +3,8 @@
 
     python benchmarks/memory.py     # 27.8M parameters; other load does not matter
 
-A float32 GPT-2 trains on one short sequence a step, in a plain loop and in Trainer (MarsTrainer for MARS, which takes
-gradients as last gradients and clips inside the step). Counted is what PyTorch's allocator hands out, from before the
+A float32 GPT-2 trains on one short sequence a step, in a plain loop and in Trainer (MarsTrainer for MARS, which clips
+inside the step). Counted is what PyTorch's allocator hands out, from before the
 model is built. `temporaries` are the rest of the peak, activations included: SGD has none of its own, so its row shows
 those of the backward pass. `growth` is what 1,000 steps of a tiny model leave behind, after the first 50.
 Results go to benchmarks/results/memory_DEVICE.json, and a picture beside them.
@@ -70,7 +70,7 @@ def in_trainer(model: Any, optimizer: Any, steps: int) -> object:
             tempfile.gettempdir(),  # where nothing is saved
             per_device_train_batch_size=1,
             max_steps=steps,
-            max_grad_norm=0.0 if getattr(optimizer, "releases_gradients", False) else 1.0,
+            max_grad_norm=0.0 if getattr(optimizer, "_release", None) else 1.0,
             use_cpu=model.device.type == "cpu",
             save_strategy="no",
             logging_strategy="no",
