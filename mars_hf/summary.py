@@ -12,7 +12,7 @@ from torch import nn
 
 from mars_hf.distributed.shards import shape_of
 from mars_hf.param_groups import rule_of
-from mars_hf.settings import GROUP_KEYS
+from mars_hf.settings import GROUP_KEYS, MUON
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
 # Not what belongs to the loop or the matrices.
@@ -79,11 +79,13 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
     return rows
 
 
-def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> str:
-    """Return rule, form, and each role's tensors, elements and learning rates, in at most 160 characters."""
+def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, name: str | None = None) -> str:
+    """Return rule, form, and each role's tensors, elements and learning rates, in at most 160 characters.
+
+    `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.
+    """
     groups = trained_groups(param_groups, model)
     first = next((group for group in groups if group["rule"] != "adamw"), groups[0])
-    form = "approximate" if first["is_approx"] else "exact"
     parts = []
     for role in dict.fromkeys(group["role"] for group in groups):
         members = [group for group in groups if group["role"] == role]
@@ -91,6 +93,7 @@ def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> str:
         rates = [f"{lr:.3g}" for lr in sorted({group["lr"] for group in members})]
         lr = "-".join(dict.fromkeys((rates[0], rates[-1])))
         parts.append(f"{tensors} {role if tensors == 1 else _PLURALS.get(role, role)} ({elements:,}) at lr={lr}")
-    betas = "({:g}, {:g})".format(*first["betas"])
-    text = f"{first['mars_type']} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
+    betas, form = "({:g}, {:g})".format(*first["betas"]), "approximate" if first["is_approx"] else "exact"
+    rule = MUON if name == MUON else first["mars_type"]
+    text = f"{rule} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
     return textwrap.shorten(text, 160, placeholder="...")

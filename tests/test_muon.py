@@ -51,7 +51,7 @@ def test_fused_weights_stay_whole():
 
 
 @pytest.mark.parametrize("door", ["create", "factory", "muon", "mars_muon", "mars_trainer", "like", "groups"])
-def test_doors(door, tmp_path):
+def test_doors(door, tmp_path, caplog):
     mars_hf.register()
     model, given = gpt2(), {}
     args = arguments(tmp_path / "run", max_steps=1, **({"optim": door} if door in ("muon", "mars_muon") else {}))
@@ -69,6 +69,7 @@ def test_doors(door, tmp_path):
         given = {"mars_kwargs": {"mars_type": MUON}}
     run = (mars_trainer if door == "mars_trainer" else trainer)(args, model, **given)
     run.train()
+    assert "muon (approximate, gamma=0.05, " in caplog.text
     assert MEANING.items() <= run.optimizer.param_groups[0].items()
     run.save_model(tmp_path / "saved")
     kept = json.loads((tmp_path / "saved" / saved_settings.FILE).read_text())["create"].items()

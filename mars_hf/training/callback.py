@@ -93,7 +93,10 @@ class LastGradientCallback(TrainerCallback):
         if self.trainer is not None:
             hub.attach(self.trainer)
         if state.is_world_process_zero:
-            _log(logging.INFO, line(self._mars.param_groups, self._model))
+            _log(
+                logging.INFO,
+                line(self._mars.param_groups, self._model, (self._mars.created_with or {}).get("mars_type")),
+            )
             for warning in warnings:
                 _log(logging.WARNING, warning)
 
