@@ -37,6 +37,7 @@ CONTENDERS = {
     ADAMW: ["--optimizer", "adamw"],
     MARS: ["--optimizer", "mars_adamw"],
     EXACT: ["--optimizer", "mars_adamw", "--is_approx", "false"],
+    "mars-m": ["--optimizer", "mars_m"],
 }
 # Dense bfloat16 matrix products, FLOP/s, from NVIDIA's data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12}
