@@ -266,27 +266,29 @@ def take_sums(
         group, threshold = tensors.group, tensors.group["clip_threshold"]
         if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
             continue
-        remembers = tensors.backend.name == "compiled" and tensors.process_group is None and group["is_approx"]
-        if remembers and tensors.last_grad and threshold is not None and metrics is None:
+        remembers = (
+            *(tensors.backend.name == "compiled", tensors.process_group is None, group["is_approx"]),
+            not any(map(Tensor.is_inference, tensors.last_grad)),  # these have no versions
+        )
+        if all(remembers) and tensors.last_grad and threshold is not None and (folded or metrics is None):
             last_norms = [
                 norm if (address, version) == (last.data_ptr(), last._version) else math.inf
                 for last in tensors.last_grad
                 for address, version, norm in [norms.get(last, (0, 0, math.inf))]
             ]
             # ‖c‖ <= (1 + k) ‖g‖ + k ‖last‖; the margin is for last gradients that a state has rounded.
-            rooms = [threshold / 1.01 - tensors.correction * norm for norm in last_norms]
+            rooms = [min(threshold, 1e150) / 1.01 - tensors.correction * norm for norm in last_norms]
             tensors.limits = [(room / (1 + tensors.correction)) ** 2 if room >= 0 else -1.0 for room in rooms]
-            if not folded:
-                continue
-        needs_last = (threshold is not None or metrics is not None) and not tensors.limits
-        sums[place] = tensors.backend.run_sums(
-            tensors.grads,
-            tensors.last_grad if needs_last else [],
-            products=folded or metrics is not None,
-            corrected=not folded,
-            scale=tensors.scale,
-            k=tensors.correction,
-        )
+        if folded or not tensors.limits:
+            needs_last = (threshold is not None or metrics is not None) and not tensors.limits
+            sums[place] = tensors.backend.run_sums(
+                tensors.grads,
+                tensors.last_grad if needs_last else [],
+                products=folded or metrics is not None,
+                corrected=not folded,
+                scale=tensors.scale,
+                k=tensors.correction,
+            )
     return sums
 
 
@@ -308,14 +310,22 @@ def set_factors(
     """
     norm = global_scale = None
     if max_grad_norm is not None:
-        squares = [rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None]
-        squares += [] if whole is None else [whole.total(GG)]
+        squares = [
+            *(rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None),
+            *([] if whole is None else [whole.total(GG)]),
+        ]
         squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
         norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
         global_scale = rules.global_scale(norm, max_grad_norm)
     for place, part in sums.items():
         tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
         scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
+        if scale is not None:
+            tensors.squares = part[GG] * scale**2 if tensors.limits else None
+            tensors.scale = scale if tensors.scale is None else tensors.scale * scale
+            if tensors.limits and metrics is not None:  # the factors that the update would find, to the bit
+                part, scale = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k), None
+                tensors.limits = []
         if tensors.rule != "adamw" and not tensors.limits:
             rows = part[CC:] if scale is None else part[: LL + 1]
             if tensors.process_group is not None and whole is not None:
@@ -326,13 +336,9 @@ def set_factors(
                     corrected = rules.corrected_square(part, k, scale)
                     part = torch.stack([part[GG] * scale**2, part[GL] * scale, part[LL], corrected])
                 group = HERE if tensors.process_group is None else tensors.process_group
-                has_last = bool(tensors.last_grad)
-                metrics.add(part, square, tensors.fractions, threshold, has_last=has_last, group=group)
+                metrics.add(part, square, tensors.fractions, threshold, has_last=bool(tensors.last_grad), group=group)
             if threshold is not None:
                 tensors.factors = rules.clip_factors(square, threshold)
-        if scale is not None:
-            tensors.squares = part[GG] * scale**2 if tensors.limits else None
-            tensors.scale = scale if tensors.scale is None else tensors.scale * scale
     return norm
 
 

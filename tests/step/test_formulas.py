@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, needs_compiler
+from helpers import equal, fused_and_plain, needs_compiler
 from reference import Reference
 from torch import Tensor, nn
 
@@ -310,14 +310,15 @@ def test_nan_shows_in_the_parameter(fused, implementation, mars_type, settings):
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5, "clip_threshold": 0.1}], ids=str)
 @pytest.mark.parametrize("mars_type", TYPES)
-def test_autocast_and_metrics_change_no_bit(mars_type, settings, rounding):
+@fused_and_plain
+def test_autocast_and_metrics_change_no_bit(fused, mars_type, settings, rounding):
     runs = []
     for enabled in (False, True):
         dtype = torch.bfloat16 if rounding != "nearest" else torch.float32
         params = parameters(dtype, (*SHAPES, (7, 5)))  # two of one shape share a list
-        optimizer = Mars(params, mars_type=mars_type, rounding=rounding, ns_dtype="float32", **settings)
+        optimizer = Mars(params, mars_type=mars_type, rounding=rounding, ns_dtype="float32", fused=fused, **settings)
         for step in range(3):
             optimizer.collect_metrics(enabled and step != 1)
             for param, gradient in zip(params, gradients(params, step), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 from unittest import mock
 
@@ -96,5 +98,21 @@ def test_changed_last_gradients(change, form, fused):
                 CHANGES[change](mars, params[0])
             mars._last_norms = mars._last_norms if remembers else None
             mars.step()
+        ends.append([param.detach() for param in params])
+    assert equal(*ends)
+
+
+@fused_and_plain
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("form", [{}, {"max_grad_norm": 5.0}], ids=str)
+def test_inference_mode_and_largest_threshold(form, mode, fused):
+    """Tensors made in inference mode have no version; the square of the largest number overflows."""
+    ends = []
+    for step_mode, threshold in ((contextlib.nullcontext, 1e30), (mode, sys.float_info.max)):
+        params, mars = make(fused=fused, clip_threshold=threshold, **form)
+        for step in range(3):
+            set_gradients(params, step)
+            with step_mode():
+                mars.step()
         ends.append([param.detach() for param in params])
     assert equal(*ends)
