@@ -606,9 +606,9 @@ def create(
 
     Args:
         model_or_params: a module, or what `Mars` takes as `params`.
-        like: whose settings to take up, for continued pretraining: a folder with the mars.json of a run, or the name
-            of such a repository on the Hub. Arguments given here win, also over rates that mars.json has for vectors
-            and embeddings. Not taken up: what the loop and the machine decide (`max_grad_norm`, `fused`,
+        like: whose settings to reuse, for continued pretraining: a folder with the mars.json of a run, or the name
+            of such a repository on the Hub. Arguments given here override them, also the rates that mars.json has for
+            vectors and embeddings. Not reused: what the loop and the machine decide (`max_grad_norm`, `fused`,
             `process_group`). None takes the defaults.
         process_group: as `Mars`.
         **settings: any of `Mars`, and with a model:
