@@ -330,6 +330,7 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
         # e + (1 - beta1) (c - e) rounds e even at a beta1 of 0.
         error, average = near("average", line.m) - line.m, line.average
         line.average = lambda c: average(c) + error
+        averaged = line.average(gradient)
         if recursive:  # m_t = (1 - gamma) e_t + gamma g_t; as if the last gradient were 0
             line.m = (1 - gamma) * line.m
         elif rule != "adamw" and group["clip_threshold"] is not None:
@@ -343,7 +344,7 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
         after = {"x": line.step(gradient), "exp_avg": line.m, "exp_avg_sq": line.v, "max_exp_avg_sq": line.v_max}
         after["last_grad"] = gradient
         if recursive:
-            after["exp_avg"] = (line.m - gamma * gradient) / (1 - gamma)
+            after["exp_avg"] = averaged
         return after | {"m": line.m}
 
     exact, others = taken(), [taken(name) for name in ("x", "g", "norm", "last_grad", "average", *MOMENTS)]
