@@ -166,7 +166,7 @@ def test_flops_are_those_of_the_matrix_products():
 
 @pytest.mark.slow
 def test_memory(tmp_path, monkeypatch, capsys):
-    """Bytes of the tiny model's training: taken gradients are states, and what is kept by mistake is growth."""
+    """Bytes of the tiny model's training; what is kept by mistake is growth."""
     leaked = []
 
     def leaking(model):
