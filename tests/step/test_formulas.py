@@ -164,9 +164,7 @@ def test_every_setting_is_in_a_configuration():
     assert stated | ELSEWHERE == set(inspect.signature(Mars.__init__).parameters)
 
 
-@pytest.mark.parametrize(
-    "configuration", [name for name in CONFIGURATIONS if "moved" not in name and name != "default"]
-)
+@pytest.mark.parametrize("configuration", [name for name in CONFIGURATIONS if name != "default"])
 def test_every_configuration_is_observable(configuration):
     """Each changes the result by far more than the tolerance, so a setting that has no effect is seen."""
     results = []
