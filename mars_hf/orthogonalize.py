@@ -304,7 +304,7 @@ class Exchange:
 
 
 def _unpack(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of tensors of these shapes that lie one after the other in a flat tensor."""
+    """Split a flat tensor into views of these shapes, in their order."""
     numels = [shape.numel() for shape in shapes]
     parts = flat[: sum(numels)].split(numels)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

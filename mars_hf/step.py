@@ -459,19 +459,19 @@ def _write(
         limits=tensors.limits,
         squares=tensors.squares,
     )
-    lists = (params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad)
-    squares = tensors.backend.run_update(*lists, options=options)
+    squares = tensors.backend.run_update(
+        *(params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad),
+        options=options,
+    )
     if tensors.limits:
         tensors.squares = squares
         pairs = enumerate(zip(squares.tolist(), tensors.limits, strict=True))
         if left := [place for place, (square, limit) in pairs if not square <= limit]:  # c may be clipped
             part = replace(tensors.part(left), limits=[], squares=None)
-            part.factors = rules.clip_factors(
-                part.backend.run_sums(part.grads, part.last_grad, products=False, scale=part.scale, k=part.correction)[
-                    CC
-                ],
-                group["clip_threshold"],
+            sums = part.backend.run_sums(
+                part.grads, part.last_grad, products=False, scale=part.scale, k=part.correction
             )
+            part.factors = rules.clip_factors(sums[CC], group["clip_threshold"])
             _write(part, [params[place] for place in left], arithmetic=arithmetic, seeded=seeded)
 
 
