@@ -343,8 +343,8 @@ class Mars(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient or state MARS cannot use, or all parameters have been frozen since the optimizer
-                was made; raised before anything is changed.
+            RuntimeError: a gradient or state MARS cannot use, all parameters have been frozen since the optimizer was
+                made, or a CUDA graph is being captured; raised before anything is changed.
         """
         loss = None
         if closure is not None:
@@ -402,6 +402,7 @@ class Mars(torch.optim.Optimizer):
 
     def _step(self) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
+        _reject_capture()
         groups, max_grad_norm = self.param_groups, self.max_grad_norm
         has_gradients = any(param.grad is not None for group in groups for param in group["params"])
         if not (has_gradients and self.state):
@@ -588,6 +589,15 @@ class Mars(torch.optim.Optimizer):
             return {}
         metrics, self._metrics = self._metrics, StepMetrics()
         return metrics.read()
+
+
+def _reject_capture() -> None:
+    """Raise RuntimeError while a CUDA graph is captured: the host counts the steps and reads the rates."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() was called while a CUDA graph is captured; each replay would repeat this step's count and learning "
+            "rate. Capture forward and backward, and call step() after each replay()"
+        )
 
 
 def create(

@@ -35,6 +35,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+# With CUDA_VISIBLE_DEVICES=0 python -m pytest -m gpu: conftest.py hides the GPUs otherwise.
+on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
 fused_and_plain = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_compiler)])
 
 

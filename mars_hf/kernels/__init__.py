@@ -109,9 +109,7 @@ def choose_backend(
     problem = f"no kernels run on {device.type}: {NEEDS}"
     if kernels.is_available(device):
         problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels)
-        # A check waits for the device, which the capture of a CUDA graph does not survive.
-        if not problem and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            problem = check(backend, device, tuple(dtypes.items()), rule, group["second_moment"])
+        problem = problem or check(backend, device, tuple(dtypes.items()), rule, group["second_moment"])
         if not problem:
             return backend
         if not group["fused"] and device not in _failures:

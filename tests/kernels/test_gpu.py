@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract import INTERPRETED, STEP, assert_close, check_sums, check_update, draw, expected_update, problem
+from helpers import on_a_gpu
 
 from mars_hf import Mars, rules
 from mars_hf.kernels import gpu as kernels
@@ -30,8 +31,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from mars_hf.kernels import gpu_device  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-has_gpu = torch.cuda.is_available() and not INTERPRETED
-on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu, reason="needs a CUDA GPU")]
 gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])
 here = pytest.mark.parametrize("device", ["cpu"]) if INTERPRETED else gpu
 compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
@@ -171,6 +170,72 @@ def test_a_step_on_another_stream(device):
         torch.cuda.current_stream().wait_stream(current)
         results.append(lists["params"])
     assert all(map(torch.equal, *results))
+
+
+# --- graphs and compilers ---------------------------------------------------------------------------------------------
+
+
+def network(device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 7)).to(device)
+    return model, Mars(model.parameters(), lr=0.01, fused=True)
+
+
+def trained(device, train):
+    """Return the weights after `train(model, optimizer, batch)` on each of five batches."""
+    model, optimizer = network(device)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        train(model, optimizer, torch.randn(16, 24, generator=generator).to(device))
+    return [param.detach() for param in model.parameters()]
+
+
+def eager(model, optimizer, batch):
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+@gpu
+def test_a_step_after_each_replay_of_a_graph(device):
+    """Forward and backward in a CUDA graph, the step outside it, as its error says."""
+    state = {}
+
+    def replay(model, optimizer, batch):
+        if not state:
+            stream, state["batch"] = torch.cuda.Stream(), batch.clone()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    model(state["batch"]).square().mean().backward()
+            torch.cuda.current_stream().wait_stream(stream)
+            optimizer.zero_grad()
+            state["graph"] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(state["graph"]):
+                model(state["batch"]).square().mean().backward()
+        state["batch"].copy_(batch)
+        state["graph"].replay()
+        optimizer.step()
+
+    torch.testing.assert_close(trained(device, replay), trained(device, eager), rtol=1e-5, atol=1e-6)
+
+
+@gpu
+def test_a_captured_step_is_refused(device):
+    model, optimizer = network(device)
+    eager(model, optimizer, torch.ones(16, 24, device=device))
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, model.parameters()))
+    eager(model, optimizer, torch.ones(16, 24, device=device))  # it goes on
+
+
+@gpu
+def test_a_step_in_a_compiled_function(device):
+    compiled = torch.compile(eager)
+    torch.testing.assert_close(trained(device, compiled), trained(device, eager), rtol=1e-4, atol=1e-5)
 
 
 # --- the assembly -----------------------------------------------------------------------------------------------------

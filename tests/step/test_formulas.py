@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain, needs_compiler
+from helpers import equal, fused_and_plain, needs_compiler, on_a_gpu
 from reference import Reference
 from torch import Tensor, nn
 
@@ -51,7 +51,9 @@ ELSEWHERE = {
     *("process_group", "self", "params"),
 }
 IMPLEMENTATIONS = ["for-loop", "foreach", pytest.param("fused", marks=needs_compiler)]
+ON_A_GPU = [pytest.param(name, marks=on_a_gpu) for name in ("triton", "foreach on a gpu")]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+here_and_on_a_gpu = pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, *ON_A_GPU])
 
 
 @pytest.fixture
@@ -62,13 +64,18 @@ def fused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
     def chosen(*args: Any, **options: Any) -> backends.Backend:
         return dataclasses.replace(choose(*args, **options), foreach=foreach)
 
-    monkeypatch.setattr("mars_hf.step.choose_backend", chosen)
-    return {"fused": implementation == "fused"}
+    if device_of(implementation) == "cpu":
+        monkeypatch.setattr("mars_hf.step.choose_backend", chosen)
+    return {"fused": implementation in ("fused", "triton")}
 
 
-def parameters(dtype: torch.dtype, shapes: Any = SHAPES) -> list[nn.Parameter]:
+def device_of(implementation: str) -> str:
+    return "cpu" if implementation in ("for-loop", "foreach", "fused") else "cuda"
+
+
+def parameters(dtype: torch.dtype, shapes: Any = SHAPES, device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
     return [nn.Parameter(x.t().contiguous().t() if x.shape == (5, 8) else x) for x in values]  # one is transposed
 
 
@@ -76,7 +83,8 @@ def gradients(params: list[nn.Parameter], step: int) -> list[Tensor]:
     """Return gradients of which some are clipped and some are not."""
     generator = torch.Generator().manual_seed(1000 + step)
     size = 0.05 * 10 ** (step % 3)
-    return [size * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in params]
+    draws = [size * torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in params]
+    return [draw.to(param.device, param.dtype) for draw, param in zip(draws, params, strict=True)]
 
 
 def references(params: list[nn.Parameter], **settings: Any) -> list[Reference]:
@@ -115,12 +123,14 @@ LOW = ("default", "global norm, maximize", "recursive", "lion", "mars-m")
 CASES = [(name, dtype) for name in CONFIGURATIONS for dtype in TOLERANCES if dtype.itemsize > 2 or name in LOW]
 
 
-@every_implementation
+@here_and_on_a_gpu
 @pytest.mark.parametrize(("configuration", "dtype"), CASES, ids=str)
 def test_step_is_the_formula(configuration, fused, implementation, dtype):
     """Parameters, all states and the global norm, over steps in which some parameters have no gradient."""
     settings = CONFIGURATIONS[configuration]
-    params = parameters(dtype, SHAPES if implementation == "foreach" else ORDINARY)
+    params = parameters(
+        dtype, ORDINARY if implementation in ("for-loop", "fused") else SHAPES, device_of(implementation)
+    )
     lines = references(params, **settings)
     optimizer = Mars(params, **settings, **fused, ns_dtype="float64")
     half = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2
@@ -344,9 +354,11 @@ def test_closure_runs_with_gradients_and_autocast():
     assert seen == [torch.bfloat16] and (param < 1).all()
 
 
-def moved_by_noise(groups: list[int], steps: int = 1, missing: bool = False, **fused: Any) -> list[Tensor]:
+def moved_by_noise(
+    groups: list[int], steps: int = 1, missing: bool = False, device: str = "cpu", **fused: Any
+) -> list[Tensor]:
     """Return where stochastic rounding has moved equal tensors, which are in groups of these sizes, step by step."""
-    params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16)) for _ in range(sum(groups))]
+    params = [nn.Parameter(torch.ones(30, 40, dtype=torch.bfloat16, device=device)) for _ in range(sum(groups))]
     ends = [sum(groups[: index + 1]) for index in range(len(groups))]
     given = [{"params": params[end - size : end]} for size, end in zip(groups, ends, strict=True)]
     optimizer, moved = Mars(given, lr=1e-4, rounding="stochastic", **fused), []
@@ -361,9 +373,10 @@ def moved_by_noise(groups: list[int], steps: int = 1, missing: bool = False, **f
     return moved
 
 
-@every_implementation
+@here_and_on_a_gpu
 def test_noise_is_of_each_tensor_and_step(fused, implementation):
     """Equal tensors get independent noise, at each step anew; other tensors' gradients do not matter; it repeats."""
+    fused["device"] = device_of(implementation)
     moved = moved_by_noise([2, 2, 1], 2, **fused)
     for index, one in enumerate(moved):
         assert 0 < one.sum() < one.numel()  # an update of less than a unit in the last place
@@ -376,13 +389,14 @@ def test_noise_is_of_each_tensor_and_step(fused, implementation):
 
 
 @pytest.mark.parametrize(("mars_type", "lr", "end"), [("mars-lion", 0.05, 97.5), ("mars-m", 2.0, None)])
-@every_implementation
+@here_and_on_a_gpu
 def test_small_steps_add_up(fused, implementation, mars_type, lr, end):
     """Steps of 0.05 from 100 are a tenth of a bfloat16 unit there: nearest loses all of them."""
     ends = {}
     for rounding in ("float32", "nearest", "kahan", "stochastic"):
         is_wide = rounding == "float32"
-        param = nn.Parameter(torch.full((32, 32), 100.0, dtype=torch.float32 if is_wide else torch.bfloat16))
+        dtype = torch.float32 if is_wide else torch.bfloat16
+        param = nn.Parameter(torch.full((32, 32), 100.0, dtype=dtype, device=device_of(implementation)))
         optimizer = Mars([param], lr=lr, mars_type=mars_type, rounding="nearest" if is_wide else rounding, **fused)
         for _ in range(50):
             param.grad = torch.ones_like(param)

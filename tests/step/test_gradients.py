@@ -202,3 +202,15 @@ def test_nothing_but_an_empty_group():
     optimizer = Mars([{"params": []}], max_grad_norm=1.0)
     assert optimizer.step() is None
     assert torch.isnan(optimizer.grad_norm)
+
+
+def test_a_step_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
+    """Its replays would repeat the step's count; test_gpu.py captures one on a GPU."""
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = Mars([param])
+    param.grad = torch.ones_like(param)
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match=r"Capture forward and backward, and call step\(\) after each replay"):
+        optimizer.step()
+    assert not optimizer.state and torch.equal(param, torch.ones_like(param))
