@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import re
 import statistics
@@ -28,6 +29,7 @@ __all__ = [
     "median",
     "quartiles",
     "ratio",
+    "resume",
     "slug",
     "trace_memory",
 ]
@@ -142,6 +144,14 @@ def describe_machine() -> dict[str, str | int]:
 def device_name(device: torch.device) -> str:
     """Return the name of the processor or GPU."""
     return str(launch.describe_machine()["accelerator" if device.type == "cuda" else "cpu"])
+
+
+def resume(output: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """Return the results in a file if they are of the same device and versions, so that a run can go on; else `new`."""
+    if not output.exists():
+        return new
+    earlier = json.loads(output.read_text())
+    return earlier if earlier["machine"] == new["machine"] else new
 
 
 def slug(name: str) -> str:

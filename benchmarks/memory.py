@@ -161,28 +161,33 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="28m", help="%(default)s")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1000, help="in which nothing may grow: %(default)s")
+    parser.add_argument("--resume", action="store_true", help="keep what the output has of this device")
     parser.add_argument("--output", type=Path, help="JSON; left out: benchmarks/results/memory_DEVICE.json")
     options = parser.parse_args(argv)
-    forms = {
-        form: {
+    name = interleave.device_name(options.device)
+    output = options.output or RESULTS / f"memory_{interleave.slug(name)}.json"
+    written: dict[str, Any] = {
+        "machine": interleave.describe_machine(),
+        "device": name,
+        "size": options.size,
+        "steps": options.steps,
+        "forms": {},
+    }
+    if options.resume:
+        written = interleave.resume(output, written)
+    measure(FORMS["SGD"], plain_loop, "tiny", options.device)  # libraries take memory at their first call
+    for form, make in FORMS.items():
+        if form in written["forms"]:
+            continue
+        written["forms"][form] = {
             loop: {
                 **measure(make, train, options.size, options.device),
                 "growth": growth(make, train, options.device, options.steps),
             }
             for loop, train in LOOPS.items()
         }
-        for form, make in FORMS.items()
-    }
-    written = {
-        "machine": interleave.describe_machine(),
-        "device": interleave.device_name(options.device),
-        "size": options.size,
-        "parameters": forms["SGD"]["plain loop"]["weights"] // 4,
-        "steps": options.steps,
-        "forms": forms,
-    }
-    output = options.output or RESULTS / f"memory_{interleave.slug(str(written['device']))}.json"
-    write_json(output, written)
+        written["parameters"] = written["forms"]["SGD"]["plain loop"]["weights"] // 4
+        write_json(output, written)
     report(written, output.with_suffix(".png"))
 
 

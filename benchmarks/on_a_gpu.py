@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Do everything that waits for a GPU, in order of worth, within a time limit.
+"""Do everything that waits for a GPU, the most telling first: is it right, what does it cost, what does it bring.
 
-    python benchmarks/on_a_gpu.py --output_dir out --minutes 40                  # everything
-    python benchmarks/on_a_gpu.py --output_dir out --only controls --minutes 9   # one part, or what time allows of it
+    python benchmarks/on_a_gpu.py --output_dir out                        # everything: 15 minutes
+    python benchmarks/on_a_gpu.py --output_dir out --only step_cost       # parts whose names begin so
+    python benchmarks/on_a_gpu.py --output_dir out --minutes 9            # what fits
 
-Each part leaves its log, JSON and pictures in the output folder, from its first result on. A part that fails or runs
-out of time does not stop the next one; comparisons go on where they were when the script is started again.
+Each part leaves its log, JSON and pictures in the output folder, from its first result on, and may take the seconds
+that stand beside it. A part that fails or runs out of time does not stop the next one. Started again, the script skips
+what is done, and goes on with the rest where it stopped.
 """
 
 from __future__ import annotations
@@ -16,52 +18,93 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _GRACE = 20.0  # seconds between asking a part to end and ending it
+# The files with tests marked gpu.
+TESTS = ("tests/kernels", "tests/step/test_formulas.py")
 
 
-def parts(output: Path) -> dict[str, tuple[float, list[str]]]:
-    """Return each part's share of the time that is left, and its command.
+@dataclass(frozen=True)
+class Part:
+    """A command and the seconds that it may take; parts that measure no time run `beside` the ones before them."""
+
+    command: list[str]
+    seconds: float
+    beside: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts(output: Path) -> dict[str, Part]:
+    """Return all parts by name, in the order of their worth.
 
     Args:
         output: folder of the results.
     """
     python = sys.executable
-    sizes = ["28m", "small", "medium", "large", "xl"]
-    compare = [python, "recipes/compare_optimizers.py"]
+    pytest = [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+
+    def measured(script: str, name: str, *options: str) -> list[str]:
+        return [python, f"benchmarks/{script}.py", *options, "--output", str(output / f"{name}.json")]
+
+    def compared(preset: str) -> list[str]:
+        folder = str(output / preset)
+        return [python, "recipes/compare_optimizers.py", "--preset", preset, "--output_dir", folder]
+
+    def trained(name: str, *options: str) -> list[str]:
+        return measured("train_cost", name, "--bf16", "--rounds", "6", *options)
+
     return {
-        "tests": (0.15, [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]),
-        "controls": (0.55, [*compare, "--preset", "gpu", "--output_dir", str(output / "controls")]),
-        "step_cost": (
-            0.4,
-            [python, "benchmarks/step_cost.py", "--size", *sizes, "--output", str(output / "step_cost.json")],
+        "check": Part([python, "-m", "mars_hf", "check"], 150),
+        "tests": Part([*pytest, "-n", "8", *TESTS], 150, beside=True),
+        "memcheck": Part(
+            [*sanitizer, *pytest, "-k", "update or rounding or noise", "tests/kernels/test_contract.py"],
+            150,
+            beside=True,
+            # Every tensor is an allocation of its own, so that an access behind its end is seen.
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         ),
-        "memory": (0.3, [python, "benchmarks/memory.py", "--output", str(output / "memory.json")]),
-        "throughput": (
-            0.5,
-            [
-                *(python, "benchmarks/train_cost.py", "--bf16", "--batch", "16"),
-                *("--output", str(output / "train_cost.json")),
-            ],
+        "step_cost": Part(
+            measured("step_cost", "step_cost", "--resume", "--rounds", "20", "--size", "28m", "small", "large"), 150
         ),
-        "controls_small": (1.0, [*compare, "--preset", "gpu-98m", "--output_dir", str(output / "controls_small")]),
+        "kernels": Part(measured("gpu_kernels", "kernels", "--resume", "--rounds", "8", "--size", "small"), 90),
+        "kernels_large": Part(
+            measured("gpu_kernels", "kernels_large", "--size", "large", "--only", "newton_schulz"), 30
+        ),
+        "memory": Part(measured("memory", "memory", "--resume", "--steps", "100"), 120),
+        "train_cost_small": Part(trained("train_cost_small", "--batch", "16"), 90),
+        "train_cost_default": Part(
+            trained("train_cost_default", "--size", "default", "--batch", "16", "--block", "128"), 60
+        ),
+        "default_job": Part(
+            [python, "recipes/pretrain_gpt2.py", "--use_cpu", "false", "--output_dir", str(output / "default_job")], 90
+        ),
+        "controls": Part(compared("gpu"), 1200),
+        "controls_small": Part(compared("gpu-98m"), 1800),
     }
 
 
-def run(name: str, command: list[str], output: Path, seconds: float) -> str:
+def run(name: str, part: Part, output: Path, seconds: float) -> str:
     """Run one part with its log in the output folder; return `done`, `failed` or `out of time`."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES") or "0"}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= part.environment
     with (output / f"{name}.log").open("a") as log:
-        # A session of its own, so that the runs of a comparison end with it and leave the GPU to the next part.
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
+        try:
+            # A session of its own, so that the runs of a comparison end with it and leave the GPU to the next part.
+            process = subprocess.Popen(
+                part.command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            log.write(f"{error}\n")
+            return "failed"
         try:
             return "failed" if process.wait(seconds) else "done"
         except subprocess.TimeoutExpired:
@@ -82,24 +125,48 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.05)
 
 
+def run_all(chosen: Mapping[str, Part], output: Path, minutes: float) -> dict[str, str]:
+    """Run the parts, those `beside` others at the same time, and return how each ended."""
+    end = time.monotonic() + 60 * minutes
+    ends: dict[str, str] = {}
+    running: list[threading.Thread] = []
+
+    def run_one(name: str, part: Part) -> None:
+        began = time.monotonic()
+        ends[name] = run(name, part, output, min(part.seconds, max(0.0, end - began)))
+        if ends[name] == "done":
+            (output / f"{name}.done").touch()
+        print(f"{name}: {ends[name]} after {time.monotonic() - began:.0f} s; {output / name}.log", flush=True)
+
+    for name, part in chosen.items():
+        if (output / f"{name}.done").exists():
+            ends[name] = "done before"
+            continue
+        if not part.beside:
+            for thread in running:
+                thread.join()
+            running.clear()
+        running.append(threading.Thread(target=run_one, args=(name, part)))
+        running[-1].start()
+    for thread in running:
+        thread.join()
+    return ends
+
+
 def main(argv: list[str] | None = None) -> Mapping[str, str]:
     """Run the parts, print how each ended, and return that."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "gpu", help="%(default)s")
-    parser.add_argument("--minutes", type=float, default=40.0, help="for all parts: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=parts(Path()), help="left out: all")
+    parser.add_argument("--minutes", type=float, default=15.0, help="for all parts: %(default)s")
+    parser.add_argument("--only", nargs="+", help=f"beginnings of names; left out: all of {', '.join(parts(Path()))}")
     arguments = parser.parse_args(argv)
     output = arguments.output_dir.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + 60 * arguments.minutes
-    chosen = {name: part for name, part in parts(output).items() if name in (arguments.only or parts(output))}
-    ends = {}
-    for index, (name, (share, command)) in enumerate(chosen.items()):
-        share = 1.0 if index == len(chosen) - 1 else share
-        began = time.monotonic()
-        ends[name] = run(name, command, output, max(0.0, share * (end - began)))
-        print(f"{name}: {ends[name]} after {time.monotonic() - began:.0f} s; {output / name}.log", flush=True)
-    return ends
+    beginnings = tuple(arguments.only or [""])
+    chosen = {name: part for name, part in parts(output).items() if name.startswith(beginnings)}
+    if not chosen:
+        parser.error(f"no part begins with {' or '.join(beginnings)}; the parts are {', '.join(parts(output))}")
+    return run_all(chosen, output, arguments.minutes)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ PYTHONPATH) take part if installed. Results go to benchmarks/results/step_cost_D
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import importlib.util
 import json
@@ -84,11 +85,14 @@ class Contender:
 
     `traffic` is the memory traffic that a step needs, in bytes per parameter: each pass reads every tensor it needs
     once and writes every tensor it changes once. Passes that cannot merge count separately: norms must be known before
-    they are used. On CPUs part of the traffic comes from the cache. None if arithmetic dominates.
+    they are used. On CPUs part of the traffic comes from the cache. None if arithmetic dominates. GPUs read the last
+    gradients for their norms, which CPUs remember: `gpu_traffic`, where it differs.
     """
 
     make: Make
     traffic: int | None
+    gpu_traffic: int | None = None
+    dtype: torch.dtype = torch.float32  # of parameters and gradients
     clips: bool = False  # clips the global norm of the gradients
     before: Callable[[Iterable[Tensor]], Tensor] | None = None  # clips the gradients, returns their norm
 
@@ -139,18 +143,32 @@ def contenders() -> dict[str, Contender]:
     return {
         ADAMW: Contender(adamw, 28),
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
-        "Mars": Contender(mars, 40),
+        "Mars": Contender(mars, 40, 44),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
-        "Mars fused=False": Contender(_mars(fused=False), 40),
-        "mars-lion": Contender(_mars(mars_type="mars-lion"), 32),
+        "Mars fused=False": Contender(_mars(fused=False), 40, 44),
+        **low_precision(),
+        "mars-lion": Contender(_mars(mars_type="mars-lion"), 32, 36),
         "Muon, AdamW for the rest": Contender(_muon, None),
         "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),
         "mars-m": Contender(_orthogonal("mars-m"), None),
         "mars-m, split c_attn": Contender(_orthogonal("mars-m", split=True), None),
         **peers(),
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
-        "Mars + clip_grad_norm_": Contender(mars, 52, clips=True, before=_clip),
-        "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, clips=True),
+        "Mars + clip_grad_norm_": Contender(mars, 52, 56, clips=True, before=_clip),
+        "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, 44, clips=True),
+    }
+
+
+def low_precision() -> dict[str, Contender]:
+    """Return Mars on bfloat16 parameters and gradients, on a GPU: a CPU that shares its caches tells little of them."""
+    if not torch.cuda.is_available():
+        return {}
+    bfloat16 = torch.bfloat16
+    small = _mars(rounding="stochastic", state_dtype=bfloat16)
+    return {
+        "Mars bfloat16, stochastic": Contender(_mars(rounding="stochastic"), 36, dtype=bfloat16),
+        "Mars bfloat16, kahan": Contender(_mars(rounding="kahan"), 40, dtype=bfloat16),
+        "Mars bfloat16, states too": Contender(small, 22, dtype=bfloat16),
     }
 
 
@@ -204,6 +222,19 @@ class Workload:
         kept = [[draw(param).mul_(size_of_one) for param in self.params] for _ in range(2)]
         scaled = [[gradient.clone() for gradient in gradients] for gradients in kept]
         self._gradients = {False: kept, True: scaled}
+
+    def of_dtype(self, dtype: torch.dtype) -> Workload:
+        """Return a workload with copies of the parameters and gradients in this dtype; itself if it has the dtype."""
+        if self.params[0].dtype == dtype:
+            return self
+        other = copy.copy(self)
+        other.named = {name: param.detach().to(dtype).requires_grad_() for name, param in self.named.items()}
+        other.params = list(other.named.values())
+        other._gradients = {
+            scales: [[gradient.to(dtype) for gradient in gradients] for gradients in sets]
+            for scales, sets in self._gradients.items()
+        }
+        return other
 
     def present(self, turn: int, *, scales: bool = False) -> None:
         """Set the gradients of a contender's turn without a copy; `scales`: it scales them in place."""
@@ -288,9 +319,10 @@ def measure(
     for name in wanted:
         contender = available[name]
         try:
+            own_work = work.of_dtype(contender.dtype)
             if contender.make not in made:
-                made[contender.make] = contender.make(work.named)
-            player = Player(contender, made[contender.make], work, clock)
+                made[contender.make] = contender.make(own_work.named)
+            player = Player(contender, made[contender.make], own_work, clock)
             warm[name] = min([player().seconds for _ in range(WARM_UP)][1:])
         except Exception as error:  # a peer's own error, or out of memory: the others continue
             made.pop(contender.make, None)
@@ -298,10 +330,10 @@ def measure(
             continue
         players[name] = player
     every = {name: SLOW for name, seconds in warm.items() if name in players and seconds > SLOW * warm[ADAMW]}
-    copy, copied = make_copy(device, clock)
-    copy()
+    copying, copied = make_copy(device, clock)
+    copying()
     with tqdm(total=rounds * (len(players) + 1), unit="turn", leave=False) as progress:
-        timings = interleave.take_turns({COPY: copy, **players}, rounds, every, progress.update)
+        timings = interleave.take_turns({COPY: copying, **players}, rounds, every, progress.update)
     seconds = {name: [timing and timing.seconds for timing in taken] for name, taken in timings.items()}
     rates = [copied / one if one else None for one in seconds[COPY]]
     rows: dict[str, dict[str, Any]] = {COPY: {"gb_per_s": interleave.median(rates) / 1e9}}
@@ -319,6 +351,8 @@ def measure(
             "backend": player.backend(),
         }
         traffic = player.contender.traffic
+        if device.type == "cuda" and player.contender.gpu_traffic is not None:
+            traffic = player.contender.gpu_traffic
         if traffic is not None:
             moved = traffic * work.numel
             own = [moved / one if one else None for one in seconds[name]]
@@ -409,10 +443,10 @@ def _instructions(device: torch.device) -> dict[str, str]:
 def report(written: Mapping[str, Any], picture: Path) -> None:
     """Print the tables and draw the picture."""
     for size, result in written["sizes"].items():
-        copy = result["contenders"][COPY]["gb_per_s"]
+        copied = result["contenders"][COPY]["gb_per_s"]
         how = "each with AdamW alone" if result["pairwise"] else "all in turn"
         print(f"\nGPT-2 {size}, {result['parameters'] / 1e6:.1f}M parameters, {written['device']}, {how}")
-        print(f"copy of a large tensor: {copy:.1f} GB/s\n")
+        print(f"copy of a large tensor: {copied:.1f} GB/s\n")
         print(table(result))
         for name, error in result["failed"].items():
             print(f"{name} did not run: {error}")
@@ -504,6 +538,7 @@ def main(argv: list[str] | None = None) -> None:
         "--gradient-norm", type=float, default=GRADIENT_NORM, help="of all gradients together: %(default)s"
     )
     parser.add_argument("--threads", type=int, help="of PyTorch on CPU; left out: its own choice")
+    parser.add_argument("--resume", action="store_true", help="keep what the output has of this device")
     parser.add_argument("--output", type=Path, help="JSON file; left out: benchmarks/results/step_cost_DEVICE.json")
     parser.add_argument("--report", action="store_true", help="measure nothing: table and picture of what is there")
     arguments = parser.parse_args(argv)
@@ -523,7 +558,11 @@ def main(argv: list[str] | None = None) -> None:
             "left_out": [],
         }
         output.parent.mkdir(parents=True, exist_ok=True)
+        if arguments.resume:
+            written = interleave.resume(output, written)
         for size in arguments.size:
+            if size in written["sizes"]:
+                continue
             result = measure_size(size, names, device, arguments.rounds, arguments.pairwise, arguments.gradient_norm)
             if result is None:
                 written["left_out"].append(size)

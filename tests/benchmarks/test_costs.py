@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
+import os
+import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 import interleave
@@ -225,24 +229,95 @@ def test_shipped_updates_are_those_of_the_script():
 
 
 def test_commands_on_a_gpu(tmp_path):
-    commands = {name: command for name, (_, command) in on_a_gpu.parts(tmp_path).items()}
-    for python, script, *_ in commands.values():
-        assert python == sys.executable and (script == "-m" or (on_a_gpu.ROOT / script).is_file())
-    sizes = commands["step_cost"][commands["step_cost"].index("--size") + 1 : commands["step_cost"].index("--output")]
-    assert set(sizes) <= set(step_cost.SIZES)
-    assert {command[3] for name, command in commands.items() if "controls" in name} <= set(presets.names())
+    """Files, sizes and presets are there; README promises fifteen minutes without the comparisons."""
+    parts = on_a_gpu.parts(tmp_path)
+    for part in parts.values():
+        scripts = [word for word in part.command if word.endswith(".py") or word.startswith("tests/")]
+        assert sys.executable in part.command and all((on_a_gpu.ROOT / script).exists() for script in scripts)
+        if "--size" in part.command:
+            sizes = itertools.takewhile(step_cost.SIZES.__contains__, part.command[part.command.index("--size") + 1 :])
+            assert list(sizes)
+    presets_of = {part.command[3] for name, part in parts.items() if name.startswith("controls")}
+    assert presets_of and presets_of <= set(presets.names())
+    seconds = [part.seconds for name, part in parts.items() if not (part.beside or name.startswith("controls"))]
+    assert sum(seconds) <= 15 * 60
+    marked = {path for path in Path("tests").rglob("test_*.py") if re.search(r"on_a_gpu|mark\.gpu", path.read_text())}
+    marked -= {Path("tests/benchmarks/test_costs.py")}
+    assert all(str(path).startswith(on_a_gpu.TESTS) for path in marked)
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
-    """What hangs ends with all that it started."""
+    """What hangs ends with all that it started; parts beside each other run at once; what is done is not done again."""
     sleeps = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)', sys.argv[1]])"
-    codes = {"tests": "raise SystemExit('no GPU')", "step_cost": sleeps, "controls": "print('well')"}
-    parts = {name: (0.2, [sys.executable, "-c", code, str(tmp_path)]) for name, code in codes.items()}
+    meets = (
+        "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[2:])\nmine.touch()\n"
+        "while not other.exists(): time.sleep(0.1)"
+    )
+    codes = {"check": "raise SystemExit('no GPU')", "step_cost": sleeps, "controls": "print('well')"}
+    commands = {name: [sys.executable, "-c", code, str(tmp_path)] for name, code in codes.items()}
+    paths = [str(tmp_path / "one"), str(tmp_path / "two")]
+    parts = {name: on_a_gpu.Part(command, 2.0) for name, command in commands.items()}
+    for name, order in (("memory", paths), ("memory_beside", paths[::-1])):
+        command = [sys.executable, "-c", meets, str(tmp_path), *order]
+        parts[name] = on_a_gpu.Part(command, 30.0, beside="beside" in name)
+    parts["gone"] = on_a_gpu.Part(["no-such-program"], 2.0)
     monkeypatch.setattr(on_a_gpu, "parts", lambda output: parts)
-    ends = on_a_gpu.main(["--output_dir", str(tmp_path), "--minutes", "0.15"])
-    assert ends == {"tests": "failed", "step_cost": "out of time", "controls": "done"}
-    assert "no GPU" in (tmp_path / "tests.log").read_text() and "well" in (tmp_path / "controls.log").read_text()
+    ends = on_a_gpu.main(["--output_dir", str(tmp_path)])
+    both = {"memory": "done", "memory_beside": "done"}
+    expected = {"check": "failed", "step_cost": "out of time", "controls": "done", **both, "gone": "failed"}
+    assert ends == expected
+    assert "no GPU" in (tmp_path / "check.log").read_text() and "well" in (tmp_path / "controls.log").read_text()
     assert "step_cost: out of time after" in capsys.readouterr().out
     alive = [one for one in psutil.process_iter(["cmdline", "status"]) if str(tmp_path) in (one.info["cmdline"] or ())]
     assert [one for one in alive if one.info["status"] != psutil.STATUS_ZOMBIE] == []
-    assert on_a_gpu.main(["--output_dir", str(tmp_path), "--only", "controls"]) == {"controls": "done"}
+    assert on_a_gpu.main(["--output_dir", str(tmp_path), "--only", "contr"]) == {"controls": "done before"}
+
+
+def test_parts_go_on_where_they_stopped(tmp_path, work):
+    """Sizes, forms and parts in the output are kept; those of another machine are measured again."""
+    output = tmp_path / "step_cost.json"
+    argv = ["--device", "cpu", "--rounds", "1", "--contenders", "^Mars$", "--output", str(output), "--resume"]
+    step_cost.main([*argv, "--size", "tiny"])
+    written = json.loads(output.read_text())
+    written["sizes"]["tiny"]["kept"] = True
+    output.write_text(json.dumps(written))
+    step_cost.main([*argv, "--size", "tiny"])
+    assert json.loads(output.read_text())["sizes"]["tiny"]["kept"]
+    output.write_text(json.dumps({**written, "machine": {"cpu": "another"}}))
+    step_cost.main([*argv, "--size", "tiny"])
+    assert "kept" not in json.loads(output.read_text())["sizes"]["tiny"]
+
+
+# --- gpu_kernels.py --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/kernels/test_gpu.py runs it interpreted")
+def test_gpu_kernels(tmp_path, monkeypatch, capsys):
+    """All sizes of blocks give one result; FLOPs are those of the iteration's products."""
+    import gpu_kernels
+
+    monkeypatch.setattr(gpu_kernels, "TILES", (64, 8192))
+    monkeypatch.setattr(gpu_kernels, "BLOCKS", (64,))
+    results = []
+    for sizes in gpu_kernels.sizes():
+        gpu_kernels.set_sizes(*sizes)
+        kernels = gpu_kernels.Kernels([torch.ones(100)], [torch.full((100,), 2.0)])
+        kernels.last_grad[0].fill_(1.0)
+        results.append(kernels.sums())
+    assert len(results) == 5
+    torch.testing.assert_close(results, [results[0]] * 5, rtol=1e-12, atol=0)
+    gpu_kernels.set_sizes(*gpu_kernels.sizes()[0])
+    output = tmp_path / "kernels.json"
+    gpu_kernels.main(["--device", "cpu", "--size", "tiny", "--rounds", "1", "--output", str(output)])
+    result = json.loads(output.read_text())["sizes"]["tiny"]
+    assert [row["today"] for row in result["blocks"]].count(True) == 2
+    rates = result["newton_schulz"]
+    assert all(row["tflops"] > 0 for row in rates.values()) and rates["matrix product"]["of_product"] == 1.0
+    assert set(result["launches"]) == set(gpu_kernels.PROFILED)
+    assert "| one by one " in capsys.readouterr().out
+    matrix = torch.randn(12, 30)
+    with FlopCounterMode(display=False) as counter:
+        plain = gpu_kernels.plain_newton_schulz(matrix)
+    assert counter.get_total_flops() == gpu_kernels.flops_of(matrix.shape, gpu_kernels.MatrixLayout(), steps=5)
+    (ours,) = gpu_kernels.orthogonalize([matrix])
+    torch.testing.assert_close(plain.float(), ours, rtol=0, atol=0.05)

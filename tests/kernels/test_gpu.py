@@ -316,7 +316,8 @@ def test_sums_move_128_bits_at_once_and_no_register_is_spilled(last, tmp_path):
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
     fuzz = HERE.parent / "fuzz" / "test_edits.py::test_edits_and_layouts"
-    files = [HERE / "test_check.py", HERE / "test_contract.py", HERE / "test_gpu.py", fuzz]
+    benchmark = HERE.parent / "benchmarks" / "test_costs.py::test_gpu_kernels"
+    files = [HERE / "test_check.py", HERE / "test_contract.py", HERE / "test_gpu.py", fuzz, benchmark]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
