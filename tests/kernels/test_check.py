@@ -120,7 +120,12 @@ def test_command(backend, device, kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
     monkeypatch.setattr(check.rules, "RULES", ("adamw",))
     monkeypatch.setattr(check.multiprocessing, "spawn", lambda *args, **settings: None)
-    for row, module, name in [(None, kernels, "NAME"), (2, kernels, "update"), (-1, check.multiprocessing, "spawn")]:
+    first = 2 if device == "cpu" else 3  # after the versions, and behind the CPU's row
+    for row, module, name in [
+        (None, kernels, "NAME"),
+        (first, kernels, "update"),
+        (-1, check.multiprocessing, "spawn"),
+    ]:
         backends.check.cache_clear()
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
             if row is not None:
