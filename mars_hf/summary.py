@@ -79,7 +79,7 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
     return rows
 
 
-def line(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, name: str | None = None) -> str:
+def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, name: str | None = None) -> str:
     """Return rule, form, and each role's tensors, elements and learning rates, in at most 160 characters.
 
     `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.

@@ -6,13 +6,13 @@ Importing this module gives one to every Trainer made from then on; it does noth
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, is_initialized
+from torch import nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -21,8 +21,8 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.settings import MARS_TYPES, MUON
-from mars_hf.summary import line
-from mars_hf.training import guard, hub
+from mars_hf.summary import one_line_summary
+from mars_hf.training import guard, hub, log
 
 # Values of `TrainingArguments.optim`, after `register`.
 OPTIM_NAMES = {**{rule.replace("-", "_"): rule for rule in MARS_TYPES}, "mars_muon": MUON}
@@ -68,37 +68,31 @@ class LastGradientCallback(TrainerCallback):
     ) -> None:
         """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
         self._mars = None
-        made_by = (getattr(self.trainer, "optimizer_cls_and_kwargs", None) or [None])[0]
-        asks = {str(getattr(args.optim, "value", args.optim)), type(made_by).__name__} & {*OPTIM_NAMES, "MarsFactory"}
-        if self.required or asks or isinstance(guard.innermost(optimizer), Mars):
+        has_mars = isinstance(guard.unwrap_optimizer(optimizer), Mars)
+        if self.required or has_mars or _asks_for_mars(args, self.trainer):
             self._mars = guard.require_mars(optimizer, self.optimizer)
-            self._model = kwargs["model"]
-            self._adapted = [
-                layer
-                for layer in self._model.modules()
-                if any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
-            ]
-            self._active = None
-            guard.require_scaled_losses(optimizer)
-            guard.require_stale_gradients(self._mars)
-            guard.require_one_gradient(self._mars, args)
-            self._check_parameters(optimizer)
-            # The ranks that accelerate's DistributedDataParallel keeps alike.
-            kind = AcceleratorState().distributed_type.name if is_initialized() else "NO"
-            if self._mars.process_group is None and kind.startswith("MULTI_") and dist.is_initialized():
-                self._mars.process_group = dist.group.WORLD
+            self._check_run(args, self._mars, optimizer, kwargs["model"])
+            _share_work_of_ranks(self._mars)
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
         if self.trainer is not None:
-            hub.attach(self.trainer)
+            hub.attach_card(self.trainer)
         if state.is_world_process_zero:
-            _log(
-                logging.INFO,
-                line(self._mars.param_groups, self._model, (self._mars.created_with or {}).get("mars_type")),
-            )
+            asked_for = (self._mars.created_with or {}).get("mars_type")
+            log.info(one_line_summary(self._mars.param_groups, self._model, asked_for))
             for warning in warnings:
-                _log(logging.WARNING, warning)
+                log.warning(warning)
+
+    def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any, model: Any) -> None:
+        """Raise RuntimeError if MARS would not train the model as it was asked to."""
+        self._model = model
+        self._adapted = [layer for layer in model.modules() if _is_adapted(layer)]
+        self._active = None
+        guard.require_scaled_losses(optimizer)
+        guard.require_supplied_gradients(mars)
+        guard.require_one_gradient(mars, args)
+        self._check_parameters(optimizer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
@@ -122,9 +116,7 @@ class LastGradientCallback(TrainerCallback):
             metrics = self._mars.pop_metrics()
             logs.update(metrics)
             if state.is_world_process_zero and math.isnan(logs.get("grad_norm", 0)):  # losses are logged without NaN
-                _log(
-                    logging.WARNING, f"step {state.global_step}: NaN gradients; lower the learning rate, check the data"
-                )
+                log.warning(f"step {state.global_step}: NaN gradients; lower the learning rate, check the data")
             if state.log_history:
                 state.log_history[-1].update(metrics)  # Trainer keeps a copy made before the callbacks ran
 
@@ -137,18 +129,13 @@ class LastGradientCallback(TrainerCallback):
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the card and mars.json: Trainer's pushes of checkpoints have no card."""
         if self._mars is not None and self.trainer is not None:
-            hub.leave(self.trainer)
+            hub.write_card(self.trainer)
 
     on_train_end = on_push_begin
 
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
-        merged = [
-            layer
-            for layer in self._adapted
-            if layer.merged
-            and any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
-        ]
+        merged = [layer for layer in self._adapted if layer.merged and _trains_adapters(layer)]
         if merged:
             names = sorted({name for layer in merged for name in layer.merged_adapters})
             raise RuntimeError(
@@ -161,7 +148,7 @@ class LastGradientCallback(TrainerCallback):
             self._active = active
 
 
-def attach(trainer: Trainer) -> None:
+def attach_callback(trainer: Trainer) -> None:
     """Make one LastGradientCallback the first of a Trainer's: its metrics must reach the trackers among the others."""
     handler = trainer.callback_handler
     callback = next((each for each in handler.callbacks if isinstance(each, LastGradientCallback)), None)
@@ -172,17 +159,33 @@ def attach(trainer: Trainer) -> None:
     handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
 
 
-_compat.call_after(Trainer, "__init__", attach)
+_compat.call_after(Trainer, "__init__", attach_callback)
 
 
-def _log(level: int, message: str) -> None:
-    """Log a line that shows by default, as transformers' lines do; `logging.getLogger("mars_hf")` decides."""
-    logger = logging.getLogger("mars_hf")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-    logger.log(level, message)
+def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
+    """Return whether a run asks for MARS by a name of `optim`, or by `factory`."""
+    if str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES:
+        return True
+    made_by = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    return made_by is not None and type(made_by[0]).__name__ == "MarsFactory"
+
+
+def _share_work_of_ranks(mars: Mars) -> None:
+    """Name the ranks that accelerate's DistributedDataParallel keeps alike, unless the user has named others."""
+    if mars.process_group is not None or not dist.is_initialized() or not is_initialized():
+        return
+    if AcceleratorState().distributed_type.name.startswith("MULTI_"):
+        mars.process_group = dist.group.WORLD
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    """Return whether PEFT has put adapters into a layer; PEFT itself may not be installed."""
+    return any(kind.__name__ == "BaseTunerLayer" for kind in type(layer).__mro__)
+
+
+def _trains_adapters(layer: nn.Module) -> bool:
+    of_adapters = [param for name, param in layer.named_parameters() if not name.startswith("base_layer.")]
+    return any(param.requires_grad for param in of_adapters)
 
 
 def _will_log(args: TrainingArguments, state: TrainerState) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MARK = "mars_hf"  # among the states of callbacks in trainer_state.json
 
 
-def innermost(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that steps, below all wrappers (accelerate's, DeepSpeed's) and their `.optimizer`."""
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
@@ -26,27 +26,29 @@ def innermost(optimizer: Any) -> Any:
 
 def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     """Return the Mars that will step; RuntimeError if it is another one, or not the expected Mars."""
-    steps = innermost(optimizer)
+    steps = unwrap_optimizer(optimizer)
     if isinstance(steps, Mars) and (expected is None or steps is expected):
         return steps
     name = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
+    raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(steps, optimizer)}")
+
+
+def _how_to_have_mars(steps: Any, optimizer: Any) -> str:
     if type(steps).__name__ == "DeepSpeedCPUAdam":
-        remedy = (
+        return (
             'offload_optimizer replaced it; set "zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON, as '
             "accelerate_configs/zero2_offload.yaml does"
         )
-    elif "DeepSpeed" in type(optimizer).__name__:
-        remedy = (
+    if "DeepSpeed" in type(optimizer).__name__:
+        return (
             "DeepSpeed drops optimizers=(...), and prefers its JSON's 'optimizer' section; use mars_hf.MarsTrainer, or "
             "Trainer with optimizer_cls_and_kwargs=mars_hf.factory(...) or optim='mars_adamw', and a JSON without "
             "'optimizer' section"
         )
-    else:
-        remedy = (
-            "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
-            "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
-        )
-    raise RuntimeError(f"the optimizer that would step is {name}; {remedy}")
+    return (
+        "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
+        "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
+    )
 
 
 def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
@@ -56,7 +58,8 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     over those given now; RuntimeError if another optimizer has loaded the checkpoint.
     """
     states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
-    mars, saved = innermost(optimizer), states.pop(_MARK, None)
+    mars = unwrap_optimizer(optimizer)
+    saved = states.pop(_MARK, None)
     resumes = saved is not None and mars.state  # else the checkpoint held weights only
     if not isinstance(mars, Mars):
         if not resumes:
@@ -66,22 +69,23 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
             "or the optimizer that saved it, or load the checkpoint as the model, with from_pretrained"
         )
-    stated, changed = saved_settings.to_json(mars.created_with), []
-    if resumes and saved["create"] is not None and stated is not None:
+    given = saved_settings.to_json(mars.created_with)
+    changed = []
+    if resumes and saved["create"] is not None and given is not None:
         create = saved["create"]
-        changed = [f"{name}={create[name]} (given: {stated[name]})" for name in stated if create[name] != stated[name]]
+        changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
         mars.created_with = check_arguments(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
-    line = f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
-    return [line] if changed else []
+    if not changed:
+        return []
+    return [f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"]
 
 
 def require_scaled_losses(optimizer: Any) -> None:
     """Raise RuntimeError where DeepSpeed without ZeRO divides gradients by a scale that no loss had: half precision."""
     while optimizer is not None:
-        config = getattr(optimizer, "loss_scale_config", None)  # from DeepSpeed 0.19 on; none for bf16 there
-        scales = getattr(optimizer, "cur_scale", 1) != 1 if config is None else config.use_grad_scaling
-        if type(optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer") and scales:
+        is_without_zero = type(optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+        if is_without_zero and _divides_by_a_scale(optimizer):
             raise RuntimeError(
                 "fp16 under DeepSpeed without ZeRO (bf16 too before 0.19): its engine divides gradients by a loss "
                 'scale that its backward has not applied; set "zero_optimization": {"stage": 1} in the JSON'
@@ -89,7 +93,14 @@ def require_scaled_losses(optimizer: Any) -> None:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def require_stale_gradients(mars: Mars) -> None:
+def _divides_by_a_scale(optimizer: Any) -> bool:
+    config = getattr(optimizer, "loss_scale_config", None)  # from DeepSpeed 0.19 on; none for bf16 there
+    if config is None:
+        return getattr(optimizer, "cur_scale", 1) != 1
+    return config.use_grad_scaling
+
+
+def require_supplied_gradients(mars: Mars) -> None:
     """Raise RuntimeError for an exact Mars whose loop supplies no stale gradients."""
     if mars.is_exact and not mars.expects_stale_gradients:
         raise RuntimeError(
@@ -100,7 +111,8 @@ def require_stale_gradients(mars: Mars) -> None:
 
 def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
     """Raise RuntimeError for a Mars that steps inside backward, in a Trainer that changes gradients afterwards."""
-    if mars._release is not None and (args.max_grad_norm or args.gradient_accumulation_steps > 1 or args.fp16):
+    changes_gradients = args.max_grad_norm or args.gradient_accumulation_steps > 1 or args.fp16
+    if mars._release is not None and changes_gradients:
         raise RuntimeError(
             f"release_gradients=True with max_grad_norm={args.max_grad_norm}, gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}, fp16={args.fp16}: parameters step inside backward(); use "
@@ -110,11 +122,7 @@ def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
 
 def require_parameters(optimizer: Any, model: nn.Module) -> None:
     """Raise RuntimeError unless Trainer's optimizer has every trainable parameter of the model; it may have others."""
-    param_ids = {id(param) for group in innermost(optimizer).param_groups for param in group["params"]}
-    while optimizer is not None:
-        for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # of a model's parameters, in any dtype
-            param_ids |= {id(param) for group in getattr(optimizer, name, ()) for param in group}
-        optimizer = getattr(optimizer, "optimizer", None)
+    param_ids = _ids_of_parameters(optimizer)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in param_ids]
     if not missing:
@@ -126,3 +134,14 @@ def require_parameters(optimizer: Any, model: nn.Module) -> None:
         f"(missing: {name} of shape {shape}{more}). Make it after LoRA or other changes to the model: create(model) "
         "last, or optimizer_cls_and_kwargs=mars_hf.factory(...). Freeze what is not to be trained"
     )
+
+
+def _ids_of_parameters(optimizer: Any) -> set[int]:
+    """Return the ids of the parameters in an optimizer and its wrappers."""
+    param_ids = {id(param) for group in unwrap_optimizer(optimizer).param_groups for param in group["params"]}
+    while optimizer is not None:
+        for name in ("fp16_groups", "bit16_groups", "bf16_groups"):  # DeepSpeed's, of a model's parameters in any dtype
+            for group in getattr(optimizer, name, ()):
+                param_ids |= {id(param) for param in group}
+        optimizer = getattr(optimizer, "optimizer", None)
+    return param_ids

@@ -17,19 +17,19 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 from transformers import modelcard
-from transformers.utils import logging
 
 import mars_hf
 from mars_hf import saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.summary import trained_groups
-from mars_hf.training.guard import innermost
-
-logger = logging.get_logger(__name__)
+from mars_hf.training import log
+from mars_hf.training.guard import unwrap_optimizer
 
 CARD = "README.md"
 TAGS = ("mars", "mars_hf")
-_SEAL = "<!-- mars_hf {}: training rewrites this file unless somebody has edited it. -->\n"
+# The last line of a card that nobody has edited, with the checksum of the lines above it.
+_SEAL_BEGINS = "<!-- mars_hf "
+_SEAL = _SEAL_BEGINS + "{}: training rewrites this file unless somebody has edited it. -->\n"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)")
 _ADAPTER = "base_model:adapter:"
@@ -45,7 +45,7 @@ _CITATION = """```bibtex
 ```"""
 
 
-def attach(trainer: Any) -> None:
+def attach_card(trainer: Any) -> None:
     """Make a Trainer save mars.json with the model and complete its model cards; safe to call twice.
 
     The methods are wrapped on the instance: subclasses override them, and runs without MARS stay as they are.
@@ -63,7 +63,7 @@ def attach(trainer: Any) -> None:
     @functools.wraps(create)
     def create_model_card(*args: Any, **kwargs: Any) -> Any:
         result = create(*args, **kwargs)
-        mars = innermost(trainer.optimizer)
+        mars = unwrap_optimizer(trainer.optimizer)
         if isinstance(mars, Mars) and trainer.is_world_process_zero():
             with _warning(trainer):
                 _complete_card(trainer, mars, _listed(kwargs.get("dataset")))
@@ -77,13 +77,13 @@ def attach(trainer: Any) -> None:
 
 def save_settings(trainer: Any, folder: Path) -> None:
     """Write mars.json into a folder that exists, from the process that writes there, if MARS trains."""
-    mars = innermost(trainer.optimizer)
+    mars = unwrap_optimizer(trainer.optimizer)
     if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir():
         groups = trained_groups(mars.param_groups, trainer.model)
         saved_settings.write(folder, mars_hf.__version__, mars.created_with, groups)
 
 
-def leave(trainer: Any) -> None:
+def write_card(trainer: Any) -> None:
     """Write mars.json and the model card into the output folder; a card that another has written or edited stays."""
     folder = Path(str(trainer.args.output_dir))
     card = folder / CARD
@@ -95,13 +95,16 @@ def leave(trainer: Any) -> None:
                 return
             push.wait_until_done()
         has_config = hasattr(trainer.model, "config")  # which Trainer's card reads
-        text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else _sealed("")
-        is_ours = text == _sealed(text.rpartition(_SEAL.partition("{")[0])[0])
-        if has_config and trainer.is_world_process_zero() and is_ours:
+        if not has_config or not trainer.is_world_process_zero():
+            return
+        if card.exists() and not _is_sealed(card.read_text(encoding="utf-8", errors="replace")):
+            return
+        arguments = {}
+        if "finetuned_from" in inspect.signature(trainer.create_model_card).parameters:
             # With a base model Trainer asks the Hub for its licence, and training must not wait for a network.
-            is_accepted = "finetuned_from" in inspect.signature(trainer.create_model_card).parameters
-            trainer.create_model_card(**({"finetuned_from": ""} if is_accepted else {}))
-            card.write_text(_sealed(card.read_text(encoding="utf-8")), encoding="utf-8")
+            arguments["finetuned_from"] = ""
+        trainer.create_model_card(**arguments)
+        card.write_text(_sealed(card.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -111,7 +114,7 @@ def _warning(trainer: Any) -> Iterator[None]:
         yield
     except Exception as error:
         line = " ".join(str(error).split())[:300]
-        logger.warning(f"mars_hf could not describe the run in {trainer.args.output_dir}: {line or repr(error)}")
+        log.warning(f"mars_hf could not describe the run in {trainer.args.output_dir}: {line or repr(error)}")
 
 
 def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
@@ -123,11 +126,7 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     card = ModelCard.load(path, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model, dataset)
 
-    base = card.data.base_model
-    origin = f"is a fine-tuned version of [{base}](https://huggingface.co/{base})"
-    if base is None:  # Trainer and TRL link to one that does not exist
-        is_local = getattr(model.config, "name_or_path", None)
-        origin = "is a fine-tuned version of a local model" if is_local else "was trained from scratch"
+    origin = _origin(card.data.base_model, getattr(model.config, "name_or_path", None))
     text = _BASE_SENTENCE.sub(lambda _: origin, card.text).replace("on the None dataset", "on an unknown dataset")
     text = re.sub(r"^- learning_rate: .*$", f"- learning_rate: {main['lr']:g}", text, flags=re.MULTILINE)
     optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
@@ -136,13 +135,22 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     card.save(path)
 
 
+def _origin(base: str | None, name_or_path: str | None) -> str:
+    """Return the sentence about a model's origin: Trainer and TRL link to a base that does not exist."""
+    if base is not None:
+        return f"is a fine-tuned version of [{base}](https://huggingface.co/{base})"
+    if name_or_path:
+        return "is a fine-tuned version of a local model"
+    return "was trained from scratch"
+
+
 def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) -> None:
     """Add tags, task and the last evaluation to a card's metadata, and drop names that the Hub refuses: local paths."""
-    name = getattr(model.config, "name_or_path", None)
-    data.base_model = next((base for base in (data.base_model, name) if _on_hub(base)), None)
-    tags = [tag for tag in _listed(data.tags) if not tag.startswith(_ADAPTER) or _on_hub(tag.removeprefix(_ADAPTER))]
-    data.tags = list(dict.fromkeys((*tags, *TAGS)))
-    data.datasets = [name for name in _listed(data.datasets) if _on_hub(name)] or None
+    names = [data.base_model, getattr(model.config, "name_or_path", None)]
+    data.base_model = next((name for name in names if _is_on_hub(name)), None)
+    tags = [tag for tag in _listed(data.tags) if not _names_local_adapter(tag)]
+    data.tags = list(dict.fromkeys([*tags, *TAGS]))  # each once
+    data.datasets = [name for name in _listed(data.datasets) if _is_on_hub(name)] or None
     data.pipeline_tag = data.pipeline_tag or modelcard.TrainingSummary.from_trainer(trainer, finetuned_from="").tasks
     data.eval_results = _eval_results(data, trainer, dataset) or None
     if data.eval_results:
@@ -152,21 +160,28 @@ def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) 
 def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:
     """Return the results in a card's metadata, and those at the end of training that they lack."""
     results = [result for result in data.eval_results or () if result.dataset_type]
-    metric_types = [result.metric_type for result in results]
-    state, rows = trainer.state, trainer.state.log_history
     if not _has_ended(trainer):
         return results
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:  # whose weights stay
-        rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
-    hub_name = data.datasets[0] if data.datasets and len(data.datasets) == 1 else "unknown"
-    name = ", ".join(dataset or _listed(data.datasets)) or "unknown"
-    for metric, value in (modelcard.parse_log_history(rows)[2] or {}).items():
+    known_types = {result.metric_type for result in results}
+    datasets = _listed(data.datasets)
+    hub_name = datasets[0] if len(datasets) == 1 else "unknown"
+    name = ", ".join(dataset or datasets) or "unknown"
+    for metric, value in _final_metrics(trainer).items():
         metric_type = metric.lower().replace(" ", "_")
-        if metric_type not in metric_types and isinstance(value, (int, float)) and math.isfinite(value):
+        is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+        if is_finite and metric_type not in known_types:
             results.append(
                 EvalResult(data.pipeline_tag or "other", hub_name, name, metric_type, value, metric_name=metric)
             )
     return results
+
+
+def _final_metrics(trainer: Any) -> dict[str, Any]:
+    """Return the last evaluation's metrics by name, of the weights that stay: the best ones, where those are loaded."""
+    state, rows = trainer.state, trainer.state.log_history
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+        rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
+    return modelcard.parse_log_history(rows)[2] or {}
 
 
 def _has_ended(trainer: Any) -> bool:
@@ -175,29 +190,60 @@ def _has_ended(trainer: Any) -> bool:
 
 def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
     """Return the section with one row per kind of parameter group; groups may differ in settings without a column."""
-    header = ("group", "rule", *_COLUMNS, *_MARS_COLUMNS, "parameters")
+    header = ["group", "rule", *_COLUMNS, *_MARS_COLUMNS, "parameters"]
     sizes: dict[tuple[str, ...], int] = {}
     for group in groups:
-        name = f"{group['role']} `{group['pattern']}`" if "pattern" in group else group["role"]
-        values = [name, group["rule"], *(group[column] for column in _COLUMNS)]
-        values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
-        row = tuple(f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|") for value in values)
-        sizes[row] = sizes.get(row, 0) + group.get("parameters", 0)
-    rows = [(*row, f"{size:,}" if size else "") for row, size in sizes.items()]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (header, ("---",) * len(header), *rows))
+        cells = tuple(_cell(value) for value in _values(group))
+        sizes[cells] = sizes.get(cells, 0) + group.get("parameters", 0)
+    lines = [header, ["---"] * len(header)]
+    for cells, size in sizes.items():
+        lines.append([*cells, f"{size:,}" if size else ""])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     intro = f"[MARS](https://arxiv.org/abs/2411.10438), `mars_hf` {mars_hf.__version__}. Learning rates are the peaks;"
     return f"## Optimizer\n\n{intro} `{saved_settings.FILE}` has every setting.\n\n{table}"
 
 
-def _on_hub(name: Any) -> bool:
+def _values(group: Mapping[str, Any]) -> list[Any]:
+    """Return a group's entries of the table, but for its parameters."""
+    name = group["role"]
+    if "pattern" in group:
+        name = f"{name} `{group['pattern']}`"
+    values = [name, group["rule"]]
+    values += [group[column] for column in _COLUMNS]
+    values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
+    return values
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).replace("|", "\\|")
+
+
+def _names_local_adapter(tag: str) -> bool:
+    return tag.startswith(_ADAPTER) and not _is_on_hub(tag.removeprefix(_ADAPTER))
+
+
+def _is_on_hub(name: Any) -> bool:
     """Return whether a name may be one of the Hub: spelled as there, and no folder of this machine."""
-    return isinstance(name, str) and name != "None" and bool(_HUB_NAME.fullmatch(name)) and not Path(name).is_dir()
+    if not isinstance(name, str) or name == "None":
+        return False
+    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).is_dir()
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else [name for name in value or () if name]
+    """Return one name or several as a list, without empty ones."""
+    if isinstance(value, str):
+        return [value]
+    return [name for name in value or () if name]
 
 
 def _sealed(content: str) -> str:
     """Return a card with its checksum as last line."""
     return content + _SEAL.format(hashlib.sha256(content.encode()).hexdigest()[:16])
+
+
+def _is_sealed(text: str) -> bool:
+    """Return whether a card is as `_sealed` left it."""
+    content = text.rpartition(_SEAL_BEGINS)[0]
+    return text == _sealed(content)

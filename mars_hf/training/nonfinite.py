@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
-from transformers.utils import logging
 
 from mars_hf.distributed.shards import local
-
-logger = logging.get_logger(__name__)
+from mars_hf.training import log
 
 
 class NonFiniteError(RuntimeError):
@@ -61,11 +59,9 @@ class NonFiniteCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         """Take the largest gradient, unless the Trainer has handed over a norm."""
-        if all(name == "loss" for name, _ in self._values):
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            grads = [local(param.grad) for param in params if param.grad is not None]
-            norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf)
-            self.watch("gradient norm", norm)
+        has_norm = any(name == "gradient norm" for name, _ in self._values)
+        if not has_norm:
+            self.watch("gradient norm", _largest_gradient(optimizer))
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
@@ -73,29 +69,22 @@ class NonFiniteCallback(TrainerCallback):
         """Report a bad step, and raise NonFiniteError after too many."""
         values, self._values = self._values, []
         was_skipped = getattr(optimizer, "step_was_skipped", False)  # by a gradient scaler, or by DeepSpeed
-        scaler = getattr(optimizer, "scaler", None)
-        # A loss scale that is searched for; DeepSpeed stops by itself at its smallest one.
-        if args.fp16 if scaler is None else scaler.is_enabled() and scaler.get_scale() >= 1:
-            values, was_skipped = [(name, value) for name, value in values if name == "loss"], False
-        flags = [~torch.isfinite(value).to(args.device) for _, value in values]
-        is_bad = torch.stack([torch.tensor(was_skipped, device=args.device), *flags]).any().int()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(is_bad, dist.ReduceOp.MAX)
-        if not is_bad.item():
+        if _is_searching_scale(args, optimizer):
+            values = [(name, value) for name, value in values if name == "loss"]
+            was_skipped = False
+        if not _is_bad_on_any_rank(values, was_skipped, args.device):
             self._bad_in_a_row = 0
             return
         self._bad_in_a_row += 1
         bad = gather_object([f"{name} {value.item():g}" for name, value in values if not torch.isfinite(value)])
-        report = f"step {state.global_step + 1}: non-finite {', '.join(dict.fromkeys(bad)) or 'gradient'}"
+        each_once = list(dict.fromkeys(bad)) or ["gradient"]
+        report = f"step {state.global_step + 1}: non-finite {', '.join(each_once)}"
         if state.is_world_process_zero:
-            logger.warning(f"{report} ({self._bad_in_a_row} in a row, the run stops at {self.patience})")
+            log.warning(f"{report} ({self._bad_in_a_row} in a row, the run stops at {self.patience})")
         if self._bad_in_a_row >= self.patience:
-            folder = Path(str(args.output_dir))
-            checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
             raise NonFiniteError(
                 f"{self._bad_in_a_row} steps in a row with a non-finite loss or gradient; the last: {report}. "
-                + (f"Resume from {checkpoint}" if checkpoint else f"{folder} has no checkpoint: start again")
-                + " with a lower learning rate or other data"
+                f"{_advice(Path(str(args.output_dir)))}"
             )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -103,6 +92,37 @@ class NonFiniteCallback(TrainerCallback):
         if control.should_save and self._bad_in_a_row:
             control.should_save = False
             if state.is_world_process_zero:
-                logger.warning(f"checkpoint-{state.global_step} is not written: the last step was not finite")
+                log.warning(f"checkpoint-{state.global_step} is not written: the last step was not finite")
 
     on_epoch_end = on_step_end
+
+
+def _largest_gradient(optimizer: Any) -> Tensor:
+    """Return the largest absolute value in all gradients of this rank."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [local(param.grad) for param in params if param.grad is not None]
+    return nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf)
+
+
+def _is_searching_scale(args: TrainingArguments, optimizer: Any) -> bool:
+    """Return whether a loss scale is searched for, so that gradients may overflow."""
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is None:
+        return args.fp16  # of DeepSpeed, which stops by itself at its smallest scale
+    return scaler.is_enabled() and scaler.get_scale() >= 1
+
+
+def _is_bad_on_any_rank(values: list[tuple[str, Tensor]], was_skipped: bool, device: torch.device) -> bool:
+    flags = [torch.tensor(was_skipped, device=device)]
+    flags += [~torch.isfinite(value).to(device) for _, value in values]
+    is_bad = torch.stack(flags).any().int()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+    return bool(is_bad.item())
+
+
+def _advice(folder: Path) -> str:
+    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if checkpoint is None:
+        return f"{folder} has no checkpoint: start again with a lower learning rate or other data"
+    return f"Resume from {checkpoint} with a lower learning rate or other data"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,9 +24,8 @@ from mars_hf.settings import (
     parse_optim_args,
     reject_unknown,
 )
+from mars_hf.training import log
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
-
-logger = logging.getLogger(__name__)
 
 # TrainingArguments' names of settings. Left at the default of their class, these leave MARS's in force.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
@@ -97,27 +95,40 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     """Return the arguments of `create`: settings and what TrainingArguments state, above what `like` takes up."""
     reject_unknown(settings, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
     like = settings.get("like")
-    saved = {} if like is None else _halved(saved_settings.read(like, settings.get("mars_type")))
-    stated = _halved(check_arguments({name: value for name, value in settings.items() if name != "like"}))
-    for name, key in {"learning_rate": "lr", **_ARGUMENTS}.items():
-        value = getattr(args, name)
-        if key != "lr" and value == _class_default(args, name):
-            continue
-        if float(stated.setdefault(key, value)) != value:
+    saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
+    given = split_beta_pairs(check_arguments({name: value for name, value in settings.items() if name != "like"}))
+    in_arguments = _settings_in_arguments(args)
+    for name, (key, value) in in_arguments.items():
+        if key in given and float(given[key]) != value:
             raise ValueError(
-                f"{name}={value!r} in TrainingArguments and {key}={stated[key]!r} for MARS contradict each other; give "
+                f"{name}={value!r} in TrainingArguments and {key}={given[key]!r} for MARS contradict each other; give "
                 f"{name} alone"
             )
-    arguments = saved | stated
+    return join_beta_pairs(saved | dict(in_arguments.values()) | given)
+
+
+def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, float]]:
+    """Return what TrainingArguments state, by their names: MARS's name of the setting, and its value."""
+    stated = {"learning_rate": ("lr", args.learning_rate)}
+    for name, key in _ARGUMENTS.items():
+        value = getattr(args, name)
+        if value != _class_default(args, name):
+            stated[name] = key, value
+    return stated
+
+
+def join_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the betas as `Mars` has them; the other half of a pair is MARS's default."""
+    joined = {name: value for name, value in settings.items() if name not in PAIR_KEYS}
     for half, (pair, index) in PAIR_KEYS.items():
-        if half in arguments:
-            betas = list(arguments.get(pair, DEFAULTS[pair]))
-            betas[index] = arguments.pop(half)
-            arguments[pair] = tuple(betas)
-    return arguments
+        if half in settings:
+            betas = list(joined.get(pair, DEFAULTS[pair]))
+            betas[index] = settings[half]
+            joined[pair] = tuple(betas)
+    return joined
 
 
-def _halved(settings: Mapping[str, Any]) -> dict[str, Any]:
+def split_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with each beta for itself, as TrainingArguments have them."""
     halved = {name: value for name, value in settings.items() if name not in ("betas", "betas_1d")}
     for half, (pair, index) in PAIR_KEYS.items():
@@ -139,29 +150,38 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
     mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
     if model is None:
         if mars_type in ORTHOGONAL_TYPES:
-            logger.warning(
-                "mars_type=%r from plain parameter groups orthogonalizes every matrix, embeddings and heads included: "
-                "nothing but their shapes is known; pass model=... to leave those to AdamW",
-                mars_type,
+            log.warning(
+                f"mars_type={mars_type!r} from plain parameter groups orthogonalizes every matrix, embeddings and "
+                "heads included: nothing but their shapes is known; pass model=... to leave those to AdamW"
             )
         return create(groups, **arguments)
     options = {name: value for name, value in expanded.items() if name in MODEL_DEFAULTS}
-    settings_of = {
-        id(param): {name: value for name, value in group.items() if name != "params"}
-        for group in param_groups(model, mars_type=mars_type, **options)
-        for _, param in group["params"]
-    }
-    groups = [groups] if isinstance(groups, Tensor) else list(groups)
-    split: dict[tuple[int, str], dict[str, Any]] = {}
-    for index, group in enumerate(groups if groups and isinstance(groups[0], dict) else [{"params": groups}]):
-        entries = group["params"]
-        for entry in [entries] if isinstance(entries, Tensor) else entries:
-            role_settings = settings_of.get(id(entry[1] if isinstance(entry, tuple) else entry), {})
-            part = split.setdefault((index, repr(role_settings)), {**group, **role_settings, "params": []})
-            part["params"].append(entry)
-    mars = create(split.values(), **{name: value for name, value in expanded.items() if name not in options})
+    others = {name: value for name, value in expanded.items() if name not in MODEL_DEFAULTS}
+    settings_by_param: dict[int, dict[str, Any]] = {}
+    for group in param_groups(model, mars_type=mars_type, **options):
+        in_model = {name: value for name, value in group.items() if name != "params"}
+        settings_by_param |= {id(param): in_model for _, param in group["params"]}
+    mars = create(_split_by_settings(groups, settings_by_param), **others)
     mars.created_with = {**expanded, **arguments}
     return mars
+
+
+def _split_by_settings(groups: Iterable[Any], settings_by_param: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups, each split into those of its parameters that have the same settings in the model."""
+    groups = [groups] if isinstance(groups, Tensor) else list(groups)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    parts: dict[tuple[int, str], dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        entries = group["params"]
+        if isinstance(entries, Tensor):
+            entries = [entries]
+        for entry in entries:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            in_model = settings_by_param.get(id(param), {})
+            part = parts.setdefault((index, repr(in_model)), {**group, **in_model, "params": []})
+            part["params"].append(entry)
+    return list(parts.values())
 
 
 def register() -> None:
@@ -230,8 +250,11 @@ def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], tr
     return settings
 
 
-def asking_for_mars(args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None) -> TrainingArguments:
+def args_with_mars_optim(
+    args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None
+) -> TrainingArguments:
     """Return a copy of the arguments that names MARS, for trainers that choose an optimizer by them."""
     asking: Any = copy.copy(args)
-    asking.optim, asking.mars_factory = OptimizerNames(next(iter(OPTIM_NAMES))), MarsFactory(args, settings, model)
+    asking.optim = OptimizerNames(next(iter(OPTIM_NAMES)))
+    asking.mars_factory = MarsFactory(args, settings, model)
     return asking

@@ -20,7 +20,7 @@ from transformers.training_args import TrainingArguments
 from mars_hf.distributed.shards import is_dtensor, local
 from mars_hf.optimizer import Mars
 from mars_hf.rules import global_scale
-from mars_hf.training.guard import innermost
+from mars_hf.training.guard import unwrap_optimizer
 
 # Attributes of a Trainer that may be long lists, and that no pass changes.
 _NOT_COPIED = ("train_dataset", "eval_dataset")
@@ -52,11 +52,11 @@ class StalePass(TrainerCallback):
         # Per micro-batch: what restores its random state, and the inputs of its calls of compute_loss.
         self._pending: deque[tuple[Callable[[], None], list[Any]]] = deque()
 
-    def hold(self, batches: list[Any], num_items: Any) -> None:
+    def buffer_batches(self, batches: list[Any], num_items: Any) -> None:
         """Keep the next step's micro-batches, and the number of items that divides their loss."""
         self._batches, self._num_items = batches, num_items
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop what an interrupted step has left."""
         self._batches, self.norm = [], None
         self._pending.clear()
@@ -68,14 +68,14 @@ class StalePass(TrainerCallback):
 
         Does nothing before the first step of a Mars, which has no previous parameters.
         """
-        mars = innermost(optimizer)
+        mars = unwrap_optimizer(optimizer)
         if not (isinstance(mars, Mars) and mars.is_exact):
             return
         batches = self._batches
-        self.forget()
+        self.clear()
         if not mars.has_previous_params:
             return
-        with mars.previous_params(), self._aside():
+        with mars.previous_params(), self._isolated_pass():
             for index, inputs in enumerate(batches):
                 self._pending.append(self._backward(inputs, last=index == len(batches) - 1))
         self._commit(mars)
@@ -95,7 +95,7 @@ class StalePass(TrainerCallback):
             if place is not None:
                 self._refuse(f"computes the two losses of a step from different inputs ({place} differs)")
 
-        with self._watching(compare):
+        with self._observe_inputs(compare):
             yield
         if expected:
             self._refuse("calls compute_loss less often than in the pass for the stale gradient")
@@ -117,7 +117,7 @@ class StalePass(TrainerCallback):
         restore_random_state = _capture_random_state(trainer.args.device)
         seen: list[Any] = []
         trainer.accelerator.gradient_state._set_sync_gradients(last)
-        with self._synchronization(last), self._watching(lambda inputs: seen.append(_copied(inputs))):
+        with self._synchronization(last), self._observe_inputs(lambda inputs: seen.append(_copied(inputs))):
             trainer.training_step(trainer.model_wrapped, _copied(inputs), self._num_items)
         return restore_random_state, seen
 
@@ -138,7 +138,7 @@ class StalePass(TrainerCallback):
             param.grad = None
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _isolated_pass(self) -> Iterator[None]:
         """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
         attributes = vars(self._trainer)
         before = dict(attributes)
@@ -158,7 +158,7 @@ class StalePass(TrainerCallback):
                 gradient_state._set_sync_gradients(sync_gradients)
 
     @contextlib.contextmanager
-    def _watching(self, see: Callable[[Any], None]) -> Iterator[None]:
+    def _observe_inputs(self, see: Callable[[Any], None]) -> Iterator[None]:
         """Call `see` with the inputs of every call of `compute_loss`, whichever class defines it."""
         attributes = vars(self._trainer)
         compute_loss, of_instance = self._trainer.compute_loss, attributes.get("compute_loss")

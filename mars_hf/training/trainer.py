@@ -12,9 +12,9 @@ from transformers.trainer import Trainer
 
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
-from mars_hf.training.guard import innermost
+from mars_hf.training.guard import unwrap_optimizer
 from mars_hf.training.nonfinite import NonFiniteCallback
-from mars_hf.training.registry import asking_for_mars, register, trainer_settings
+from mars_hf.training.registry import args_with_mars_optim, register, trainer_settings
 from mars_hf.training.stale_pass import StalePass
 
 # A mixin: the methods' `super()` is the trainer class that it is combined with.
@@ -37,32 +37,32 @@ class TrainerWithMars(_Base):
     def __init__(self, *args: Any, mars_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Build the Trainer; see the class."""
         optimizers: tuple[Any, Any] = kwargs.pop("optimizers", None) or (None, None)
-        self._kept_optimizer, self._kept_scheduler = optimizers
-        if self._kept_optimizer is not None:
+        self._given_optimizer, self._given_scheduler = optimizers
+        if self._given_optimizer is not None:
             for name in ("model_init", "optimizer_cls_and_kwargs"):
                 if kwargs.get(name) is not None:
                     raise ValueError(
-                        f"optimizers=({type(self._kept_optimizer).__name__}, ...) and {name} are both given, and each "
+                        f"optimizers=({type(self._given_optimizer).__name__}, ...) and {name} are both given, and each "
                         "would make the optimizer; with model_init use optimizer_cls_and_kwargs=mars_hf.factory(...)"
                     )
         self._is_training = False
-        self._adopted: Mars | None = None
-        self._adopted_with: dict[str, Any] = {}  # its settings before
+        self._taken_over: Mars | None = None
+        self._settings_before: dict[str, Any] = {}  # its settings before
         self._stale_pass = StalePass(self)
         self._mars_kwargs = mars_kwargs
         super().__init__(*args, **kwargs)
-        mars = self._kept_optimizer if isinstance(self._kept_optimizer, Mars) else None
-        callback: LastGradientCallback = self._known(LastGradientCallback)[0]
+        mars = self._given_optimizer if isinstance(self._given_optimizer, Mars) else None
+        callback: LastGradientCallback = self._callbacks_of(LastGradientCallback)[0]
         callback.required |= self._mars_settings is not None or mars is not None
         callback.optimizer = callback.optimizer or mars
         self.add_callback(self._stale_pass)
-        if not self._known(NonFiniteCallback):
+        if not self._callbacks_of(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
 
     @functools.cached_property  # read by __init__, or before by a class that makes its optimizer at once
     def _mars_settings(self) -> dict[str, Any] | None:
         """The settings of the Mars that this trainer makes; None where an optimizer is given."""
-        if all(each is None for each in (self._kept_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
+        if all(each is None for each in (self._given_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
             return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
         if self._mars_kwargs:
             raise ValueError(
@@ -83,92 +83,98 @@ class TrainerWithMars(_Base):
             return super().train(*args, **kwargs)
         finally:
             self._is_training = False
-            self._stale_pass.forget()
-            for name, value in self._adopted_with.items():
-                setattr(self._adopted, name, value)
-            self._adopted, self._adopted_with = None, {}
+            self._stale_pass.clear()
+            for name, value in self._settings_before.items():
+                setattr(self._taken_over, name, value)
+            self._taken_over, self._settings_before = None, {}
 
-    def _known(self, kind: type) -> list[Any]:
+    def _callbacks_of(self, kind: type) -> list[Any]:
         """Return the callbacks of a class and of its subclasses."""
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)]
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
         settings = self._mars_settings
-        self.optimizer = self.optimizer or self._kept_optimizer
+        self.optimizer = self.optimizer or self._given_optimizer
         args = self.args
         if settings is not None:
-            self.args = asking_for_mars(args, settings, model or self.model)
+            self.args = args_with_mars_optim(args, settings, model or self.model)
         try:
             optimizer = super().create_optimizer(model)
         finally:
             self.args = args
-        mars = innermost(optimizer)
-        if isinstance(mars, Mars) and self._is_training and self._adopted is None:
-            self._adopt(mars)
+        mars = unwrap_optimizer(optimizer)
+        if isinstance(mars, Mars) and self._is_training and self._taken_over is None:
+            self._take_over(mars)
         return optimizer
 
-    def _adopt(self, mars: Mars) -> None:
+    def _take_over(self, mars: Mars) -> None:
         """Apply, for one call of `train()`, the settings of a Mars that only the owner of the loop may use."""
         if mars.is_exact and self.is_deepspeed_enabled:
             raise NotImplementedError(
                 "is_approx=False under DeepSpeed: its engine accumulates and partitions one gradient a step, and exact "
                 "MARS needs two; use DDP or FSDP2, or is_approx=True"
             )
-        if mars.is_exact and (method := next((name for name in _GENERATE if hasattr(self, name)), None)):
+        generating = [name for name in _GENERATE if hasattr(self, name)]
+        if mars.is_exact and generating:
             raise NotImplementedError(
                 f"is_approx=False with {type(self).__name__}: exact MARS takes two gradients of one batch, and "
-                f"{method} makes new completions for each; use is_approx=True"
+                f"{generating[0]} makes new completions for each; use is_approx=True"
             )
         if mars.max_grad_norm not in (None, self.args.max_grad_norm):
             raise ValueError(
                 f"max_grad_norm={self.args.max_grad_norm!r} in TrainingArguments and {mars.max_grad_norm!r} for MARS "
                 "contradict each other; give it in TrainingArguments alone"
             )
-        self._adopted, self._adopted_with = mars, {name: getattr(mars, name) for name in _OF_THE_LOOP}
+        self._taken_over = mars
+        self._settings_before = {name: getattr(mars, name) for name in _OF_THE_LOOP}
         mars.expects_stale_gradients = mars.is_exact
         mars.max_grad_norm = None  # until a step in which it can clip
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the given scheduler, or the one that Trainer builds."""
-        self.lr_scheduler = self.lr_scheduler or self._kept_scheduler
+        self.lr_scheduler = self.lr_scheduler or self._given_scheduler
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Leave clipping to the step if it can clip; the returned tensor holds the norm after the step."""
-        mars = self._adopted
+        mars = self._taken_over
         if mars is None or self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)
-        folds = self._can_fold(mars, model)
-        mars.max_grad_norm = self.args.max_grad_norm if folds else None
-        return mars.grad_norm if folds else super()._clip_grad_norm(model)
+        if not self._can_clip_in_step(mars, model):
+            mars.max_grad_norm = None
+            return super()._clip_grad_norm(model)
+        mars.max_grad_norm = self.args.max_grad_norm
+        return mars.grad_norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        for callback in self._known(NonFiniteCallback):
+        for callback in self._callbacks_of(NonFiniteCallback):
             for norm in (grad_norm, self._stale_pass.norm):
                 if norm is not None:
                     callback.watch("gradient norm", norm)
         return grad_norm
 
-    def _can_fold(self, mars: Mars, model: Any) -> bool:
-        # A class or the instance may override Trainer's clipping, and look at clipped gradients.
-        owners = [self, *(kind for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer))]
-        clips_by_itself = any("_clip_grad_norm" in vars(owner) for owner in owners)
+    def _can_clip_in_step(self, mars: Mars, model: Any) -> bool:
         # Exact MARS clips two gradients, and both the same way.
-        if mars.is_exact or self.accelerator.scaler is not None or clips_by_itself:
+        if mars.is_exact or self.accelerator.scaler is not None or self._overrides_clipping():
             return False
         of_mars = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
         # Trainer's norm is that of the model: not of weights in a loss.
         return of_mars == {id(param) for param in model.parameters() if param.grad is not None}
 
+    def _overrides_clipping(self) -> bool:
+        """Return whether a class between this one and Trainer, or the instance, clips itself, and sees the result."""
+        classes = [kind for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer)]
+        return any("_clip_grad_norm" in vars(owner) for owner in [self, *classes])
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
-        if self._adopted is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
-            self._adopted.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
+        if self._taken_over is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
+            self._taken_over.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._stale_pass.hold(batches, num_items)
+        self._stale_pass.buffer_batches(batches, num_items)
         return batches, num_items
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
@@ -176,7 +182,7 @@ class TrainerWithMars(_Base):
         with self._stale_pass.micro_batch():
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.in_stale_pass:
-            for callback in self._known(NonFiniteCallback):
+            for callback in self._callbacks_of(NonFiniteCallback):
                 callback.watch("loss", loss)
         return loss
 

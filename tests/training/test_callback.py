@@ -81,7 +81,7 @@ def test_measured_steps(tmp_path, settings, measured):
 
     class Watch(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            if guard.innermost(optimizer)._metrics is not None:
+            if guard.unwrap_optimizer(optimizer)._metrics is not None:
                 seen.add(state.global_step + 1)
 
     run = run_with_mars(arguments(tmp_path, **settings), callbacks=[Watch])
@@ -129,7 +129,9 @@ def test_first_line(tmp_path, logged):
         "2 adamw (640) at lr=0.003, 18 vectors (224) at lr=0.003"
     ]
     one = torch.nn.Linear(2, 2)
-    assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.line(mars_hf.create(one).param_groups, one)
+    assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.one_line_summary(
+        mars_hf.create(one).param_groups, one
+    )
 
 
 def test_first_line_is_short():
@@ -142,7 +144,7 @@ def test_first_line_is_short():
         for role, size in sizes.items()
         for factor in (1, 3)
     ]
-    line = summary.line(groups, torch.nn.Linear(1, 1))
+    line = summary.one_line_summary(groups, torch.nn.Linear(1, 1))
     assert len(line) <= 160 and "200 matrices (200,000,000,000,000) at lr=1.23e-05-3.7e-05" in line
 
 
@@ -172,7 +174,7 @@ def test_settings_of_a_checkpoint_win(tmp_path, logged):
     run = train(str(tmp_path / "checkpoint-2"), 8, lr=4e-3, gamma=0.05)
     rates = {row["step"]: row["learning_rate"] for row in losses(run)}
     assert rates[4] == pytest.approx(1e-2 * (1 - 3 / 8))  # the saved rate on this run's schedule
-    mars = guard.innermost(run.optimizer)
+    mars = guard.unwrap_optimizer(run.optimizer)
     assert mars.param_groups[0]["gamma"] == 0.1
     assert {"lr": 0.01, "gamma": 0.1}.items() <= mars.created_with.items()
     first, resumed = logged()
@@ -330,7 +332,7 @@ def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
         rows = [row for row in run.state.log_history if "mars/update_rms" in row]
         assert [row["step"] for row in rows] == steps
         assert [row["learning_rate"] for row in rows] == [0.0, 5e-4, 1e-3, 1e-3][: len(steps)]
-        state = guard.innermost(run.optimizer).state[run.model.transformer.wte.weight]
+        state = guard.unwrap_optimizer(run.optimizer).state[run.model.transformer.wte.weight]
         assert state["step"] == len(steps) and state["last_grad"].any()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def from_step(first: int, kind: int) -> dict[int, int]:
 @pytest.fixture
 def reports(caplog) -> Any:
     """Return a function that lists the lines logged so far, by their beginning."""
-    logger = logging.getLogger("mars_hf.training.nonfinite")
+    logger = logging.getLogger("mars_hf")
     logger.addHandler(caplog.handler)
-    yield lambda start="step ": [
+    yield lambda pattern=r"step \d+: non-finite": [
         record.getMessage()
         for record in dict.fromkeys(caplog.records)
-        if record.name == logger.name and record.getMessage().startswith(start)
+        if record.name == logger.name and re.match(pattern, record.getMessage())
     ]
     logger.removeHandler(caplog.handler)
 

@@ -131,7 +131,7 @@ class FirstGradients(TrainerCallback):
 def still_run(folder: Path, model: nn.Module, *, kind: type = mars_hf.MarsTrainer, **settings: Any) -> Trainer:
     """Return a run that moves no weight, so that both gradients of a step are equal."""
     run = exact_run(folder, model, kind=kind, settings={"weight_decay": 0.0}, **settings)
-    for group in run._kept_optimizer.param_groups:
+    for group in run._given_optimizer.param_groups:
         group["lr"] = 0.0
     return run
 

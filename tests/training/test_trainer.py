@@ -192,7 +192,7 @@ def test_inheritance_with_other_trainers(tmp_path, other, order):
     given = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     both = type("Both", (mars_hf.MarsTrainer, other)[::order], {})
     run = both(model, arguments(tmp_path), temperature=1, train_dataset=Blocks(), optimizers=given)
-    assert run.optimizer is None and run._kept_optimizer is optimizer and run.temperature == 1
+    assert run.optimizer is None and run._given_optimizer is optimizer and run.temperature == 1
     run.train()
     assert run.optimizer.optimizer is optimizer and optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mars_hf.training.guard import innermost
+from mars_hf.training.guard import unwrap_optimizer
 
 # How torch.optim.Muon scales an orthogonalized (out, in) matrix. match_rms_adamw is the scale of mars-m, so that both
 # have the same learning rates; original, sqrt(max(1, out / in)), is that of mars-shampoo and of the MARS paper.
@@ -105,6 +105,6 @@ class GammaSchedule(TrainerCallback):
         progress = state.global_step / state.max_steps
         factors = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
         if self._shape in factors:
-            for group in innermost(kwargs["optimizer"]).param_groups:
+            for group in unwrap_optimizer(kwargs["optimizer"]).param_groups:
                 group.setdefault("initial_gamma", group["gamma"])
                 group["gamma"] = group["initial_gamma"] * factors[self._shape]
