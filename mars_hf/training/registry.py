@@ -27,7 +27,7 @@ from mars_hf.settings import (
 from mars_hf.training import log
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
 
-# TrainingArguments' names of settings. Left at the default of their class, these leave MARS's in force.
+# TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
 
 
@@ -70,7 +70,8 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
 
     Works where an instance cannot: `model_init`, `hyperparameter_search`, DeepSpeed, FSDP. The learning rate is
     TrainingArguments' `learning_rate`, always. Its `weight_decay`, `adam_beta1`, `adam_beta2` and `adam_epsilon` are
-    treated as unset where they equal the defaults of the arguments' class; MARS's defaults apply then.
+    treated as unset where they equal TrainingArguments' own defaults, and a subclass has stated no others; MARS's
+    defaults apply then.
 
     Args:
         args: the Trainer's TrainingArguments, read at the moment it makes the optimizer.
@@ -112,7 +113,9 @@ def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, floa
     stated = {"learning_rate": ("lr", args.learning_rate)}
     for name, key in _ARGUMENTS.items():
         value = getattr(args, name)
-        if value != _class_default(args, name):
+        default, own_default = _default(TrainingArguments, name), _default(type(args), name)
+        # The user has stated what is no default, and the author of a subclass what is no default of TrainingArguments.
+        if value != own_default or own_default != default:
             stated[name] = key, value
     return stated
 
@@ -139,9 +142,9 @@ def split_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
     return halved
 
 
-def _class_default(args: TrainingArguments, name: str) -> Any:
-    """Return the default that a field has in the arguments' own class: subclasses have others."""
-    return type(args).__dataclass_fields__[name].default
+def _default(arguments_class: type[TrainingArguments], name: str) -> Any:
+    """Return the default of a field in a class of arguments: subclasses may have others."""
+    return arguments_class.__dataclass_fields__[name].default
 
 
 def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict[str, Any]) -> Mars:
@@ -238,7 +241,7 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) ->
 
 def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], trainer: str) -> dict[str, Any]:
     """Return the settings of a trainer, a class of this name, that makes its own Mars; `optim` must not be another."""
-    default = _class_default(args, "optim")
+    default = _default(type(args), "optim")
     if _optim(args) not in OPTIM_NAMES and _optim(args) != getattr(default, "value", default):
         raise ValueError(
             f"optim={_optim(args)!r} and {trainer}, which trains MARS, contradict each other; choose one of "

@@ -53,23 +53,29 @@ class TrainerWithMars(_Base):
         super().__init__(*args, **kwargs)
         mars = self._given_optimizer if isinstance(self._given_optimizer, Mars) else None
         callback: LastGradientCallback = self._callbacks_of(LastGradientCallback)[0]
-        callback.required |= self._mars_settings is not None or mars is not None
+        callback.required |= self._makes_mars or mars is not None
+        if self._makes_mars:
+            self._resolve_settings()  # complains at once of what it cannot read
         callback.optimizer = callback.optimizer or mars
         self.add_callback(self._stale_pass)
         if not self._callbacks_of(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
 
     @functools.cached_property  # read by __init__, or before by a class that makes its optimizer at once
-    def _mars_settings(self) -> dict[str, Any] | None:
-        """The settings of the Mars that this trainer makes; None where an optimizer is given."""
+    def _makes_mars(self) -> bool:
+        """Whether this trainer makes a Mars, since no optimizer is given."""
         if all(each is None for each in (self._given_optimizer, self.optimizer, self.optimizer_cls_and_kwargs)):
-            return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
+            return True
         if self._mars_kwargs:
             raise ValueError(
                 f"mars_kwargs={self._mars_kwargs!r} and an optimizer are both given; give the settings where the "
                 "optimizer is made, or remove the optimizer"
             )
-        return None
+        return False
+
+    def _resolve_settings(self) -> dict[str, Any]:
+        """Return the settings of the Mars to make, anew each time: a search changes TrainingArguments in between."""
+        return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
 
     @property
     def in_stale_pass(self) -> bool:
@@ -94,11 +100,11 @@ class TrainerWithMars(_Base):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the given optimizer, or else make MARS as `optim="mars_adamw"` does: overrides see that name."""
-        settings = self._mars_settings
+        makes_mars = self._makes_mars
         self.optimizer = self.optimizer or self._given_optimizer
         args = self.args
-        if settings is not None:
-            self.args = args_with_mars_optim(args, settings, model or self.model)
+        if makes_mars:
+            self.args = args_with_mars_optim(args, self._resolve_settings(), model or self.model)
         try:
             optimizer = super().create_optimizer(model)
         finally:

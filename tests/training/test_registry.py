@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import optuna
 import pytest
 import torch
-from helpers import arguments, gpt2, trainer
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
+from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator
 from transformers.training_args import OptimizerNames
 
 import mars_hf
@@ -67,21 +67,32 @@ def test_set_arguments(tmp_path, door):
     ]
 
 
+class SubclassedTrainer(Trainer):
+    """Somebody's own trainer."""
+
+
 @dataclass
 class OtherDefaults(TrainingArguments):
     """A subclass with defaults of its own, like trl's configs."""
 
-    learning_rate: float = 1e-6
-    adam_beta1: float = 0.8
-    adam_epsilon: float = 1e-7
+    learning_rate: float = 1e-4
+    adam_beta1: float = 0.85
+    weight_decay: float = 0.05
 
 
 def test_default_arguments_of_a_subclass(tmp_path):
-    shared = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "optim": "mars_adamw"}
-    mars = made_by(trainer(OtherDefaults(**shared)))
-    assert shown(mars, "lr", "betas", "eps")[0] == (1e-6, (0.95, 0.99), 1e-8)
-    mars = made_by(trainer(OtherDefaults(**shared, adam_beta1=0.9, adam_epsilon=1e-8)))
-    assert shown(mars, "betas")[0] == ((0.9, 0.99),)  # TrainingArguments' default is a choice in this class
+    """The class's author has stated what differs from TrainingArguments; its user, what differs from the class."""
+    shared = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    for mars in (
+        made_by(trainer(OtherDefaults(**shared, optim="mars_adamw"))),
+        made_by(mars_trainer(OtherDefaults(**shared), gpt2())),
+        mars_hf.factory(OtherDefaults(**shared))[0](gpt2()),
+    ):
+        assert shown(mars, "lr", "betas", "eps", "weight_decay")[0] == (1e-4, (0.85, 0.99), 1e-8, 0.05)
+    mars = made_by(trainer(OtherDefaults(**shared, optim="mars_adamw", adam_beta1=0.9, weight_decay=0.0)))
+    assert shown(mars, "betas", "weight_decay")[0] == ((0.9, 0.99), 0.0)
+    with pytest.raises(ValueError, match=r"weight_decay=0\.05 in TrainingArguments .* contradict"):
+        mars_hf.factory(OtherDefaults(**shared), weight_decay=0.1)
 
 
 def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
@@ -127,6 +138,40 @@ def test_parity_with_an_instance(tmp_path, door):
     run = trainer(args, **settings)
     run.train()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), run.model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, mars_hf.with_mars(SubclassedTrainer)], ids=["own", "with_mars"])
+def test_hyperparameter_search_of_optim_and_optim_args(tmp_path, kind):
+    """Every trial trains what it was given, not the first one's settings."""
+    trials = [("mars_lion", "gamma=0.1"), ("mars_adamw", "gamma=0.2"), ("mars_m", "clip_threshold=0.5,beta1=0.8")]
+    seen = []
+
+    class Kind(kind):
+        def create_optimizer(self, model=None):
+            mars = super().create_optimizer(model)
+            seen.append((mars.defaults["mars_type"], *shown(mars, "gamma", "betas", "clip_threshold")[0]))
+            return mars
+
+    def space(trial):
+        optim = trial.suggest_categorical("optim", [optim for optim, _ in trials])
+        return {"optim": optim, "optim_args": dict(trials)[optim]}
+
+    run = Kind(
+        args=arguments(tmp_path, max_steps=1, eval_strategy="no"),
+        model_init=lambda: gpt2(),
+        train_dataset=Blocks(),
+        eval_dataset=Blocks(4),
+        data_collator=default_data_collator,
+    )
+    sampler = optuna.samplers.GridSampler({"optim": [optim for optim, _ in trials]}, seed=0)
+    run.hyperparameter_search(space, n_trials=3, direction="minimize", backend="optuna", sampler=sampler)
+    expected = {
+        ("mars-lion", 0.1, (0.95, 0.99), 1.0),
+        ("mars-adamw", 0.2, (0.95, 0.99), 1.0),
+        ("mars-m", 0.025, (0.8, 0.99), 0.5),
+    }
+    assert set(seen) == expected and len(seen) == 3
 
 
 @pytest.mark.slow
