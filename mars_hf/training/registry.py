@@ -98,6 +98,11 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     like = settings.get("like")
     saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
     given = split_beta_pairs(check_arguments({name: value for name, value in settings.items() if name != "like"}))
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} is for GaLore, APOLLO and the like, and MARS has no "
+            "use for it; remove it, and choose parameters with param_rules"
+        )
     in_arguments = _settings_in_arguments(args)
     for name, (key, value) in in_arguments.items():
         if key in given and float(given[key]) != value:
