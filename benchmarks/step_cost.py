@@ -479,7 +479,8 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
     for column, (size, result) in zip(grid.T, sizes.items(), strict=True):
         for axes, (text, names) in zip(column, panels.items(), strict=True):
             _bars(axes, names, result["contenders"], "against_clipped_adamw" if "clip" in text else "against_adamw")
-            _scale(axes, [bar.get_width() for bar in axes.patches])
+            quartiles = [max(line.get_xdata()) for line in axes.lines]
+            _scale(axes, [*(bar.get_width() for bar in axes.patches), *quartiles])
         column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M", fontsize=9, pad=18)
         column[-1].set_xlabel("time of a step (times AdamW's)", fontsize=8)
     for axes, text in zip(grid[:, 0], panels, strict=True):

@@ -32,8 +32,8 @@ except ImportError:  # Triton is not installed everywhere
     gpu_device = None  # type: ignore[assignment]
 
 NAME = "triton"
-# Estimated for an H200, not measured: a program moves 295 KB of AdamW's tensors in about 45 us; five of them share a
-# multiprocessor with 100 KB in flight.
+# Measured on an H100 against 35 other sizes: within 1% of the best in float32 and 2% with bfloat16 parameters
+# (benchmarks/results/gpu_kernels_h100.json).
 TILE = 8192  # elements per program
 BLOCK = 1024  # elements that a program has in flight
 REST = 512  # the same for masked accesses
