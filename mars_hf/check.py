@@ -37,13 +37,13 @@ def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
     backend = kernels.Backend(module.NAME, module)
     for dtype, rule in itertools.product(sorted(module.DTYPES, key=str), rules.RULES):
         moments = ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("exp_avg",)
-        problems = [
-            kernels.check(backend, device, (("params", dtype), ("grads", dtype), *states), rule, second_moment)
-            for names in (moments, (*moments, "last_grad"))
-            for states in ([(name, state) for name in names] for state in {torch.float32, dtype})
-            for second_moment in ("corrected", "gradient")
-            if module.is_available(device)
-        ]
+        problems = []
+        if module.is_available(device):
+            choices = itertools.product((moments, (*moments, "last_grad")), {torch.float32, dtype})
+            for buffers, state_dtype in choices:
+                dtypes = [("params", dtype), ("grads", dtype), *((name, state_dtype) for name in buffers)]
+                for second_moment in ("corrected", "gradient"):
+                    problems.append(kernels.check(backend, device, tuple(dtypes), rule, second_moment))
         result = f"differs: {max(problems)}" if any(problems) else "ok" if problems else f"not run ({kernels.NEEDS})"
         yield f"{device} kernels", f"{rule} {dtype}".replace("torch.", ""), result
 

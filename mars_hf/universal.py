@@ -271,8 +271,11 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
     """Make a folder for each parameter, with a file for its weights and each of its states."""
     from tqdm import tqdm
 
-    names = [(index, name) for index in range(len(ranks[0].offsets)) for rank in ranks for name in rank.offsets[index]]
-    for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
+    names: dict[tuple[int, str], None] = {}  # as a set that keeps the order
+    for index in range(len(ranks[0].offsets)):
+        for rank in ranks:
+            names |= dict.fromkeys((index, name) for name in rank.offsets[index])
+    for index, name in tqdm(names, desc="parameters", delay=2):
         (folder / name).mkdir(parents=True)
         holders = [rank for rank in ranks if name in rank.offsets[index]]
         for key in (WEIGHTS, *holders[0].states[index]):
