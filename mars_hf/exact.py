@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mars_hf import states
 from mars_hf.distributed.shards import local, place_gradients
-from mars_hf.param_groups import rule_of
 from mars_hf.step import check_gradient
+from mars_hf.update_rules import update_rule
 
 # The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]
@@ -20,7 +20,7 @@ Groups = Iterable[Mapping[str, Any]]
 
 def corrected_params(param_groups: Groups) -> dict[Tensor, Mapping[str, Any]]:
     """Return the parameters whose gradients a stale gradient corrects, with their groups."""
-    exact = [group for group in param_groups if rule_of(group) != "adamw" and not group["is_approx"]]
+    exact = [group for group in param_groups if update_rule(group).corrects and not group["is_approx"]]
     return {param: group for group in exact for param in group["params"]}
 
 

@@ -22,7 +22,6 @@ from mars_hf.metrics import StepMetrics
 from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
     param_groups,
-    rule_of,
     split_by_role,
     warn_of_one_rate,
 )
@@ -31,7 +30,6 @@ from mars_hf.settings import (
     DEFAULTS,
     KEYS_1D,
     MODEL_DEFAULTS,
-    ORTHOGONAL_TYPES,
     SETTINGS,
     STRUCTURAL_KEYS,
     check,
@@ -52,6 +50,7 @@ from mars_hf.step import (
     update_matrices,
 )
 from mars_hf.summary import summary
+from mars_hf.update_rules import UpdateRule, update_rule
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -354,13 +353,15 @@ class Mars(torch.optim.Optimizer):
             self._step()
         return loss
 
-    def _locate(self, update_rules: Sequence[str]) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
+    def _locate(
+        self, update_rules: Sequence[UpdateRule]
+    ) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
         """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
         max_grad_norm, groups = self.max_grad_norm, self.param_groups
-        wanted = [max_grad_norm is not None or rule != "adamw" for rule in update_rules]
+        wanted = [max_grad_norm is not None or rule.corrects for rule in update_rules]
         specs = self._shards.locate(groups, wanted, self._model)
         chunk_of: dict[int, Any] = {}
-        if self._orthogonalizer is not None or not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
+        if self._orthogonalizer is not None or any(rule.orthogonalizes for rule in update_rules):
             self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
             chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self.process_group)
         shares = self._orthogonalizer is not None and bool(self._orthogonalizer.shared)
@@ -373,7 +374,7 @@ class Mars(torch.optim.Optimizer):
         normed = [
             param
             for group, rule, is_wanted in zip(groups, update_rules, wanted, strict=True)
-            if is_wanted and (measures or group["clip_threshold"] is not None or rule in ORTHOGONAL_TYPES)
+            if is_wanted and (measures or group["clip_threshold"] is not None or rule.orthogonalizes)
             for param in group["params"]
             if param in specs
         ]
@@ -406,7 +407,7 @@ class Mars(torch.optim.Optimizer):
         has_gradients = any(param.grad is not None for group in groups for param in group["params"])
         if not (has_gradients and self.state):
             self._reject_replaced()
-        update_rules = list(map(rule_of, groups))
+        update_rules = list(map(update_rule, groups))
         specs, chunk_of, whole = self._locate(update_rules)
         if not has_gradients and whole is None:
             self._reject_frozen()
@@ -621,8 +622,9 @@ def create(
               where they take AdamW.
             - `param_rules`: pairs of a shell pattern of names and settings (`[("*.wte.weight", {"weight_decay": 0.0}),
               ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`. The first pattern that matches a
-              parameter's name in `model.named_parameters()` decides. A rule states any setting of a parameter group
-              except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or `"adamw"`.
+              parameter's name in `model.named_parameters()` decides. An override states any setting of a parameter
+              group except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or
+              `"adamw"`.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
               and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.

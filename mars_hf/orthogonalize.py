@@ -22,15 +22,14 @@ from mars_hf._compat import cpu_multiplies_bfloat16
 from mars_hf.distributed.norms import WholeSums, group_order, wire_device
 from mars_hf.distributed.shards import PLAIN, Group, ShardSpec, Slice, is_dtensor, replicas_in_mesh, slices_of
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.param_groups import rule_of
-from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of
+from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, orthogonalize
+from mars_hf.settings import dtype_of
+from mars_hf.update_rules import update_rule
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 MAX_ELEMENTS_CPU = 2**22
 # Largest work of the busiest rank, relative to the best division, if that saves communication.
 SLACK = 1.1
-_SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 
 
 # --- directions -----------------------------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 class NewtonSchulz(NamedTuple):
     """How one parameter's first moment becomes its direction; without a layout its shape decides."""
 
-    rule: str
+    scale: Callable[[int, int], float]
     layout: MatrixLayout | None
     coefficients: tuple[Any, ...]
     eps: float
@@ -47,15 +46,12 @@ class NewtonSchulz(NamedTuple):
 
 
 def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
-    """Return the settings for the parameters of a group.
-
-    mars-shampoo orthogonalizes m / (1 - beta1). Newton-Schulz normalizes its input, so only eps sees the factor: eps is
-    multiplied by 1 - beta1 instead.
-    """
-    eps = 1e-7 if group["mars_type"] == "mars-m" else group["eps"] * (1 - group["betas"][0])
+    """Return the settings for the parameters of a group, whose rule orthogonalizes."""
+    rule = update_rule(group)
+    assert rule.scale is not None
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-    return NewtonSchulz(group["mars_type"], layout, coefficients, float(eps), dtype)
+    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype)
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:
@@ -97,7 +93,7 @@ def compute_directions(
             results[place] = torch.empty_like(momenta[place], dtype=out_dtype)
             for view in matrix_layouts.views(results[place], layouts[place]):
                 matrix = next(orthogonal)
-                view.copy_(matrix.reshape(view.shape)).mul_(_SCALES[settings[place].rule](*matrix.shape[-2:]))
+                view.copy_(matrix.reshape(view.shape)).mul_(settings[place].scale(*matrix.shape[-2:]))
     return results
 
 
@@ -346,7 +342,7 @@ class Orthogonalizer:
         members: dict[ProcessGroups, list[tuple[int, int, Tensor]]] = {}
         index = -1
         for place, group in enumerate(param_groups):
-            if rule_of(group) not in ORTHOGONAL_TYPES:
+            if not update_rule(group).orthogonalizes:
                 index += len(group["params"])
                 continue
             layout = None if group["layout"] is None else MatrixLayout(**group["layout"])

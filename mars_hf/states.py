@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_hf import matrix_layouts, settings
-from mars_hf.param_groups import rule_of
+from mars_hf.update_rules import update_rule
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = (
@@ -52,10 +52,13 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> t
 
 def buffers_of(param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
     """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
-    keys, rule = ["exp_avg"], rule_of(group)
-    if rule in ("adamw", "mars-adamw"):
-        keys += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-    if rule != "adamw" and not is_recursive(group, state):
+    rule = update_rule(group)
+    keys = ["exp_avg"]
+    if rule.has_second_moment:
+        keys.append("exp_avg_sq")
+        if group["amsgrad"]:
+            keys.append("max_exp_avg_sq")
+    if rule.corrects and not is_recursive(group, state):
         keys.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
@@ -76,14 +79,15 @@ def is_recursive(group: Mapping[str, Any], state: Container[str]) -> bool:
 
     A state that already has a last gradient keeps using it. Only the state's keys are needed.
     """
+    rule = update_rule(group)
     unclipped = group["is_approx"] and group["clip_threshold"] is None
-    without_squares = rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient"
-    return rule_of(group) != "adamw" and unclipped and without_squares and "last_grad" not in state
+    without_squares = not rule.has_second_moment or group["second_moment"] == "gradient"
+    return rule.corrects and unclipped and without_squares and "last_grad" not in state
 
 
 def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
-    expected = rule_of(group) != "adamw" and group["is_approx"] and not is_recursive(group, state)
+    expected = update_rule(group).corrects and group["is_approx"] and not is_recursive(group, state)
     return expected and "exp_avg" in state and "last_grad" not in state
 
 

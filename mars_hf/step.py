@@ -28,15 +28,11 @@ from mars_hf.orthogonalize import (
     iteration_dtype,
     newton_schulz_of,
 )
-from mars_hf.settings import ORTHOGONAL_TYPES
+from mars_hf.update_rules import UpdateRule
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # Rows of the sums.
 GG, GL, LL, CC = range(4)
-# Buffers of rules with a second moment; the others have first moment and last gradient.
-_BUFFERS = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
-# The arithmetic of each rule (see `rules.update`); mars-shampoo and mars-m do not stop at the momentum.
-_ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
 
 # Of last gradients: address and version, which change with the values but for writes through `.data`, and norm.
 LastNorms = MutableMapping[Tensor, tuple[int, int, float]]
@@ -51,7 +47,7 @@ class TensorList:
     """
 
     group: dict[str, Any]
-    rule: str  # of the group: "adamw", or a `mars_type`
+    rule: UpdateRule
     backend: Backend
     chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
     process_group: Group = None  # ranks that hold the other shards; None for whole parameters
@@ -84,7 +80,7 @@ class TensorList:
 
 def build_lists(
     param_groups: Sequence[dict[str, Any]],
-    update_rules: Sequence[str],
+    update_rules: Sequence[UpdateRule],
     all_states: MutableMapping[Tensor, Any],
     specs: Mapping[Tensor, ShardSpec],
     chunk_of: Mapping[int, Any],
@@ -113,7 +109,7 @@ def build_lists(
         fits = [_look(entry.tensors, entry.param_index, spans) for entry in entries]
         overlapping = _overlapping(spans)
     # Groups whose first moments are averages of the gradients, for one gamma.
-    averaging = {e.place for e in entries if "last_grad" not in e.keys and update_rules[e.place] != "adamw"}
+    averaging = {e.place for e in entries if "last_grad" not in e.keys and update_rules[e.place].corrects}
     for place in averaging:
         gamma, before = param_groups[place]["gamma"], param_groups[place].get("gamma_of_average")
         if before not in (None, gamma):
@@ -133,7 +129,7 @@ def build_lists(
         for shard in (None,) if spec is None else spec.shards:
             # Tensors of ZeRO that nobody located are not at their parameters' indices.
             index = index if shard is None else shard.param_index
-            chunk = chunk_of.get(index) if update_rules[place] in ORTHOGONAL_TYPES else None
+            chunk = chunk_of.get(index) if update_rules[place].orthogonalizes else None
             alike.setdefault((*kind, chunk), []).append((entry, shard, grad_fits))
     total = sum(entry.tensors[0].numel() for entry in entries)
     lists = []
@@ -141,9 +137,9 @@ def build_lists(
         group, rule, first = param_groups[place], update_rules[place], parts[0][0]
         names = ("params", "grads", *first.keys)
         dtypes = {name: tensor.dtype for name, tensor in zip(names, first.tensors, strict=True)}
-        if rule in ORTHOGONAL_TYPES:  # kernels write first moments
+        if rule.orthogonalizes:  # kernels write first moments
             dtypes["params"] = iteration_dtype(group, first.tensors[0], device)
-        backend = choose_backend(group, device, dtypes, _ARITHMETIC.get(rule, "momentum"), total, dense=dense)
+        backend = choose_backend(group, device, dtypes, rule.arithmetic, total, dense=dense)
         lists.append(TensorList(group, rule, backend, chunk, process_group))
         _fill(lists[-1], parts)
     for entry in entries:
@@ -165,7 +161,7 @@ class _Entry(NamedTuple):
 
 
 def _collect_ordinary(
-    param_groups: Sequence[dict[str, Any]], update_rules: Sequence[str], all_states: Mapping[Tensor, Any]
+    param_groups: Sequence[dict[str, Any]], update_rules: Sequence[UpdateRule], all_states: Mapping[Tensor, Any]
 ) -> list[_Entry]:
     """Return the entries of a step like most; empty if any tensor needs the closer look of `_collect_any` and `_look`.
 
@@ -176,14 +172,16 @@ def _collect_ordinary(
     for place, (group, rule) in enumerate(zip(param_groups, update_rules, strict=True)):
         if group["rounding"] == "kahan" or group["amsgrad"]:
             return []
-        keys = _BUFFERS.get(rule, ("exp_avg", "last_grad"))
+        second_moment = ("exp_avg_sq",) if rule.has_second_moment else ()
+        last_grad = ("last_grad",) if rule.corrects else ()
+        keys = ("exp_avg", *second_moment, *last_grad)
         needed = {*keys, "step"}
         for param in group["params"]:
             index += 1
             if param.grad is None:
                 continue
             state = all_states.get(param)
-            if state is None or not state.keys() >= needed or ("last_grad" in state) is (rule == "adamw"):
+            if state is None or not state.keys() >= needed or ("last_grad" in state) is not rule.corrects:
                 return []
             entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
     tensors = [tensor for entry in entries for tensor in entry.tensors]
@@ -264,7 +262,7 @@ def take_sums(
     sums = {}
     for place, tensors in enumerate(lists):
         group, threshold = tensors.group, tensors.group["clip_threshold"]
-        if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
+        if not folded and (not tensors.rule.corrects or (threshold is None and metrics is None)):
             continue
         remembers = (
             *(tensors.backend.name == "compiled", tensors.process_group is None, group["is_approx"]),
@@ -326,7 +324,7 @@ def set_factors(
             if tensors.limits and metrics is not None:  # the factors that the update would find, to the bit
                 part, scale = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k), None
                 tensors.limits = []
-        if tensors.rule != "adamw" and not tensors.limits:
+        if tensors.rule.corrects and not tensors.limits:
             rows = part[CC:] if scale is None else part[: LL + 1]
             if tensors.process_group is not None and whole is not None:
                 rows = whole.of(tensors.process_group, tensors.indices).to(part)
@@ -396,7 +394,7 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
     """
     rounding = tensors.group["rounding"] if tensors.params[0].dtype == torch.bfloat16 else "nearest"
     kernel_rounds = rounding == "stochastic" and tensors.backend.kernels is not None and directions is None
-    metrics = None if tensors.rule == "adamw" else metrics
+    metrics = metrics if tensors.rule.corrects else None
     if metrics is None and (rounding == "nearest" or kernel_rounds):
         _write(tensors, tensors.params, directions, seeded=kernel_rounds)
     else:
@@ -443,7 +441,7 @@ def _write(
         rules.apply(params, directions, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
         return
     options = rules.Options(
-        rule=arithmetic or _ARITHMETIC[tensors.rule],
+        arithmetic=arithmetic or tensors.rule.arithmetic,
         steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
         beta1=float(group["betas"][0]),
@@ -453,7 +451,7 @@ def _write(
         k=tensors.correction,
         scale=tensors.scale,
         factors=tensors.factors,
-        nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
+        nesterov=0.0 if tensors.last_grad or not tensors.rule.corrects else float(group["gamma"]),
         second_moment=group["second_moment"],
         seeds=_seeds(tensors) if seeded else (),
         limits=tensors.limits,

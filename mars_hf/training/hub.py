@@ -24,6 +24,7 @@ from mars_hf import saved_settings
 from mars_hf.optimizer import Mars
 from mars_hf.summary import trained_groups
 from mars_hf.training.guard import innermost
+from mars_hf.update_rules import UPDATE_RULES
 
 logger = logging.get_logger(__name__)
 
@@ -119,7 +120,7 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     path = Path(str(trainer.args.output_dir)) / CARD
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     groups = trained_groups(mars.param_groups, trainer.model)
-    main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
+    main = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
     card = ModelCard.load(path, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model, dataset)
 
@@ -180,7 +181,7 @@ def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
     for group in groups:
         name = f"{group['role']} `{group['pattern']}`" if "pattern" in group else group["role"]
         values = [name, group["rule"], *(group[column] for column in _COLUMNS)]
-        values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
+        values += [group[column] if UPDATE_RULES[group["rule"]].corrects else "" for column in _MARS_COLUMNS]
         row = tuple(f"{value:g}" if isinstance(value, float) else str(value).replace("|", "\\|") for value in values)
         sizes[row] = sizes.get(row, 0) + group.get("parameters", 0)
     rows = [(*row, f"{size:,}" if size else "") for row, size in sizes.items()]

@@ -17,7 +17,6 @@ from mars_hf.param_groups import param_groups
 from mars_hf.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
-    ORTHOGONAL_TYPES,
     PAIR_KEYS,
     SETTINGS,
     check_arguments,
@@ -26,6 +25,7 @@ from mars_hf.settings import (
     reject_unknown,
 )
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
+from mars_hf.update_rules import UPDATE_RULES
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
             TrainingArguments; also when the optimizer is made.
     """
     if "param_rules" in settings:
-        settings["param_rules"] = list(settings["param_rules"])  # rules are read twice, an iterator once
+        settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
     resolve(settings, args)  # complains here, where the caller can see it
     return MarsFactory(args, settings), {}
 
@@ -138,7 +138,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
     expanded = expand(arguments)
     mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
     if model is None:
-        if mars_type in ORTHOGONAL_TYPES:
+        if UPDATE_RULES[mars_type].orthogonalizes:
             logger.warning(
                 "mars_type=%r from plain parameter groups orthogonalizes every matrix, embeddings and heads included: "
                 "nothing but their shapes is known; pass model=... to leave those to AdamW",

@@ -118,7 +118,7 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
 @every_kernel
 def test_command(backend, device, kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
-    monkeypatch.setattr(check.rules, "RULES", ("adamw",))
+    monkeypatch.setattr(kernels, "ARITHMETICS", ("adamw",))
     monkeypatch.setattr(check.multiprocessing, "spawn", lambda *args, **settings: None)
     for row, module, name in [(None, kernels, "NAME"), (2, kernels, "update"), (-1, check.multiprocessing, "spawn")]:
         backends.check.cache_clear()
