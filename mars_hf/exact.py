@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mars_hf import states
-from mars_hf.distributed.shards import local, place_gradients
+from mars_hf.distributed.shards import place_gradients
+from mars_hf.distributed.tensors import local
 from mars_hf.step import check_gradient
 from mars_hf.update_rules import update_rule
 

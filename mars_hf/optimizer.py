@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf import _compat, exact, saved_settings, states
-from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, local, place_gradients
+from mars_hf.distributed.norms import GroupSums
+from mars_hf.distributed.shards import Shards, place_gradients
+from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
 from mars_hf.metrics import StepMetrics
 from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
@@ -355,7 +356,7 @@ class Mars(torch.optim.Optimizer):
 
     def _locate(
         self, update_rules: Sequence[UpdateRule]
-    ) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
+    ) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], GroupSums | None]:
         """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
         max_grad_norm, groups = self.max_grad_norm, self.param_groups
         wanted = [max_grad_norm is not None or rule.corrects for rule in update_rules]
@@ -381,12 +382,12 @@ class Mars(torch.optim.Optimizer):
         if not (normed or shares):
             return specs, chunk_of, None
         count = max(len(self._shards.shapes), sum(len(group["params"]) for group in groups))
-        whole = WholeSums(count, 1 if max_grad_norm is None else 3, local(self._first()).device)
+        whole = GroupSums(count, 1 if max_grad_norm is None else 3, local(self._first()).device)
         for param in normed:
             spec = specs[param]
             copies = 0 if spec.replicas is None else dist.get_world_size(spec.replicas)
             for group in [spec.group, *([spec.replicas] if copies else [])]:
-                whole.join(group)
+                whole.register(group)
             for shard in spec.shards if param.grad is not None else ():
                 whole.add_present(spec.group, shard.param_index, shard.numel / shard.whole)
                 if copies:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mars_hf import matrix_layouts
 from mars_hf._compat import cpu_multiplies_bfloat16
-from mars_hf.distributed.norms import WholeSums, group_order, wire_device
-from mars_hf.distributed.shards import PLAIN, Group, ShardSpec, Slice, is_dtensor, replicas_in_mesh, slices_of
+from mars_hf.distributed.norms import GroupSums, group_order, wire_device
+from mars_hf.distributed.shards import replicas_in_mesh, slices_of
+from mars_hf.distributed.tensors import PLAIN, Group, ShardSpec, Slice, is_dtensor
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, orthogonalize
 from mars_hf.settings import dtype_of
@@ -372,20 +373,20 @@ class Orthogonalizer:
             self.shared.append((exchange, present))
         return chunk_of
 
-    def join(self, whole: WholeSums) -> None:
+    def join(self, whole: GroupSums) -> None:
         """Take part in the sums of the ranks that share this step, and say which gradients are here."""
         for exchange, present in self.shared:
             for group in filter(None, exchange.groups[:2]):
-                whole.join(group)
+                whole.register(group)
             replicas = exchange.groups.replicas
             for index in present:
                 whole.add_present(replicas, index, 1 / dist.get_world_size(replicas))
 
-    def rounds(self, whole: WholeSums) -> dict[Any, tuple[Exchange, Round]]:
+    def rounds(self, whole: GroupSums) -> dict[Any, tuple[Exchange, Round]]:
         """Return the rounds of this step by chunk, with the matrices that have gradients, in one order everywhere."""
         rounds = {}
         for place, (exchange, _) in enumerate(self.shared):
-            present = whole.present(exchange.groups.shards or exchange.groups.replicas)
+            present = whole.present_in(exchange.groups.shards or exchange.groups.replicas)
             for number, matrices in enumerate(exchange.rounds):
                 if moving := [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]:
                     rounds[place, number] = exchange, moving

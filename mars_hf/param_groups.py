@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
-from mars_hf.distributed.shards import reject_parts, shape_of
+from mars_hf.distributed.shards import reject_parts
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
 from mars_hf.settings import (

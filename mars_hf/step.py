@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mars_hf import rules, states
-from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, local
+from mars_hf.distributed.norms import GroupSums
+from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
@@ -293,7 +293,7 @@ def take_sums(
 def set_factors(
     lists: Sequence[TensorList],
     sums: Mapping[int, Tensor],
-    whole: WholeSums | None,
+    whole: GroupSums | None,
     max_grad_norm: float | None,
     metrics: StepMetrics | None,
 ) -> Tensor | None:
@@ -310,7 +310,7 @@ def set_factors(
     if max_grad_norm is not None:
         squares = [
             *(rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None),
-            *([] if whole is None else [whole.total(GG)]),
+            *([] if whole is None else [whole.sum_of_row(GG)]),
         ]
         squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
         norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
@@ -327,7 +327,7 @@ def set_factors(
         if tensors.rule.corrects and not tensors.limits:
             rows = part[CC:] if scale is None else part[: LL + 1]
             if tensors.process_group is not None and whole is not None:
-                rows = whole.of(tensors.process_group, tensors.indices).to(part)
+                rows = whole.select(tensors.process_group, tensors.indices).to(part)
             square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
             if metrics is not None:
                 if scale is not None:

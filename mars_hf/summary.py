@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.settings import GROUP_KEYS, MUON
 from mars_hf.update_rules import UPDATE_RULES, update_rule
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat, settings
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.saved_settings import write_whole
 from mars_hf.states import lacks_last_grad

@@ -40,9 +40,9 @@ NAMED_FROM = 12
 FILE_DENSITY = 0.45  # decisions a code line
 # These four may only fall: the comment has the number that the package is being unfolded to.
 MOST_DECISIONS = 45  # in one function; 20
-MOST_NAMED = 34  # functions; 15
+MOST_NAMED = 32  # functions; 15
 MOST_LINES = 66  # code lines of one function; 60
-PACKAGE_DENSITY = 0.443  # decisions a code line; 0.38
+PACKAGE_DENSITY = 0.440  # decisions a code line; 0.38
 
 # Functions with more than NAMED_FROM decisions, and how many they have; numbers may only fall.
 NAMED = {
@@ -70,11 +70,9 @@ NAMED = {
     "orthogonalize.py _matrices": 15,
     "states.py check": 15,
     "step.py update": 15,
-    "distributed/shards.py Shards.spec_of": 14,
     "orthogonalize.py Exchange._in_replica": 14,
     "orthogonalize.py Exchange._from_replicas": 14,
     "settings.py _overrides": 14,
-    "distributed/shards.py _spec_of_zero12": 13,
     "newton_schulz.py orthogonalize": 13,
     "optimizer.py create": 13,
     "param_groups.py _assign": 13,
@@ -90,7 +88,7 @@ FOLDED_FILES = {
     "optimizer.py": 0.48,
     "orthogonalize.py": 0.50,
     "param_groups.py": 0.59,
-    "release.py": 0.57,
+    "release.py": 0.52,
     "settings.py": 0.53,
     "states.py": 0.53,
     "step.py": 0.53,

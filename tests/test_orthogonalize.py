@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mars_hf
 from mars_hf import Mars
 from mars_hf import orthogonalize as orthogonalize_module
-from mars_hf.distributed.shards import Slice
+from mars_hf.distributed.tensors import Slice
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
 from mars_hf.orthogonalize import Matrix, NewtonSchulz, Orthogonalizer, compute_directions, flops, plan_rounds

@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.tensors import local
 
 logger = logging.get_logger(__name__)
 
