@@ -40,8 +40,8 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf import _compat
+from mars_hf.lists import build_lists
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.step import build_lists
 from mars_hf.update_rules import update_rule
 
 ROOT = Path(__file__).resolve().parent.parent

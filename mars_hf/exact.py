@@ -11,7 +11,7 @@ from torch import Tensor
 from mars_hf import states
 from mars_hf.distributed.shards import place_gradients
 from mars_hf.distributed.tensors import local
-from mars_hf.step import check_gradient
+from mars_hf.lists import check_gradient
 from mars_hf.update_rules import update_rule
 
 # The optimizer's state: one dict per parameter.
@@ -75,7 +75,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
         all_states.get(param, {}).pop("previous_grad", None)
         if param.grad is not None:
             check_gradient(param, param.grad)
-            dtype = states.dtype_of(param, group, all_states[param])
+            dtype = states.buffer_dtype(param, group, all_states[param])
             gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
             kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             local(kept).copy_(-gradient if group["maximize"] else gradient)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf import _compat, exact, saved_settings, states
 from mars_hf.distributed.norms import GroupSums
 from mars_hf.distributed.shards import Shards, place_gradients
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
+from mars_hf.last_norms import LastNorms
+from mars_hf.lists import TensorList, build_lists
 from mars_hf.metrics import StepMetrics
 from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
@@ -42,9 +43,6 @@ from mars_hf.settings import (
 from mars_hf.step import (
     CC,
     LL,
-    LastNorms,
-    TensorList,
-    build_lists,
     set_factors,
     take_sums,
     update,
@@ -436,7 +434,9 @@ class Mars(torch.optim.Optimizer):
                 if whole is None:
                     raise
                 error = raised  # the other ranks are to know it
-            sums = take_sums(lists, max_grad_norm, self._metrics, self._last_norms or {}) if error is None else {}
+            sums = (
+                take_sums(lists, max_grad_norm, self._metrics, self._last_norms or LastNorms()) if error is None else {}
+            )
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             if whole is not None:
                 for place, part in sums.items():
@@ -461,14 +461,18 @@ class Mars(torch.optim.Optimizer):
                     rounds.setdefault(tensors.chunk, None)
             for chunk, shared in rounds.items():
                 update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
-            self._last_norms = WeakTensorKeyDictionary()
-            for tensors in lists:
-                norms = tensors.squares.sqrt().tolist() if tensors.squares is not None else []
-                for last, value in zip([state["last_grad"] for state in tensors.states if norms], norms, strict=True):
-                    self._last_norms[last] = last.data_ptr(), last._version, value
+            self._last_norms = self._norms_taken(lists)
             if is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _norms_taken(self, lists: Sequence[TensorList]) -> LastNorms:
+        """Return the norms that the updates have taken of gradients, which are last gradients now."""
+        norms = LastNorms()
+        for tensors in lists:
+            if tensors.squares is not None:
+                norms.remember([state["last_grad"] for state in tensors.states], tensors.squares)
+        return norms
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""

@@ -341,6 +341,6 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
 
 
-def dtype_of(value: str | torch.dtype) -> torch.dtype:
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a setting: a torch.dtype, or its name."""
     return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))

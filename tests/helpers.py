@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.kernels import cpu
-from mars_hf.step import build_lists
+from mars_hf.lists import build_lists
 from mars_hf.update_rules import update_rule
 
 VOCAB = 64

@@ -62,7 +62,7 @@ def fused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
     def chosen(*args: Any, **options: Any) -> backends.Backend:
         return dataclasses.replace(choose(*args, **options), foreach=foreach)
 
-    monkeypatch.setattr("mars_hf.step.choose_backend", chosen)
+    monkeypatch.setattr("mars_hf.lists.choose_backend", chosen)
     return {"fused": implementation == "fused"}
 
 
