@@ -373,7 +373,7 @@ class Orthogonalizer:
             self.shared.append((exchange, present))
         return chunk_of
 
-    def join(self, whole: GroupSums) -> None:
+    def register(self, whole: GroupSums) -> None:
         """Take part in the sums of the ranks that share this step, and say which gradients are here."""
         for exchange, present in self.shared:
             for group in filter(None, exchange.groups[:2]):

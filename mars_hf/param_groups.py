@@ -309,5 +309,5 @@ def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str,
         warnings.warn(
             f"the schedule takes all groups to a rate of {peaks[True]:g}; vectors had {float(lr_1d):g} where matrices "
             f"had {float(defaults['lr']):g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
-            stacklevel=9,  # of the call of step(), which schedulers wrap
+            stacklevel=10,  # of the call of step(), which schedulers wrap
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mars_hf import rules
-from mars_hf.distributed.norms import GroupSums
 from mars_hf.last_norms import LastNorms
 from mars_hf.lists import TensorList
 from mars_hf.metrics import HERE, StepMetrics
@@ -18,101 +17,181 @@ from mars_hf.orthogonalize import (
     Exchange,
     Matrix,
     NewtonSchulz,
+    Round,
     compute_directions,
     iteration_dtype,
     newton_schulz_of,
 )
+from mars_hf.ranks import SharedStep
 
-# Rows of the sums.
+# Rows of the sums over a list: <g, g>, <g, last>, <last, last>, <c, c>.
 GG, GL, LL, CC = range(4)
+PRODUCTS, CORRECTED = slice(GG, LL + 1), slice(CC, CC + 1)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def take_sums(
     lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, last_norms: LastNorms
-) -> dict[int, Tensor]:
-    """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
+) -> None:
+    """Take the sums over each list that needs norms.
 
-    Lists of compiled kernels that clip get limits from remembered norms instead: the update sees to the rest.
+    Lists of compiled kernels that clip get limits from remembered norms instead: `update` sees to the rest.
+
+    Args:
+        lists: the lists of the step.
+        max_grad_norm: largest global norm; None for no scaling.
+        metrics: what measures the step; None for nothing.
+        last_norms: norms of last gradients that the step before has taken.
     """
-    folded = max_grad_norm is not None
-    sums = {}
-    for place, tensors in enumerate(lists):
-        group, threshold = tensors.group, tensors.group["clip_threshold"]
-        if not folded and (not tensors.rule.corrects or (threshold is None and metrics is None)):
-            continue
-        remembers = (
-            *(tensors.backend.name == "compiled", tensors.process_group is None, group["is_approx"]),
-            not any(map(Tensor.is_inference, tensors.last_grad)),  # these have no versions
-        )
-        if all(remembers) and tensors.last_grad and threshold is not None and (folded or metrics is None):
-            tensors.limits = last_norms.limits(tensors.last_grad, threshold, tensors.correction)
-        if folded or not tensors.limits:
-            needs_last = (threshold is not None or metrics is not None) and not tensors.limits
-            sums[place] = tensors.backend.run_sums(
-                tensors.grads,
-                tensors.last_grad if needs_last else [],
-                products=folded or metrics is not None,
-                corrected=not folded,
-                scale=tensors.scale,
-                k=tensors.correction,
-            )
-    return sums
+    for tensors in lists:
+        if max_grad_norm is None:
+            _take_corrected(tensors, metrics, last_norms)
+        else:
+            _take_products(tensors, metrics, last_norms)
+
+
+def _take_corrected(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take <c, c>, and the products that metrics need."""
+    if not _needs_corrected(tensors, metrics):
+        return
+    if metrics is None and _can_bound(tensors):
+        _bound(tensors, last_norms)
+        return
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads,
+        tensors.last_grad,
+        products=metrics is not None,
+        scale=tensors.scale,
+        k=tensors.correction,
+    )
+
+
+def _take_products(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take the products: <c, c> follows from them when the norm of all gradients is known."""
+    last_grads = tensors.last_grad if _needs_corrected(tensors, metrics) else []
+    if _can_bound(tensors):
+        _bound(tensors, last_norms)
+        last_grads = []
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads, last_grads, corrected=False, scale=tensors.scale, k=tensors.correction
+    )
+
+
+def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
+    """Return whether the norms of corrected gradients are needed."""
+    return tensors.clip_threshold is not None or (metrics is not None and tensors.rule.corrects)
+
+
+def _can_bound(tensors: TensorList) -> bool:
+    """Return whether remembered norms can bound c: if the update can leave out tensors that may be clipped."""
+    if tensors.clip_threshold is None or not tensors.last_grad or not tensors.group["is_approx"]:
+        return False
+    if tensors.backend.name != "compiled" or tensors.process_group is not None:
+        return False
+    return not any(map(Tensor.is_inference, tensors.last_grad))  # these have no versions
+
+
+def _bound(tensors: TensorList, last_norms: LastNorms) -> None:
+    assert tensors.clip_threshold is not None
+    tensors.limits = last_norms.limits(tensors.last_grad, tensors.clip_threshold, tensors.correction)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
 
 
 def set_factors(
-    lists: Sequence[TensorList],
-    sums: Mapping[int, Tensor],
-    whole: GroupSums | None,
-    max_grad_norm: float | None,
-    metrics: StepMetrics | None,
+    lists: Sequence[TensorList], shared: SharedStep, max_grad_norm: float | None, metrics: StepMetrics | None
 ) -> Tensor | None:
     """Set the scale and the clipping factors of all lists, and return the global norm of the gradients.
 
     Args:
-        lists: the lists of the step.
-        sums: from `take_sums`.
-        whole: the sums over all ranks, for lists of shards.
+        lists: the lists of the step, with their sums.
+        shared: what ranks share, for lists of shards.
         max_grad_norm: largest global norm; None for no scaling, and no norm.
         metrics: receives the sums; None measures nothing.
     """
-    norm = global_scale = None
-    if max_grad_norm is not None:
-        squares = [
-            *(rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None),
-            *([] if whole is None else [whole.sum_of_row(GG)]),
-        ]
-        squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
-        norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-        global_scale = rules.global_scale(norm, max_grad_norm)
-    for place, part in sums.items():
-        tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
-        scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
-        if scale is not None:
-            tensors.squares = part[GG] * scale**2 if tensors.limits else None
-            tensors.scale = scale if tensors.scale is None else tensors.scale * scale
-            if tensors.limits and metrics is not None:  # the factors that the update would find, to the bit
-                part, scale = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k), None
-                tensors.limits = []
-        if tensors.rule.corrects and not tensors.limits:
-            rows = part[CC:] if scale is None else part[: LL + 1]
-            if tensors.process_group is not None and whole is not None:
-                rows = whole.select(tensors.process_group, tensors.indices).to(part)
-            square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
-            if metrics is not None:
-                if scale is not None:
-                    corrected = rules.corrected_square(part, k, scale)
-                    part = torch.stack([part[GG] * scale**2, part[GL] * scale, part[LL], corrected])
-                group = HERE if tensors.process_group is None else tensors.process_group
-                metrics.add(part, square, tensors.fractions, threshold, has_last=bool(tensors.last_grad), group=group)
-            if threshold is not None:
-                tensors.factors = rules.clip_factors(square, threshold)
+    summed = [(tensors, tensors.sums) for tensors in lists if tensors.sums is not None]
+    if max_grad_norm is None:
+        for tensors, sums in summed:
+            _set_clip_factors(tensors, sums, shared, metrics)
+        return None
+    squares = [sums[GG].sum() for tensors, sums in summed if tensors.process_group is None]
+    norm = _norm_of([*squares, *shared.sums_of_row(GG)])
+    scale = rules.global_scale(norm, max_grad_norm)
+    for tensors, sums in summed:
+        _set_scale(tensors, sums, scale, shared, metrics)
     return norm
+
+
+def _norm_of(squares: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients, from sums of their squares on any devices."""
+    if not squares:
+        squares = [torch.zeros((), dtype=torch.float64, device="cpu")]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+
+
+def _set_scale(
+    tensors: TensorList, sums: Tensor, scale: Tensor, shared: SharedStep, metrics: StepMetrics | None
+) -> None:
+    """Scale the gradients of a list, and then clip its corrected gradients."""
+    k = tensors.correction
+    scale = scale.to(sums.device, sums.dtype, non_blocking=True)
+    tensors.scale = scale if tensors.scale is None else tensors.scale * scale
+    if tensors.limits:
+        tensors.squares = sums[GG] * scale**2
+        if metrics is not None:  # the factors that the update would find, to the bit
+            tensors.limits = []
+            sums = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k)
+            _set_clip_factors(tensors, sums, shared, metrics)
+    elif _needs_corrected(tensors, metrics):
+        whole = shared.whole_sums(tensors, sums[PRODUCTS])
+        square = rules.corrected_square(whole, k, scale)
+        _clip(tensors, square)
+        if metrics is not None:
+            corrected = rules.corrected_square(sums, k, scale)
+            scaled = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+            _measure(tensors, scaled, square, metrics)
+
+
+def _set_clip_factors(tensors: TensorList, sums: Tensor, shared: SharedStep, metrics: StepMetrics | None) -> None:
+    """Clip the corrected gradients of a list by their sums of squares."""
+    (square,) = shared.whole_sums(tensors, sums[CORRECTED])
+    _clip(tensors, square)
+    if metrics is not None:
+        _measure(tensors, sums, square, metrics)
+
+
+def _clip(tensors: TensorList, square: Tensor) -> None:
+    if tensors.clip_threshold is not None:
+        tensors.factors = rules.clip_factors(square, tensors.clip_threshold)
+
+
+def _measure(tensors: TensorList, sums: Tensor, square: Tensor, metrics: StepMetrics) -> None:
+    metrics.add(
+        sums,
+        square,
+        tensors.fractions,
+        tensors.clip_threshold,
+        has_last=bool(tensors.last_grad),
+        group=_measured_by(tensors),
+    )
+
+
+def _measured_by(tensors: TensorList) -> Any:
+    """Return whose metrics a list counts in: those of the ranks that hold its shards, or of this one."""
+    return HERE if tensors.process_group is None else tensors.process_group
+
+
+# --- matrices ---------------------------------------------------------------------------------------------------------
 
 
 def update_matrices(
     lists: Sequence[TensorList],
     param_groups: Sequence[Mapping[str, Any]],
-    shared: tuple[Exchange, Any] | None,
+    shared: tuple[Exchange, Round] | None,
     metrics: StepMetrics | None,
 ) -> None:
     """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
@@ -123,34 +202,62 @@ def update_matrices(
         shared: the exchange and the matrices of a round that ranks share; None for matrices of this rank alone.
         metrics: see `update`.
     """
+    if shared is None:
+        directions = _directions_here(lists)
+    else:
+        directions = _directions_of_ranks(lists, param_groups, *shared)
+    for tensors in lists:
+        count = len(tensors.params)
+        update(tensors, directions[:count], metrics)
+        del directions[:count]
+
+
+def _directions_here(lists: Sequence[TensorList]) -> list[Tensor]:
+    """Return the directions of matrices of this rank alone."""
     momenta: list[Tensor] = []
     settings: list[NewtonSchulz] = []
     for tensors in lists:
-        device = tensors.params[0].device if shared is None else shared[0].groups.device
-        dtype = iteration_dtype(tensors.group, tensors.params[0], device)
-        part = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
-        _write(tensors, part, arithmetic="momentum")
-        momenta += part
-        if shared is None:
-            settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
-    if shared is None:
-        wide = torch.float64 if lists[0].params[0].dtype == torch.float64 else torch.float32
-        directions = compute_directions(momenta, settings, wide)
-    else:
-        exchange, matrices = shared
+        dtype = iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
+        momenta += _advance_momenta(tensors, dtype)
+        settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
+    is_double = lists[0].params[0].dtype == torch.float64
+    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32)
 
-        def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-            dtype = exchange.groups.dtype
-            settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
-            return compute_directions(wholes, settings, dtype)
 
-        indices = [index for tensors in lists for index in tensors.indices]
-        results = exchange.run(matrices, dict(zip(indices, momenta, strict=True)), work)
-        directions = [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
-    del momenta
+def _directions_of_ranks(
+    lists: Sequence[TensorList], param_groups: Sequence[Mapping[str, Any]], exchange: Exchange, matrices: Round
+) -> list[Tensor]:
+    """Return what this rank holds of the directions of matrices that ranks share. Collective."""
+    dtype = exchange.groups.dtype
+    momenta: dict[int, Tensor] = {}
+    devices: list[torch.device] = []
     for tensors in lists:
-        update(tensors, directions[: len(tensors.params)], metrics)
-        del directions[: len(tensors.params)]
+        advanced = _advance_momenta(tensors, dtype)
+        momenta |= dict(zip(tensors.indices, advanced, strict=True))
+        devices += [momentum.device for momentum in advanced]
+
+    def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+        settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
+        return compute_directions(wholes, settings, dtype)
+
+    results = exchange.run(matrices, momenta, work)
+    return [results[index].to(device) for index, device in zip(momenta, devices, strict=True)]
+
+
+def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
+    """Advance the first moments of a list, and return them in the dtype of the iteration."""
+    momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
+    _write(tensors, momenta, arithmetic="momentum")
+    return momenta
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def count_steps(states: Sequence[Mapping[str, Any]]) -> None:
+    """Count a step in the states of the parameters that it moves."""
+    if states:
+        torch._foreach_add_([state["step"] for state in states], 1)
 
 
 def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
@@ -163,22 +270,30 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
     """
     rounding = tensors.group["rounding"] if tensors.params[0].dtype == torch.bfloat16 else "nearest"
     kernel_rounds = rounding == "stochastic" and tensors.backend.kernels is not None and directions is None
-    metrics = metrics if tensors.rule.corrects else None
-    if metrics is None and (rounding == "nearest" or kernel_rounds):
+    is_one_call = rounding == "nearest" or kernel_rounds
+    if not tensors.rule.corrects:
+        metrics = None
+    if is_one_call and metrics is None:
         _write(tensors, tensors.params, directions, seeded=kernel_rounds)
-    else:
-        for place, param in enumerate(tensors.params):
-            single = tensors.select([place])
-            direction = None if directions is None else directions[place : place + 1]
-            before = None if metrics is None else param.clone()
-            if rounding == "nearest" or kernel_rounds:
-                _write(single, [param], direction, seeded=kernel_rounds)
-            else:
-                _write_rounded(single, direction, rounding)
-            if metrics is not None and before is not None:
-                dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
-                group = HERE if tensors.process_group is None else tensors.process_group
-                metrics.add_update(param.to(dtype) - before.to(dtype), group)
+        return
+    for single, direction in _one_by_one(tensors, directions):
+        (param,) = single.params
+        before = None if metrics is None else param.clone()
+        if is_one_call:
+            _write(single, [param], direction, seeded=kernel_rounds)
+        else:
+            _write_rounded(single, direction, rounding)
+        if metrics is not None and before is not None:
+            dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
+            metrics.add_update(param.to(dtype) - before.to(dtype), _measured_by(tensors))
+
+
+def _one_by_one(
+    tensors: TensorList, directions: list[Tensor] | None
+) -> Iterator[tuple[TensorList, list[Tensor] | None]]:
+    """Yield a list of each entry, with its direction."""
+    for position in range(len(tensors.params)):
+        yield tensors.select([position]), None if directions is None else [directions[position]]
 
 
 def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
@@ -209,8 +324,40 @@ def _write(
     if directions is not None:
         rules.apply(params, directions, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
         return
-    options = rules.Options(
-        arithmetic=arithmetic or tensors.rule.arithmetic,
+    squares = tensors.backend.run_update(
+        params,
+        tensors.grads,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        tensors.max_exp_avg_sq,
+        tensors.last_grad,
+        options=_options(tensors, arithmetic or tensors.rule.arithmetic, seeded=seeded),
+    )
+    if tensors.limits:
+        tensors.squares = squares
+        _write_left_out(tensors, params, arithmetic=arithmetic, seeded=seeded)
+
+
+def _write_left_out(tensors: TensorList, params: list[Tensor], *, arithmetic: str | None, seeded: bool) -> None:
+    """Update the entries above their limits, which may be clipped: now their norms are taken."""
+    assert tensors.squares is not None and tensors.clip_threshold is not None
+    positions = []
+    for position, (square, limit) in enumerate(zip(tensors.squares.tolist(), tensors.limits, strict=True)):
+        if not square <= limit:  # NaN is above, too
+            positions.append(position)
+    if not positions:
+        return
+    left = replace(tensors.select(positions), limits=[], squares=None)
+    sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
+    left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
+    _write(left, [params[position] for position in positions], arithmetic=arithmetic, seeded=seeded)
+
+
+def _options(tensors: TensorList, arithmetic: str, *, seeded: bool) -> rules.Options:
+    group = tensors.group
+    averages_gradients = tensors.rule.corrects and not tensors.last_grad
+    return rules.Options(
+        arithmetic=arithmetic,
         steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
         beta1=float(group["betas"][0]),
@@ -220,26 +367,12 @@ def _write(
         k=tensors.correction,
         scale=tensors.scale,
         factors=tensors.factors,
-        nesterov=0.0 if tensors.last_grad or not tensors.rule.corrects else float(group["gamma"]),
+        nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
         seeds=_seeds(tensors) if seeded else (),
         limits=tensors.limits,
         squares=tensors.squares,
     )
-    squares = tensors.backend.run_update(
-        *(params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad),
-        options=options,
-    )
-    if tensors.limits:
-        tensors.squares = squares
-        pairs = enumerate(zip(squares.tolist(), tensors.limits, strict=True))
-        if left := [place for place, (square, limit) in pairs if not square <= limit]:  # c may be clipped
-            part = replace(tensors.select(left), limits=[], squares=None)
-            sums = part.backend.run_sums(
-                part.grads, part.last_grad, products=False, scale=part.scale, k=part.correction
-            )
-            part.factors = rules.clip_factors(sums[CC], group["clip_threshold"])
-            _write(part, [params[place] for place in left], arithmetic=arithmetic, seeded=seeded)
 
 
 def _seeds(tensors: TensorList) -> list[int]:

@@ -87,7 +87,7 @@ def test_chunks(monkeypatch):
     mars = Mars([{"params": [*params, double]}, {"params": fused, "layout": layout}], mars_type="mars-m")
     for param in (*params, double, *fused):
         param.grad = torch.zeros_like(param)
-    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._shards.shapes, None)
+    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._ranks.shards.shapes, None)
     chunks = [[index for index in range(9) if chunk_of[index] == chunk] for chunk in set(chunk_of.values())]
     # The third (4, 6) would make more than 64 elements, and (40, 40) has more by itself.
     assert sorted(chunks) == [[0, 2], [1, 4, 8], [3], [5], [6], [7]]

@@ -286,9 +286,9 @@ def test_parameters_moved_in_their_buffer(partitioned):
     for starts in ((0, 12), (10, 0)):
         for param, start in zip(params, starts, strict=True):
             param.data = torch.empty(0).set_(buffer, start, param.shape)
-        spec = mars._shards.spec_of(flat, 0)
+        spec = mars._ranks.shards.spec_of(flat, 0)
         assert [(shard.param_index, shard.start) for shard in spec.shards] == list(enumerate(starts))
-        assert mars._shards.spec_of(flat, 0) == spec
+        assert mars._ranks.shards.spec_of(flat, 0) == spec
 
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])

@@ -364,7 +364,7 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
     DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
     """
     order = {id(param): name for name, param in model.named_parameters()}
-    shards = mars._shards
+    shards = mars._ranks.shards
     assert shards is not None
     names = {index: order[key] for key, index in shards._indices.items() if key in order}
     here = []
