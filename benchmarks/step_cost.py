@@ -41,9 +41,9 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf import _compat
+from mars_hf.lists import build_lists
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.param_groups import rule_of
-from mars_hf.step import build_lists
+from mars_hf.update_rules import update_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
@@ -283,7 +283,7 @@ class Player:
         for mars in self.optimizers:
             if isinstance(mars, mars_hf.Mars):
                 lists, _ = build_lists(
-                    mars.param_groups, list(map(rule_of, mars.param_groups)), dict(mars.state), {}, {}
+                    mars.param_groups, list(map(update_rule, mars.param_groups)), dict(mars.state), {}, {}
                 )
                 names |= dict.fromkeys(tensors.backend.name for tensors in lists)
         return ", ".join(names)

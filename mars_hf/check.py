@@ -14,8 +14,9 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
 import mars_hf
-from mars_hf import kernels, rules
+from mars_hf import kernels
 from mars_hf.kernels import gpu
+from mars_hf.rules import ARITHMETICS
 
 
 def run() -> bool:
@@ -35,17 +36,17 @@ def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Yield a row for each dtype and rule: with and without last gradients, states in float32 and in that dtype."""
     module = kernels.kernels_of(device)
     backend = kernels.Backend(module.NAME, module)
-    for dtype, rule in itertools.product(sorted(module.DTYPES, key=str), rules.RULES):
-        moments = ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("exp_avg",)
-        problems = [
-            kernels.check(backend, device, (("params", dtype), ("grads", dtype), *states), rule, second_moment)
-            for names in (moments, (*moments, "last_grad"))
-            for states in ([(name, state) for name in names] for state in {torch.float32, dtype})
-            for second_moment in ("corrected", "gradient")
-            if module.is_available(device)
-        ]
+    for dtype, arithmetic in itertools.product(sorted(module.DTYPES, key=str), module.ARITHMETICS):
+        moments = ("exp_avg", "exp_avg_sq") if ARITHMETICS[arithmetic].has_second_moment else ("exp_avg",)
+        problems = []
+        if module.is_available(device):
+            choices = itertools.product((moments, (*moments, "last_grad")), {torch.float32, dtype})
+            for buffers, state_dtype in choices:
+                dtypes = [("params", dtype), ("grads", dtype), *((name, state_dtype) for name in buffers)]
+                for second_moment in ("corrected", "gradient"):
+                    problems.append(kernels.check(backend, device, tuple(dtypes), arithmetic, second_moment))
         result = f"differs: {max(problems)}" if any(problems) else "ok" if problems else f"not run ({kernels.NEEDS})"
-        yield f"{device} kernels", f"{rule} {dtype}".replace("torch.", ""), result
+        yield f"{device} kernels", f"{arithmetic} {dtype}".replace("torch.", ""), result
 
 
 def _process_rows(gpus: int) -> Iterator[tuple[str, str, str]]:

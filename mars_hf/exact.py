@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mars_hf import states
-from mars_hf.distributed.shards import local, place_gradients
-from mars_hf.param_groups import rule_of
-from mars_hf.step import check_gradient
+from mars_hf.distributed.shards import place_gradients
+from mars_hf.distributed.tensors import local
+from mars_hf.lists import check_gradient
+from mars_hf.update_rules import update_rule
 
 # The optimizer's state: one dict per parameter.
 States = MutableMapping[Tensor, Any]
@@ -20,7 +21,7 @@ Groups = Iterable[Mapping[str, Any]]
 
 def corrected_params(param_groups: Groups) -> dict[Tensor, Mapping[str, Any]]:
     """Return the parameters whose gradients a stale gradient corrects, with their groups."""
-    exact = [group for group in param_groups if rule_of(group) != "adamw" and not group["is_approx"]]
+    exact = [group for group in param_groups if update_rule(group).corrects and not group["is_approx"]]
     return {param: group for group in exact for param in group["params"]}
 
 
@@ -74,7 +75,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
         all_states.get(param, {}).pop("previous_grad", None)
         if param.grad is not None:
             check_gradient(param, param.grad)
-            dtype = states.dtype_of(param, group, all_states[param])
+            dtype = states.buffer_dtype(param, group, all_states[param])
             gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
             kept = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             local(kept).copy_(-gradient if group["maximize"] else gradient)

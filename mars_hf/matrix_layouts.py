@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),

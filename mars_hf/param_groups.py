@@ -16,20 +16,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
-from mars_hf.distributed.shards import reject_parts, shape_of
+from mars_hf.distributed.shards import reject_parts
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
 from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     LABEL_KEYS,
-    LR_1D_RATIO,
     ORTHOGONAL_TYPES,
     ROLES,
-    Rule,
+    Override,
     check,
     reject_unknown,
 )
+from mars_hf.update_rules import UPDATE_RULES, update_rule
 
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 # Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
@@ -46,28 +47,19 @@ _HEAD_NAME = re.compile(
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
 
 
-def rule_of(group: Mapping[str, Any]) -> str:
-    """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
-    if group["role"] == "adamw" or (group["role"] == "vector" and not group["optimize_1d"]):
-        return "adamw"
-    if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
-        return "mars-adamw"  # as in the official code
-    return str(group["mars_type"])
-
-
 def param_groups(
     model: nn.Module,
     *,
     mars_type: str = "mars-adamw",
     split_fused: Any = "auto",
     lr_embeddings: float | None = None,
-    param_rules: Sequence[Rule] = (),
+    param_rules: Sequence[Override] = (),
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
 
     Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
-    their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
-    rules; they hold what the rule states, and its `pattern`.
+    their first name). Empty groups are omitted. The groups of each override of `param_rules` follow, in the order of
+    the overrides; they hold what the override states, and its `pattern`.
 
     - Vectors: parameters of fewer than two dimensions, and whatever their shape every bias, every parameter of a
       normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
@@ -84,13 +76,14 @@ def param_groups(
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
 
     Raises:
-        ValueError: no trainable parameter, a pattern that matches nothing, a rule's role that does not fit,
+        ValueError: no trainable parameter, a pattern that matches nothing, an override's role that does not fit,
             `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
             orthogonalize, or one that does not fit.
     """
-    rule_indices = _assign(model, param_rules) if param_rules else {}
+    override_indices = _assign(model, param_rules) if param_rules else {}
     layouts: dict[nn.Parameter, MatrixLayout | str] = {}
-    if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
+    named_types = [mars_type, *(override.settings.get("mars_type", mars_type) for override in param_rules)]
+    if any(UPDATE_RULES[name].orthogonalizes for name in named_types):
         layouts = matrix_layouts.of_model(model, split_fused)
     elif split_fused != "auto":
         raise ValueError(
@@ -108,10 +101,10 @@ def param_groups(
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        index = rule_indices.get(param, -1)
+        index = override_indices.get(param, -1)
         stated = dict(param_rules[index].settings) if index >= 0 else {}
         layout = tables.get(param) or layouts.get(param)
-        orthogonal = stated.get("mars_type", mars_type) in ORTHOGONAL_TYPES
+        orthogonal = UPDATE_RULES[stated.get("mars_type", mars_type)].orthogonalizes
         is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
         role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
         settings: dict[str, Any] = {"role": stated.get("role", role)}
@@ -142,17 +135,17 @@ def param_groups(
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
 
-def _assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
-    """Map trainable parameters to the first rule, by its index, that matches one of their names (tied ones have more).
+def _assign(model: nn.Module, overrides: Sequence[Override]) -> dict[nn.Parameter, int]:
+    """Map trainable parameters to the first override, by its index, that matches one of their names (tied have more).
 
     Raises:
-        ValueError: a rule that decides nothing: it matches no trainable parameter, or earlier ones match the same.
+        ValueError: an override that decides nothing: it matches no trainable parameter, or earlier ones match the same.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     indices: dict[nn.Parameter, int] = {}
-    for index, (pattern, _) in enumerate(rules):
+    for index, (pattern, _) in enumerate(overrides):
         trained = [
             param
             for param, param_names in names.items()
@@ -162,8 +155,8 @@ def _assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
             free = [name for param in names if param.requires_grad and param not in indices for name in names[param]]
             near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
             raise ValueError(
-                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that the rules before it "
-                f"leave; those are named like {', '.join(map(repr, near))}"
+                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that those before "
+                f"it leave; those are named like {', '.join(map(repr, near))}"
             )
         for param in trained:
             indices.setdefault(param, index)
@@ -171,7 +164,7 @@ def _assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
 
 
 def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:
-    """Return the rate of an embedding or head, unless its rule states one."""
+    """Return the rate of an embedding or head, unless its override states one."""
     if "lr" in stated or (role != "matrix" and "lr_1d" in stated):
         return {}
     # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
@@ -246,7 +239,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
     group = {"layout": None, **check(group)}
     settings = {**defaults, **group}
-    if settings["mars_type"] in ORTHOGONAL_TYPES:
+    if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
     follows = group.get("role") in ("adamw", "matrix") or ("lr" in group and "lr_1d" not in group)
@@ -277,15 +270,16 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
                 f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "
                 "role='vector' or a narrower pattern"
             )
-        if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and group["layout"] is not None:
+        if role == "matrix" and UPDATE_RULES[settings["mars_type"]].orthogonalizes and group["layout"] is not None:
             matrix_layouts.check(shape, MatrixLayout(**group["layout"]))
         parts.setdefault(role, []).append(entry)
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
     split = []
     for role in sorted(parts, key=ROLES.index):
         one_role = {**stated, "params": parts[role], "role": role}
-        takes_adamw = rule_of({**settings, **one_role}) == "adamw"
-        split.append(one_role | (_vector_settings(group, defaults) if takes_adamw else {}))
+        if not update_rule({**settings, **one_role}).corrects:
+            one_role |= _vector_settings(group, defaults)
+        split.append(one_role)
     return split
 
 
@@ -295,7 +289,7 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]
     elif lr_1d is None:
-        lr = group.get("lr", ratio_base) * LR_1D_RATIO[group.get("mars_type", defaults["mars_type"])]
+        lr = group.get("lr", ratio_base) * UPDATE_RULES[group.get("mars_type", defaults["mars_type"])].lr_1d_ratio
     elif "lr" in group and ratio_base > 0:
         lr = group["lr"] * (lr_1d / ratio_base)
     else:
@@ -309,11 +303,11 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Warn if a schedule gives matrices and vectors the same rate although their rates differ."""
-    peaks = {rule_of(group) != "adamw": group.get("swa_lr", group.get("max_lr")) for group in groups}
+    peaks = {update_rule(group).corrects: group.get("swa_lr", group.get("max_lr")) for group in groups}
     lr_1d = _vector_settings({}, defaults)["lr"]
     if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
         warnings.warn(
             f"the schedule takes all groups to a rate of {peaks[True]:g}; vectors had {float(lr_1d):g} where matrices "
             f"had {float(defaults['lr']):g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
-            stacklevel=9,  # of the call of step(), which schedulers wrap
+            stacklevel=10,  # of the call of step(), which schedulers wrap
         )

@@ -15,11 +15,10 @@ import torch
 
 from mars_hf import matrix_layouts
 from mars_hf.newton_schulz import SCHEDULES, coefficients_of
+from mars_hf.update_rules import UPDATE_RULES
 
-# The rules, and lr_1d / lr where lr_1d is None: that of every published configuration.
-LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m": 1.0}
-MARS_TYPES = tuple(LR_1D_RATIO)
-ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
+MARS_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)
+ORTHOGONAL_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.orthogonalizes)
 ROLES = ("matrix", "vector", "adamw")
 # A name for mars-m as torch.optim.Muon computes it; see `expand`.
 MUON = "muon"
@@ -144,7 +143,7 @@ _TABLE = (
     Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),
     Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
-    Setting("param_rules", [], Kind("rules", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
+    Setting("param_rules", [], Kind("overrides", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
     Setting("release_gradients", False, _FLAG, "Step each parameter inside backward, and drop its gradient.", "run"),
 )
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
@@ -152,8 +151,8 @@ DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TAB
 MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
 KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
 GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")  # of groups alone
-# What a rule of `param_rules` may state: not the norm of all gradients.
-RULE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
+# What an override of `param_rules` may state: not the norm of all gradients.
+OVERRIDE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
 # What each step checks in groups that may have been edited: not the numbers, which schedulers write.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
 STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _NUMBERS))
@@ -161,7 +160,7 @@ ORTHOGONAL_KEYS = ("ns_steps", "ns_coefficients", "ns_dtype", "split_fused")  # 
 # Names for the halves of a pair, where a value can hold no comma.
 PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
 # Labels of groups, ours and torch's. `gamma_of_average`: the gamma of the steps behind exp_avg, for states without last
-# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's rule in `param_rules`.
+# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's override in `param_rules`.
 LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out", "pattern")
 _KINDS = {name: setting.kind for name, setting in SETTINGS.items()} | dict.fromkeys(PAIR_KEYS, _BETA)
 _KINDS |= {"role": _one_of(*ROLES), "layout": _or_none(_LAYOUT)}
@@ -170,7 +169,7 @@ _OTHER_NAMES = {  # of other libraries
     **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum"), "betas"),
     **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
 }
-_RULES = (
+_OVERRIDES = (
     "accepted: a list of pairs (pattern, settings), or of mappings with 'pattern' and settings, such as "
     "[('*.lora_*', {'lr': 1e-3})]"
 )
@@ -180,7 +179,7 @@ class UnknownHyperparameterError(TypeError, ValueError):
     """Raised for an unknown setting: a TypeError as a keyword, a ValueError as a key of a group or of `optim_args`."""
 
 
-class Rule(NamedTuple):
+class Override(NamedTuple):
     """Settings of the parameters whose name matches a shell pattern."""
 
     pattern: str
@@ -197,12 +196,12 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as plain types; keys that are none stay as they are.
 
     Raises:
-        ValueError: a value that MARS cannot use, or an unknown name in a rule of `param_rules`.
+        ValueError: a value that MARS cannot use, or an unknown name in an override of `param_rules`.
     """
     checked = dict(settings)
     for name, value in settings.items():
         if name == "param_rules":
-            checked[name] = [_checked_rule(rule) for rule in _rules(value)]
+            checked[name] = [_checked_override(override) for override in _overrides(value)]
         elif name in _KINDS:
             checked[name] = _checked(name, value, _KINDS[name])
     if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
@@ -238,42 +237,46 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
 
 
-def _checked_rule(rule: Rule) -> Rule:
-    where = f"param_rules {shown(rule.pattern)}"
-    reject_unknown(rule.settings, RULE_KEYS, where)
-    values = {name: read(name, value) if isinstance(value, str) else value for name, value in rule.settings.items()}
+def _checked_override(override: Override) -> Override:
+    where = f"param_rules {shown(override.pattern)}"
+    reject_unknown(override.settings, OVERRIDE_KEYS, where)
+    values = {}
+    for name, value in override.settings.items():
+        values[name] = read(name, value) if isinstance(value, str) else value
     try:
-        return Rule(rule.pattern, check(values))
+        return Override(override.pattern, check(values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _rules(value: Any) -> list[Rule]:
-    """Return rules from pairs, or from mappings with a `pattern`; settings are not checked.
+def _overrides(value: Any) -> list[Override]:
+    """Return overrides from pairs, or from mappings with a `pattern`; settings are not checked.
 
     Raises:
         ValueError: something of another form, an empty pattern, or a duplicated one.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"param_rules={value!r} is not a list of rules; {_RULES}")
-    rules: list[Rule] = []
+        raise ValueError(f"param_rules={value!r} is not a list of overrides; {_OVERRIDES}")
+    overrides: list[Override] = []
     for index, entry in enumerate(value):
         if isinstance(entry, Mapping) and "pattern" in entry:
             pattern, settings = entry["pattern"], {key: value for key, value in entry.items() if key != "pattern"}
         elif isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], Mapping):
             pattern, settings = entry[0], dict(entry[1])
         else:
-            raise ValueError(f"param_rules[{index}]={entry!r} is not a rule; {_RULES}")
+            raise ValueError(f"param_rules[{index}]={entry!r} is not an override; {_OVERRIDES}")
         if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"param_rules[{index}]: pattern={pattern!r} is not a shell pattern of names; {_RULES}")
-        if any(pattern == rule.pattern for rule in rules):
-            raise ValueError(f"param_rules: {pattern!r} is duplicated; put its settings into one rule")
-        rules.append(Rule(pattern, settings))
-    return rules
+            raise ValueError(f"param_rules[{index}]: pattern={pattern!r} is not a shell pattern of names; {_OVERRIDES}")
+        if any(pattern == override.pattern for override in overrides):
+            raise ValueError(f"param_rules: {pattern!r} is duplicated; put its settings into one override")
+        overrides.append(Override(pattern, settings))
+    return overrides
 
 
-def _rules_from_text(text: str) -> list[Rule]:
-    """Return the rules of a JSON list, or of the .json, .yaml or .yml file that the text names; values may be strings.
+def _overrides_from_text(text: str) -> list[Override]:
+    """Return the overrides of a JSON list, or of the .json, .yaml or .yml file that the text names.
+
+    Values may be strings.
 
     Raises:
         ValueError: they cannot be read.
@@ -289,7 +292,7 @@ def _rules_from_text(text: str) -> list[Rule]:
             f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
             'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
         ) from None
-    return _rules(value)
+    return _overrides(value)
 
 
 def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
@@ -313,7 +316,7 @@ def read(name: str, text: str) -> Any:
     if text.lower() in words and text.lower() not in _KINDS[name].names:
         return words[text.lower()]
     if name == "param_rules":
-        return _rules_from_text(text)
+        return _overrides_from_text(text)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -338,6 +341,6 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
 
 
-def dtype_of(value: str | torch.dtype) -> torch.dtype:
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a setting: a torch.dtype, or its name."""
     return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))

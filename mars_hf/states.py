@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars_hf import matrix_layouts, settings
-from mars_hf.param_groups import rule_of
+from mars_hf.update_rules import UpdateRule, update_rule
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = (
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation"),
-    *("previous_grad", "previous_param"),
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "last_grad",
+    "compensation",
+    "previous_grad",
+    "previous_param",
 )
 
 
@@ -22,13 +27,13 @@ class UnfitStateError(ValueError, RuntimeError):
     """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
 
-def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
-    """Check a state, fill what it lacks with zeros, and return the keys of the buffers that a step of its rule uses.
+def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Iterable[str]) -> None:
+    """Check a state, and add those buffers that it lacks, as zeros.
 
     Raises:
         RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
     """
-    check(param, state)
+    check_state(param, state)
     if lacks_last_grad(group, state):
         shape = tuple(param.shape)
         if "gamma_of_average" in group:
@@ -42,49 +47,51 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> t
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
     state["step"] = step_of(state.get("step", 0))
-    keys = buffers_of(param, group, state)
-    for key in keys:
+    for key in buffers:
         if key not in state:
-            dtype = param.dtype if key == "compensation" else dtype_of(param, group, state)
+            dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return keys
 
 
-def buffers_of(param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
+def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
     """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
-    keys, rule = ["exp_avg"], rule_of(group)
-    if rule in ("adamw", "mars-adamw"):
-        keys += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-    if rule != "adamw" and not is_recursive(group, state):
+    keys = ["exp_avg"]
+    if rule.has_second_moment:
+        keys.append("exp_avg_sq")
+        if group["amsgrad"]:
+            keys.append("max_exp_avg_sq")
+    if rule.corrects and ("last_grad" in state or not averages_gradients(rule, group)):
         keys.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
     return tuple(keys)
 
 
-def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
+def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32."""
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
-        return settings.dtype_of(group["state_dtype"])
+        return settings.parse_dtype(group["state_dtype"])
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
-def is_recursive(group: Mapping[str, Any], state: Container[str]) -> bool:
-    """Return whether the first moment follows from averages of the gradients alone, without a last gradient.
+def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
+    """Return whether first moments follow from averages of the gradients alone, without last gradients.
 
-    A state that already has a last gradient keeps using it. Only the state's keys are needed.
+    A state that already has a last gradient keeps using it.
     """
-    unclipped = group["is_approx"] and group["clip_threshold"] is None
-    without_squares = rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient"
-    return rule_of(group) != "adamw" and unclipped and without_squares and "last_grad" not in state
+    if not rule.corrects or not group["is_approx"] or group["clip_threshold"] is not None:
+        return False
+    return not rule.has_second_moment or group["second_moment"] == "gradient"
 
 
 def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
-    expected = rule_of(group) != "adamw" and group["is_approx"] and not is_recursive(group, state)
-    return expected and "exp_avg" in state and "last_grad" not in state
+    rule = update_rule(group)
+    if not rule.corrects or not group["is_approx"] or averages_gradients(rule, group):
+        return False
+    return "exp_avg" in state and "last_grad" not in state
 
 
 def step_of(value: Any) -> Tensor:
@@ -94,7 +101,7 @@ def step_of(value: Any) -> Tensor:
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
 
-def check(
+def check_state(
     param: Tensor, state: Mapping[str, Any], what: str = "the state of a parameter", *, anywhere: bool = False
 ) -> None:
     """Raise UnfitStateError unless every tensor of a state fits its parameter.
@@ -107,24 +114,35 @@ def check(
     """
     for key, value in state.items():
         if key == "step":
-            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
-                raise UnfitStateError(
-                    f"{what} of shape {tuple(param.shape)} has {key}={_look(value)}; a number is needed"
-                )
+            _check_step(param, value, what)
         elif key in BUFFERS:
-            fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
-            if not (fits and (anywhere or value.device == param.device)):
-                raise UnfitStateError(
-                    f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_look(value)}; a floating "
-                    "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
-                    "size cannot be resumed: start with a fresh optimizer"
-                )
-            if value.is_neg() or (0 in value.stride() and is_expanded(value)):
-                view = "a negated view" if value.is_neg() else f"expanded (strides {value.stride()})"
-                raise UnfitStateError(
-                    f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
-                    "it with its .clone()"
-                )
+            _check_buffer(param, key, value, what, anywhere=anywhere)
+
+
+def _check_step(param: Tensor, value: Any, what: str) -> None:
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number:
+        raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
+
+
+def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: bool) -> None:
+    fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+    if not fits or (not anywhere and value.device != param.device):
+        raise UnfitStateError(
+            f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
+            "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
+            "size cannot be resumed: start with a fresh optimizer"
+        )
+    view = None
+    if value.is_neg():
+        view = "a negated view"
+    elif 0 in value.stride() and is_expanded(value):
+        view = f"expanded (strides {value.stride()})"
+    if view is not None:
+        raise UnfitStateError(
+            f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
+            "it with its .clone()"
+        )
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -160,7 +178,7 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
         except ValueError as error:
             raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
     for id_, param in _pairs(state_dict, groups):
-        check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+        check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
 
 
 def copy_loaded(
@@ -182,6 +200,7 @@ def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     return list(zip(ids, params, strict=False))  # torch complains of other lengths
 
 
-def _look(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}" if is_tensor else repr(value)
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)

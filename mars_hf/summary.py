@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from mars_hf.distributed.shards import shape_of
-from mars_hf.param_groups import rule_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.settings import GROUP_KEYS, MUON
+from mars_hf.update_rules import UPDATE_RULES, update_rule
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
 # Not what belongs to the loop or the matrices.
@@ -31,7 +31,7 @@ def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
         rows.append(
             (
                 group["role"],
-                rule_of(group),
+                update_rule(group).name,
                 str(len(group["params"])),
                 f"{sum(shape_of(param).numel() for param in group['params']):,}",
                 f"{float(group['lr']):g}",
@@ -68,7 +68,7 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
         rows.append(
             {
                 "role": group["role"],
-                "rule": rule_of(group),
+                "rule": update_rule(group).name,
                 **({"pattern": group["pattern"]} if "pattern" in group else {}),
                 "tensors": len(counts),
                 "parameters": sum(counts),
@@ -85,7 +85,7 @@ def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module
     `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.
     """
     groups = trained_groups(param_groups, model)
-    first = next((group for group in groups if group["rule"] != "adamw"), groups[0])
+    first = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
     parts = []
     for role in dict.fromkeys(group["role"] for group in groups):
         members = [group for group in groups if group["role"] == role]

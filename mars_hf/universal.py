@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat, settings
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.saved_settings import write_whole
 from mars_hf.states import lacks_last_grad
@@ -271,8 +271,11 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
     """Make a folder for each parameter, with a file for its weights and each of its states."""
     from tqdm import tqdm
 
-    names = [(index, name) for index in range(len(ranks[0].offsets)) for rank in ranks for name in rank.offsets[index]]
-    for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
+    names: dict[tuple[int, str], None] = {}  # as a set that keeps the order
+    for index in range(len(ranks[0].offsets)):
+        for rank in ranks:
+            names |= dict.fromkeys((index, name) for name in rank.offsets[index])
+    for index, name in tqdm(names, desc="parameters", delay=2):
         (folder / name).mkdir(parents=True)
         holders = [rank for rank in ranks if name in rank.offsets[index]]
         for key in (WEIGHTS, *holders[0].states[index]):

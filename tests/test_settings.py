@@ -17,8 +17,8 @@ from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     MODEL_DEFAULTS,
+    OVERRIDE_KEYS,
     PAIR_KEYS,
-    RULE_KEYS,
     SETTINGS,
     UnknownHyperparameterError,
     check,
@@ -95,7 +95,7 @@ def test_wrong_values(name, door):
                 Mars(matrix(), **{name: value})
             elif door == "group":
                 Mars([{"params": matrix(), name: value}])
-            elif name in RULE_KEYS and not isinstance(value, str):  # strings of rules are read
+            elif name in OVERRIDE_KEYS and not isinstance(value, str):  # strings of overrides are read
                 mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})])
             else:
                 check({name: value})
@@ -181,7 +181,7 @@ def test_several_optim_args():
         ("betas=0.9", "unknown 'betas'.*beta1"),
         ("layout=none", "unknown 'layout'"),
         ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
-        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not a rule"),
+        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not an override"),
         ("gamma=much", "gamma='much' is not valid; accepted: a finite number >= 0"),
         ("gamma=" + 6000 * "9", "gamma='999.*accepted"),
         ("gamma=1e999", "gamma=inf is not valid"),

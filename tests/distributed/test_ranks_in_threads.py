@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from mars_hf import Mars, orthogonalize
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.tensors import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
 

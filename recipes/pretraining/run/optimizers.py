@@ -9,10 +9,11 @@ from torch import nn
 
 import mars_hf
 from mars_hf.settings import check, read
+from mars_hf.update_rules import UPDATE_RULES
 from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
 from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
 
-_RULE_OF_TORCH = {"role", "lr", "weight_decay"}  # what a rule of param_rules may state there
+_OVERRIDE_OF_TORCH = {"role", "lr", "weight_decay"}  # what an override of param_rules may state there
 # NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. With this one it takes all of it from
 # the first step, as optax does.
 _WHOLE_MOMENTUM = 1e6
@@ -89,19 +90,21 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     settings = check(settings)
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if name.startswith("mars_"):
-        keeps_last_gradient = name == "mars_adamw" and settings.get("second_moment") != "gradient"
+        mars_type = "muon" if name == "mars_muon" else name.replace("_", "-")
+        squares_corrected = mars_type != "muon" and UPDATE_RULES[mars_type].has_second_moment
+        keeps_last_gradient = squares_corrected and settings.get("second_moment") != "gradient"
         if schedule != "constant" and settings.get("clip_threshold", 1.0) is None and not keeps_last_gradient:
             raise ValueError(
                 f"--gamma_schedule: without clipping {name} keeps no last gradient, so gamma cannot change; leave out "
                 "--clip_threshold 0"
             )
-        return mars_hf.factory(
-            training, mars_type="muon" if name == "mars_muon" else name.replace("_", "-"), **shared, **settings
-        )
-    if unknown := {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH:
+        return mars_hf.factory(training, mars_type=mars_type, **shared, **settings)
+    overridden = {key for override in settings.get("param_rules", ()) for key in override.settings}
+    unknown = overridden - _OVERRIDE_OF_TORCH
+    if unknown:
         raise ValueError(
             f"param_rules: optimizer {name} has no {', '.join(sorted(unknown))} of its own by name; it takes "
-            f"{', '.join(sorted(_RULE_OF_TORCH))}"
+            f"{', '.join(sorted(_OVERRIDE_OF_TORCH))}"
         )
     return TorchFactory, {"optimizer": name, **shared, **_torch_settings(name, settings, training)}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
 
-from mars_hf.param_groups import rule_of
+from mars_hf.update_rules import update_rule
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
@@ -53,12 +53,12 @@ def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "role": group["role"],
-            "rule": rule_of(group) if "mars_type" in group else group.get("rule", "adamw"),
+            "rule": update_rule(group).name if "mars_type" in group else group.get("rule", "adamw"),
             "learning_rate": float(group.get("initial_lr", group["lr"])),
             **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
             **(
                 {"gamma": group.get("initial_gamma", group["gamma"])}
-                if "mars_type" in group and rule_of(group) != "adamw"
+                if "mars_type" in group and update_rule(group).corrects
                 else {}
             ),
         }
