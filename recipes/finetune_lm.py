@@ -48,9 +48,8 @@ STARTS = {
         "adamw_torch": Start(1.6e-2),
     },
 }
-_BASE_SETTINGS = [  # the model that STARTS was tuned on
-    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.001", "--lr_embeddings", "0.032"),
-]
+# The model that STARTS was tuned on.
+_BASE_SETTINGS = "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.001 --lr_embeddings 0.032".split()
 
 
 @dataclass

@@ -37,11 +37,11 @@ STARTS = {
     "mars_m": Start(1.6e-2, "beta1=0.95"),
     "adamw_torch": Start(1.6e-2),
 }
-_BASE_SETTINGS = [
-    *("--n_layer", "2", "--max_steps", "150", "--warmup_steps", "20", "--per_device_train_batch_size", "8"),
-    *("--eval_steps", "75", "--max_eval_blocks", "64", "--sample_tokens", "0"),
-    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.008", "--lr_embeddings", "0.008"),
-]
+_BASE_SETTINGS = (
+    "--n_layer 2 --max_steps 150 --warmup_steps 20 --per_device_train_batch_size 8 "
+    "--eval_steps 75 --max_eval_blocks 64 --sample_tokens 0 "
+    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.008 --lr_embeddings 0.008"
+).split()
 _COLUMNS = ({"prompt", "completion"}, {"messages"}, {"text"})  # what SFTTrainer reads
 
 

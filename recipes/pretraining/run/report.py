@@ -50,20 +50,23 @@ def summarize(
 
 def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that trained each parameter group, with the peak of its learning rate."""
-    return [
-        {
-            "role": group["role"],
-            "rule": rule_of(group) if "mars_type" in group else group.get("rule", "adamw"),
-            "learning_rate": float(group.get("initial_lr", group["lr"])),
-            **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
-            **(
-                {"gamma": group.get("initial_gamma", group["gamma"])}
-                if "mars_type" in group and rule_of(group) != "adamw"
-                else {}
-            ),
-        }
-        for group in param_groups
-    ]
+    return [_settings_of(group) for group in param_groups]
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    is_of_mars = "mars_type" in group
+    rule = rule_of(group) if is_of_mars else group.get("rule", "adamw")
+    settings = {
+        "role": group["role"],
+        "rule": rule,
+        "learning_rate": float(group.get("initial_lr", group["lr"])),
+    }
+    for key in ("betas", "momentum", "eps", "weight_decay"):
+        if key in group:
+            settings[key] = group[key]
+    if is_of_mars and rule != "adamw":
+        settings["gamma"] = group.get("initial_gamma", group["gamma"])
+    return settings
 
 
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
