@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
 import shutil
 import signal
+import textwrap
 from pathlib import Path
 
 import pretrain_gpt2
@@ -18,6 +21,7 @@ from pretraining import files
 from pretraining.run import checkpoints, resuming
 from pretraining.run.checkpoints import PretrainingTrainer
 from test_pretrain_gpt2 import SCRIPT, equal_weights, launch, metrics_of, weights
+from transformers import Trainer
 
 TINY = [*test_pretrain_gpt2.TINY, "--n_layer", "1", "--sample_tokens", "0", "--save_strategy", "steps"]
 TINY += ["--save_steps", "3"]
@@ -199,6 +203,23 @@ def test_rotation_keeps_the_best_and_what_is_newer_than_the_last_sealed(tmp_path
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 3, 4, 5, 6)]
     checkpoints.rotate(tmp_path, 2, keep=tmp_path / "checkpoint-1")
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 5, 6)]
+
+
+def names_of_itself(tree: ast.AST) -> set[str]:
+    """Return the private names that a class reads from `self` and `super()`, sets there, or defines."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_names_of_trainer_are_listed():
+    """And none that the class gives itself is one of Trainer's."""
+    ours, theirs = (
+        names_of_itself(ast.parse(textwrap.dedent(inspect.getsource(kind)))) for kind in (PretrainingTrainer, Trainer)
+    )
+    assert ours & theirs == checkpoints.PRIVATE_NAMES.keys()
 
 
 # --- signals, and the end --------------------------------------------------------------------------------------------
