@@ -48,18 +48,8 @@ class TorchFactory:
         else:
             settings |= {"lr_1d": lr, "betas_1d": settings["betas"], "weight_decay_1d": 0.0}
         eps = settings["eps"]
-        groups = [
-            {
-                "params": list(zip(group["param_names"], group["params"], strict=True)),
-                "role": group["role"],
-                "rule": optimizer if group["role"] == "matrix" or optimizer != "muon" else "adamw",
-                "lr": group["lr"],
-                "weight_decay": group["weight_decay"],
-                **({"transposed": _is_transposed(group)} if optimizer == "muon" else {}),
-                **({"betas": group["betas"]} if optimizer != "muon" or group["role"] != "matrix" else {}),
-            }
-            for group in mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
-        ]
+        sorted_by_mars = mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
+        groups = [_group_of(group, optimizer) for group in sorted_by_mars]
         if optimizer == "muon":
             own = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
             return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **own)
@@ -67,6 +57,24 @@ class TorchFactory:
             settings = {"momentum_decay": _WHOLE_MOMENTUM, "decoupled_weight_decay": True}
             return torch.optim.NAdam(groups, lr=lr, eps=eps, **settings)
         return torch.optim.AdamW(groups, lr=lr, eps=eps, fused=fused)
+
+
+def _group_of(group: dict[str, Any], optimizer: str) -> dict[str, Any]:
+    """Return the group of torch's optimizer for a group of `mars_hf.create`."""
+    takes_muon = optimizer == "muon" and group["role"] == "matrix"
+    settings = {
+        "params": list(zip(group["param_names"], group["params"], strict=True)),
+        "role": group["role"],
+        "rule": optimizer,
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+    }
+    if optimizer == "muon":
+        settings["transposed"] = _is_transposed(group)
+        settings["rule"] = "muon" if takes_muon else "adamw"
+    if not takes_muon:
+        settings["betas"] = group["betas"]
+    return settings
 
 
 def _is_transposed(group: dict[str, Any]) -> bool:
