@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
 from mars_hf.distributed.shards import reject_parts, shape_of
-from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.matrix_layouts import LeftOut, MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
 from mars_hf.settings import (
     GROUP_KEYS,
@@ -89,7 +89,7 @@ def param_groups(
             orthogonalize, or one that does not fit.
     """
     rule_indices = _assign(model, param_rules) if param_rules else {}
-    layouts: dict[nn.Parameter, MatrixLayout | str] = {}
+    layouts: dict[nn.Parameter, MatrixLayout | LeftOut] = {}
     if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
         layouts = matrix_layouts.of_model(model, split_fused)
     elif split_fused != "auto":
@@ -98,6 +98,8 @@ def param_groups(
             f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
         )
     tables = embeddings_and_heads(model) if layouts or lr_embeddings is not None else {}
+    # Why a parameter is not orthogonalized; an embedding or head is one under any module.
+    reasons = {param: layout.reason for param, layout in layouts.items() if isinstance(layout, LeftOut)} | tables
     norms = {
         param
         for module in model.modules()
@@ -110,10 +112,9 @@ def param_groups(
             continue
         index = rule_indices.get(param, -1)
         stated = dict(param_rules[index].settings) if index >= 0 else {}
-        layout = tables.get(param) or layouts.get(param)
         orthogonal = stated.get("mars_type", mars_type) in ORTHOGONAL_TYPES
         is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
-        role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
+        role = "vector" if is_vector else "adamw" if orthogonal and param in reasons else "matrix"
         settings: dict[str, Any] = {"role": stated.get("role", role)}
         if settings["role"] == "matrix" and orthogonal:
             known = layouts.get(param)
@@ -127,7 +128,7 @@ def param_groups(
         group = groups.setdefault((index, place, repr(settings)), {"params": [], **settings})
         group["params"].append((name, param))
         if orthogonal and settings["role"] != "matrix" and param in layouts:
-            by_itself = layout if role == "adamw" else "bias or norm"
+            by_itself = reasons[param] if role == "adamw" else "bias or norm"
             reason = f"role {stated['role']!r} in param_rules" if "role" in stated else by_itself
             group.setdefault("left_out", {})[name] = reason
     if not groups:
