@@ -75,7 +75,7 @@ def of_shape(shape: Sequence[int]) -> MatrixLayout:
     return MatrixLayout(batched=len(shape) == 3)
 
 
-def check(shape: Sequence[int], layout: MatrixLayout) -> None:
+def check_shape(shape: Sequence[int], layout: MatrixLayout) -> None:
     """Raise ValueError unless a parameter of this shape can have this layout."""
     out_dim = int(layout.batched) + int(layout.transposed)
     if len(shape) < 2 + int(layout.batched):
@@ -188,7 +188,7 @@ def _with_stated_parts(layout: MatrixLayout | LeftOut, shape: Sequence[int], par
     """Return a layout with the parts that the user states, also for a parameter that would be left out."""
     whole = of_shape(shape) if isinstance(layout, LeftOut) else layout
     stated = replace(whole, parts=tuple(parts))
-    check(shape, stated)
+    check_shape(shape, stated)
     return stated
 
 

@@ -279,7 +279,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
                 "role='vector' or a narrower pattern"
             )
         if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and group["layout"] is not None:
-            matrix_layouts.check(shape, MatrixLayout(**group["layout"]))
+            matrix_layouts.check_shape(shape, MatrixLayout(**group["layout"]))
         parts.setdefault(role, []).append(entry)
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
     split = []
