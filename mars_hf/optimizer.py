@@ -34,8 +34,8 @@ from mars_hf.settings import (
     ORTHOGONAL_TYPES,
     SETTINGS,
     STRUCTURAL_KEYS,
-    check,
     check_arguments,
+    check_values,
     expand,
     reject_unknown,
     shown,
@@ -236,7 +236,7 @@ class Mars(torch.optim.Optimizer):
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
         self._shards = Shards()
-        super().__init__(params, check(settings))
+        super().__init__(params, check_values(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
@@ -424,7 +424,7 @@ class Mars(torch.optim.Optimizer):
             try:
                 structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in groups]
                 if structure != self._structure:  # somebody has edited the groups
-                    list(map(check, structure))
+                    list(map(check_values, structure))
                     warn_of_one_rate(groups, self.defaults)
                 if is_exact:
                     were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
@@ -515,7 +515,7 @@ class Mars(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        check({"max_grad_norm": value})
+        check_values({"max_grad_norm": value})
         for group in self.param_groups:
             group["max_grad_norm"] = value
 

@@ -27,7 +27,7 @@ from mars_hf.settings import (
     ORTHOGONAL_TYPES,
     ROLES,
     Rule,
-    check,
+    check_values,
     reject_unknown,
 )
 
@@ -245,7 +245,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     """
     names = [name for name in group if name not in LABEL_KEYS]
     reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
-    group = {"layout": None, **check(group)}
+    group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
     if settings["mars_type"] in ORTHOGONAL_TYPES:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])

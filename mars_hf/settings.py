@@ -250,7 +250,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def check(settings: Mapping[str, Any]) -> dict[str, Any]:
+def check_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as plain types; keys that are none stay as they are.
 
     Raises:
@@ -270,8 +270,8 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `create`, checked; unlike a group's, their `mars_type` may be `"muon"`."""
     if str(settings.get("mars_type")) != MUON:
-        return check(settings)
-    checked = check({**settings, "mars_type": "mars-m"})
+        return check_values(settings)
+    checked = check_values({**settings, "mars_type": "mars-m"})
     return {**checked, "mars_type": MUON}
 
 
@@ -304,7 +304,7 @@ def _checked_rule(rule: Rule) -> Rule:
     for name, value in rule.settings.items():
         values[name] = read(name, value) if isinstance(value, str) else value
     try:
-        return Rule(rule.pattern, check(values))
+        return Rule(rule.pattern, check_values(values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -390,7 +390,7 @@ def _meant(name: str, accepted: Sequence[str]) -> str | None:
 
 
 def read(name: str, text: str) -> Any:
-    """Return the value that a string states; `check` decides whether it fits."""
+    """Return the value that a string states; `check_values` decides whether it fits."""
     word = text.lower()
     if word in _WORDS and word not in _KINDS[name].names:  # split_fused has a "none" of its own
         return _WORDS[word]

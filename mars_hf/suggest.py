@@ -12,7 +12,7 @@ import textwrap
 from typing import Any
 
 from mars_hf.newton_schulz import muon_scale, shampoo_scale
-from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
+from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check_values
 
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
-    check({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    check_values({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if rule != "mars-shampoo" or width]

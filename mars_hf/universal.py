@@ -108,7 +108,7 @@ def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
         saved, roles = [group["role"] for group in groups], [group["role"] for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         try:
-            settings.check(group)
+            settings.check_values(group)
         except ValueError as error:
             raise ValueError(f"{file}, param group {index}: {error}") from None
     if saved != roles:
