@@ -24,7 +24,7 @@ from mars_hf.distributed.shards import PLAIN, Group, ShardSpec, Slice, is_dtenso
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
 from mars_hf.param_groups import rule_of
-from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of
+from mars_hf.settings import ORTHOGONAL_TYPES, parse_dtype
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 MAX_ELEMENTS_CPU = 2**22
@@ -64,7 +64,7 @@ def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.devic
     A CPU without bfloat16 instructions takes float32, every other device bfloat16. `device` does the work.
     """
     if group["ns_dtype"] is not None:
-        return dtype_of(group["ns_dtype"])
+        return parse_dtype(group["ns_dtype"])
     if param.dtype == torch.float64:
         return torch.float64
     return torch.float32 if device.type == "cpu" and not cpu_multiplies_bfloat16() else torch.bfloat16

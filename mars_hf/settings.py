@@ -430,7 +430,7 @@ def _split_pairs(text: str) -> dict[str, str]:
     return texts
 
 
-def dtype_of(value: str | torch.dtype) -> torch.dtype:
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a setting: a torch.dtype, or its name."""
     if isinstance(value, torch.dtype):
         return value

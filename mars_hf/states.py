@@ -67,7 +67,7 @@ def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) 
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
-        return settings.dtype_of(group["state_dtype"])
+        return settings.parse_dtype(group["state_dtype"])
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
