@@ -33,8 +33,8 @@ from mars_hf.settings import (
     MODEL_DEFAULTS,
     SETTINGS,
     STRUCTURAL_KEYS,
-    check,
     check_arguments,
+    check_values,
     expand,
     reject_unknown,
     shown,
@@ -225,7 +225,7 @@ class Mars(torch.optim.Optimizer):
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
         self._ranks = Ranks()
-        super().__init__(params, check(settings))
+        super().__init__(params, check_values(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
@@ -407,7 +407,7 @@ class Mars(torch.optim.Optimizer):
         structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in self.param_groups]
         if structure != self._structure:
             for settings in structure:
-                check(settings)
+                check_values(settings)
             warn_of_one_rate(self.param_groups, self.defaults)
         if self.is_exact:
             before = zip(self.param_groups, self._structure, strict=False)
@@ -467,7 +467,7 @@ class Mars(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        check({"max_grad_norm": value})
+        check_values({"max_grad_norm": value})
         for group in self.param_groups:
             group["max_grad_norm"] = value
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mars_hf import matrix_layouts
 from mars_hf.distributed.shards import reject_parts
 from mars_hf.distributed.tensors import shape_of
-from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.matrix_layouts import LeftOut, MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
 from mars_hf.settings import (
     GROUP_KEYS,
@@ -27,7 +27,7 @@ from mars_hf.settings import (
     ORTHOGONAL_TYPES,
     ROLES,
     Override,
-    check,
+    check_values,
     reject_unknown,
 )
 from mars_hf.update_rules import UPDATE_RULES, update_rule
@@ -81,7 +81,7 @@ def param_groups(
             orthogonalize, or one that does not fit.
     """
     override_indices = _assign(model, param_rules) if param_rules else {}
-    layouts: dict[nn.Parameter, MatrixLayout | str] = {}
+    layouts: dict[nn.Parameter, MatrixLayout | LeftOut] = {}
     named_types = [mars_type, *(override.settings.get("mars_type", mars_type) for override in param_rules)]
     if any(UPDATE_RULES[name].orthogonalizes for name in named_types):
         layouts = matrix_layouts.of_model(model, split_fused)
@@ -91,6 +91,8 @@ def param_groups(
             f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
         )
     tables = embeddings_and_heads(model) if layouts or lr_embeddings is not None else {}
+    # Why a parameter is not orthogonalized; an embedding or head is one under any module.
+    reasons = {param: layout.reason for param, layout in layouts.items() if isinstance(layout, LeftOut)} | tables
     norms = {
         param
         for module in model.modules()
@@ -103,10 +105,9 @@ def param_groups(
             continue
         index = override_indices.get(param, -1)
         stated = dict(param_rules[index].settings) if index >= 0 else {}
-        layout = tables.get(param) or layouts.get(param)
         orthogonal = UPDATE_RULES[stated.get("mars_type", mars_type)].orthogonalizes
         is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
-        role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
+        role = "vector" if is_vector else "adamw" if orthogonal and param in reasons else "matrix"
         settings: dict[str, Any] = {"role": stated.get("role", role)}
         if settings["role"] == "matrix" and orthogonal:
             known = layouts.get(param)
@@ -120,7 +121,7 @@ def param_groups(
         group = groups.setdefault((index, place, repr(settings)), {"params": [], **settings})
         group["params"].append((name, param))
         if orthogonal and settings["role"] != "matrix" and param in layouts:
-            by_itself = layout if role == "adamw" else "bias or norm"
+            by_itself = reasons[param] if role == "adamw" else "bias or norm"
             reason = f"role {stated['role']!r} in param_rules" if "role" in stated else by_itself
             group.setdefault("left_out", {})[name] = reason
     if not groups:
@@ -237,7 +238,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     """
     names = [name for name in group if name not in LABEL_KEYS]
     reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
-    group = {"layout": None, **check(group)}
+    group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
     if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
@@ -271,7 +272,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
                 "role='vector' or a narrower pattern"
             )
         if role == "matrix" and UPDATE_RULES[settings["mars_type"]].orthogonalizes and group["layout"] is not None:
-            matrix_layouts.check(shape, MatrixLayout(**group["layout"]))
+            matrix_layouts.check_shape(shape, MatrixLayout(**group["layout"]))
         parts.setdefault(role, []).append(entry)
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
     split = []

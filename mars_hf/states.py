@@ -174,7 +174,7 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
                     "split_fused) as when it was saved"
                 )
         try:
-            settings.check(saved)
+            settings.check_values(saved)
         except ValueError as error:
             raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
     for id_, param in _pairs(state_dict, groups):

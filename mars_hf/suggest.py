@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from mars_hf.settings import DEFAULTS, MARS_TYPES, check
+from mars_hf.settings import DEFAULTS, MARS_TYPES, check_values
 from mars_hf.update_rules import UPDATE_RULES, first_moment_rms
 
 _MARS_M = (
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
-    check({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    check_values({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 import mars_hf
 from mars_hf import Mars
 from mars_hf.param_groups import embeddings_and_heads
-from mars_hf.settings import KEYS_1D, OVERRIDE_KEYS, check, read
+from mars_hf.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.summary import trained_groups
 from mars_hf.update_rules import update_rule
 
@@ -364,7 +364,7 @@ def test_files(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     for value in (text, *(str(tmp_path / name) for name in contents)):
-        assert check({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
+        assert check_values({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_wrong_files(tmp_path, text, message):
     if text is not None:
         (tmp_path / "rules.yaml").write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
-        check({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
+        check_values({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
     assert "\n" not in str(raised.value)
 
 

@@ -376,14 +376,18 @@ def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> Shar
 
     `_z3_optimizer` knows each parameter's sub-group and its place there.
     """
-    shards, group = [], None
+    shards = []
+    group = None
     for index, param in originals:
         engine: Any = getattr(param, "_z3_optimizer", None)
-        position = None if engine is None else engine.grad_position.get(engine.get_param_id(param))
-        # None: frozen.
-        if position is None or engine.fp32_partitioned_groups_flat[position[0]] is not tensor:
+        if engine is None:
             continue
-        _, start, partition = position
+        position = engine.grad_position.get(engine.get_param_id(param))
+        if position is None:  # frozen
+            continue
+        sub_group, start, partition = position
+        if engine.fp32_partitioned_groups_flat[sub_group] is not tensor:
+            continue
         group = param.ds_process_group
         first = dist.get_rank(group) * partition
         numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded

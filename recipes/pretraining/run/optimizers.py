@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.settings import check, read
+from mars_hf.settings import check_values, read
 from mars_hf.update_rules import UPDATE_RULES
 from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
 from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
@@ -95,7 +95,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     settings = {key: read(key, value) if isinstance(value, str) else value for key, value in settings.items()}
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
-    settings = check(settings)
+    settings = check_values(settings)
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if name.startswith("mars_"):
         mars_type = "muon" if name == "mars_muon" else name.replace("_", "-")
