@@ -48,9 +48,11 @@ class GradientRelease:
         Raises:
             RuntimeError: gradients that no hook has seen.
         """
-        stepped, self._stepped = self._stepped, set()
+        stepped = self._stepped
+        self._stepped = set()
         left = [param for param in self._params() if param.grad is not None]
-        if left and (stepped or not self._hook()):
+        has_new_hooks = bool(left) and not stepped and self._hook()
+        if left and not has_new_hooks:
             raise RuntimeError(
                 f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
                 f"first of shape {tuple(left[0].shape)}; take each gradient from backward(), or leave it out"
@@ -59,7 +61,9 @@ class GradientRelease:
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+        if optimizer is None:
+            return []
+        return [param for group in optimizer.param_groups for param in group["params"]]
 
     def _hook(self) -> bool:
         """Hook the parameters without a hook; return whether there are any."""

@@ -96,7 +96,8 @@ def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
 
 def step_of(value: Any) -> Tensor:
     """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
-    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0 and value.device.type == "cpu":
+    is_count = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float32
+    if is_count and value.device.type == "cpu":
         return value
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
@@ -153,32 +154,37 @@ def is_expanded(tensor: Tensor) -> bool:
 def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
-        if "role" not in saved:
-            raise ValueError(
-                f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
-                "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
-                "copy without optimizer.pt and scheduler.pt"
-            )
-        patterns = [one.get("pattern") for one in (saved, group)]
-        if None not in patterns and patterns[0] != patterns[1]:
-            raise ValueError(
-                f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
-                f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
-            )
-        was, now = ({**one, "layout": matrix_layouts.to_plain(one.get("layout"))} for one in (saved, group))
-        for key in ("role", "mars_type", "is_approx", "layout"):
-            if was[key] != now[key]:
-                raise ValueError(
-                    f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
-                    "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
-                    "split_fused) as when it was saved"
-                )
-        try:
-            settings.check_values(saved)
-        except ValueError as error:
-            raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
+        _check_saved_group(index, saved, group)
     for id_, param in _pairs(state_dict, groups):
         check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+
+
+def _check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    if "role" not in saved:
+        raise ValueError(
+            f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
+            "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
+            "copy without optimizer.pt and scheduler.pt"
+        )
+    both_have_patterns = "pattern" in saved and "pattern" in group
+    if both_have_patterns and saved["pattern"] != group["pattern"]:
+        raise ValueError(
+            f"param group {index} was saved with the pattern {saved['pattern']!r} of param_rules and has "
+            f"{group['pattern']!r} here; build the optimizer with the param_rules it was saved with, in their order"
+        )
+    was = {**saved, "layout": matrix_layouts.to_plain(saved.get("layout"))}
+    now = {**group, "layout": matrix_layouts.to_plain(group.get("layout"))}
+    for key in ("role", "mars_type", "is_approx", "layout"):
+        if was[key] != now[key]:
+            raise ValueError(
+                f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
+                "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
+                "split_fused) as when it was saved"
+            )
+    try:
+        settings.check_values(saved)
+    except ValueError as error:
+        raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
 
 
 def copy_loaded(

@@ -134,6 +134,17 @@ def test_first_line(tmp_path, logged):
     )
 
 
+def test_first_line_says_that_nothing_is_orthogonalized():
+    """Under mars-m and the like; a user of an unknown kind of adapter would not notice."""
+    model = torch.nn.ModuleList([torch.nn.Embedding(5, 4)])
+    for mars_type, starts in {
+        "mars-m": "nothing is orthogonalized, 1 adamw (20) ",
+        "mars-lion": "1 matrix (20) ",
+    }.items():
+        line = summary.one_line_summary(mars_hf.create(model, mars_type=mars_type).param_groups, model)
+        assert line.partition("): ")[2].startswith(starts)
+
+
 def test_first_line_is_short():
     """GPT-3's sizes, and a name that the model lacks."""
     sizes = {"matrix": 1e12, "adamw": 6e8, "vector": 9999999}
