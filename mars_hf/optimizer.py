@@ -22,6 +22,8 @@ from mars_hf.lists import TensorList, build_lists
 from mars_hf.metrics import StepMetrics
 from mars_hf.param_groups import (
     param_groups,
+    params_of,
+    split_by_model,
     split_by_role,
     warn_of_one_rate,
 )
@@ -167,6 +169,8 @@ class Mars(torch.optim.Optimizer):
     _stale_gradients_supplied = False
     _is_made = False
     _was_trainable = False
+    # Of the groups when they were made, in their order; empty when unpickled, or once their loss has been said.
+    _made_rates: list[float]
     # What the groups stated when they were last checked.
     _structure: Sequence[dict[str, Any]] = ()
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
@@ -225,6 +229,7 @@ class Mars(torch.optim.Optimizer):
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
         self._ranks = Ranks()
+        self._made_rates = []
         super().__init__(params, check_values(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
@@ -237,7 +242,8 @@ class Mars(torch.optim.Optimizer):
         Args:
             param_group: as in the constructor. Settings that it does not state come from the constructor;
                 `max_grad_norm` comes from the existing groups if those agree. Parameters get names if the existing ones
-                have names, and lose them if not.
+                have names, and lose them if not. After `create(model)` roles and layouts come from the model, unless
+                the group states its role.
 
         Raises:
             ValueError: as the constructor; the optimizer stays as it was.
@@ -249,18 +255,40 @@ class Mars(torch.optim.Optimizer):
             norms = {group["max_grad_norm"] for group in self.param_groups} if self._is_made else set()
             if len(norms) == 1:  # the owner of the loop may have changed it
                 param_group = {"max_grad_norm": norms.pop(), **param_group}
-            for part in split_by_role(param_group, self.defaults):
-                if self._is_made and before:
-                    self._match_names(part)
-                super().add_param_group(part)
-                for key in KEYS_1D:
-                    self.param_groups[-1].pop(key)
-                self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
+            for group in self._as_in_model(param_group):
+                for part in split_by_role(group, self.defaults):
+                    if self._is_made and before:
+                        self._match_names(part)
+                    super().add_param_group(part)
+                    for key in KEYS_1D:
+                        self.param_groups[-1].pop(key)
+                    self._made_rates.append(float(part["lr"]))
+                    self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
         except BaseException:
             del self.param_groups[before:]
+            del self._made_rates[before:]
             raise
         for group in self.param_groups[before:]:
             self._ranks.shards.extend(group)
+
+    def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
+        model = None if self._model is None else self._model()
+        if model is None or "role" in param_group:
+            return [param_group]
+        settings = expand(dict(self.created_with or {}))
+        options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
+        of_model = param_groups(model, mars_type=self.defaults["mars_type"], **options)
+        parts = split_by_model([param_group], of_model)
+        params = params_of(parts)
+        unknown = set(params).difference(params_of(of_model))
+        if unknown:
+            warnings.warn(
+                f"{len(unknown)} of {len(params)} parameters in a new group are no trainable ones of the model that "
+                "create() was given, so their shapes alone decide their roles; state the role of the group",
+                stacklevel=3,
+            )
+        return parts or [param_group]
 
     def _match_names(self, part: dict[str, Any]) -> None:
         """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
@@ -276,6 +304,7 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer."""
         super().__setstate__(state)
         self._is_made = True
+        self._made_rates = []
         if "_ranks" not in vars(self):  # it is there if torch loads a state
             self._ranks = Ranks(self.param_groups)
 
@@ -408,12 +437,29 @@ class Mars(torch.optim.Optimizer):
         if structure != self._structure:
             for settings in structure:
                 check_values(settings)
-            warn_of_one_rate(self.param_groups, self.defaults)
+            if warn_of_one_rate(self.param_groups, self.defaults):
+                self._made_rates = []  # said
+        self._warn_of_assigned_rate()
         if self.is_exact:
             before = zip(self.param_groups, self._structure, strict=False)
             were_approx = [group for group, old in before if old["is_approx"]]
             exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
         self._structure = structure
+
+    def _warn_of_assigned_rate(self) -> None:
+        """Warn, once, if groups that were made with several rates have one: something assigns one number to all."""
+        rates = [group["lr"] for group in self.param_groups]
+        if len(set(self._made_rates)) < 2 or any(isinstance(rate, Tensor) for rate in rates):
+            return
+        if len(set(rates)) == 1 and rates[0] > 0:  # all end at 0 where a schedule does
+            made = sorted(set(self._made_rates))
+            self._made_rates = []
+            warnings.warn(
+                f"all {len(rates)} groups have the learning rate {rates[0]:g}, and were made with {made[0]:g} to "
+                f"{made[-1]:g}: a scheduler (DeepSpeed's WarmupLR), a finder or your loop assigns one number to every "
+                "group. Scale each group's own: group['lr'] = group['initial_lr'] * factor",
+                stacklevel=7,
+            )
 
     def _norms_taken(self, lists: Sequence[TensorList]) -> LastNorms:
         """Return the norms that the updates have taken of gradients, which are last gradients now."""

@@ -282,6 +282,39 @@ def _last_layers(module: nn.Module) -> list[nn.Module]:
     return _last_layers(children[-1])
 
 
+def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return somebody's groups, each split into those of its parameters that have the same settings in a model.
+
+    Args:
+        groups: what torch optimizers take: tensors, pairs (name, tensor) or dicts with `params`.
+        of_model: the model's groups, from `param_groups`; what they state wins. Other parameters keep their groups'
+            own settings.
+    """
+    in_model: dict[Any, Mapping[str, Any]] = {}
+    for group in of_model:
+        of_group = {name: value for name, value in group.items() if name != "params"}
+        in_model |= dict.fromkeys(params_of([group]), of_group)
+    groups = [groups] if isinstance(groups, Tensor) else list(groups)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    parts: dict[tuple[int, str], dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        for entry in _entries_of(group["params"]):
+            stated = in_model.get(_param_of(entry), {})
+            part = parts.setdefault((index, repr(stated)), {**group, **stated, "params": []})
+            part["params"].append(entry)
+    return list(parts.values())
+
+
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of groups, without their names."""
+    return [_param_of(entry) for group in groups for entry in group["params"]]
+
+
+def _param_of(entry: Any) -> Any:
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
 def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split one parameter group into matrices and vectors, in this order, each in the order given.
 
@@ -385,8 +418,8 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     }
 
 
-def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Warn if a schedule gives matrices and vectors the same rate although their rates differ."""
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:
+    """Warn if a schedule ends at one rate for matrices and vectors although their rates differ; return whether so."""
     of_mars: set[Any] = set()
     of_adamw: set[Any] = set()
     for group in groups:
@@ -394,9 +427,11 @@ def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str,
         peaks.add(group.get("swa_lr", group.get("max_lr")))
     lr, lr_1d = float(defaults["lr"]), float(_vector_settings({}, defaults)["lr"])
     is_one_rate = len(of_mars) == 1 and of_mars == of_adamw and None not in of_mars
-    if is_one_rate and lr != lr_1d:
+    loses_ratio = is_one_rate and lr != lr_1d
+    if loses_ratio:
         warnings.warn(
             f"the schedule takes all groups to a rate of {of_mars.pop():g}; vectors had {lr_1d:g} where matrices "
             f"had {lr:g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
             stacklevel=10,  # of the call of step(), which schedulers wrap
         )
+    return loses_ratio

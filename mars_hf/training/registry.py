@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import transformers.trainer_optimizer
-from torch import Tensor, nn
+from torch import nn
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mars_hf import _compat, saved_settings
 from mars_hf.optimizer import Mars, create
-from mars_hf.param_groups import param_groups
+from mars_hf.param_groups import param_groups, split_by_model
 from mars_hf.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
@@ -165,31 +165,9 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
         return create(groups, **arguments)
     options = {name: value for name, value in expanded.items() if name in MODEL_DEFAULTS}
     others = {name: value for name, value in expanded.items() if name not in MODEL_DEFAULTS}
-    settings_by_param: dict[int, dict[str, Any]] = {}
-    for group in param_groups(model, mars_type=mars_type, **options):
-        in_model = {name: value for name, value in group.items() if name != "params"}
-        settings_by_param |= {id(param): in_model for _, param in group["params"]}
-    mars = create(_split_by_settings(groups, settings_by_param), **others)
+    mars = create(split_by_model(groups, param_groups(model, mars_type=mars_type, **options)), **others)
     mars.created_with = {**expanded, **arguments}
     return mars
-
-
-def _split_by_settings(groups: Iterable[Any], settings_by_param: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups, each split into those of its parameters that have the same settings in the model."""
-    groups = [groups] if isinstance(groups, Tensor) else list(groups)
-    if not groups or not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    parts: dict[tuple[int, str], dict[str, Any]] = {}
-    for index, group in enumerate(groups):
-        entries = group["params"]
-        if isinstance(entries, Tensor):
-            entries = [entries]
-        for entry in entries:
-            param = entry[1] if isinstance(entry, tuple) else entry
-            in_model = settings_by_param.get(id(param), {})
-            part = parts.setdefault((index, repr(in_model)), {**group, **in_model, "params": []})
-            part["params"].append(entry)
-    return list(parts.values())
 
 
 def register() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, equal
+from helpers import arguments, equal, gpt2
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR
@@ -133,11 +133,11 @@ def test_thawed_parameters_are_added(named):
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def warnings_of(call: Callable[[], Any]) -> list[str]:
+def warnings_of(call: Callable[[], Any], word: str = "rate") -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(warning.message) for warning in caught if "rate" in str(warning.message)]
+    return [str(warning.message) for warning in caught if word in str(warning.message)]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,77 @@ def test_one_rate_for_all_groups_is_said(schedule, steps_before):
         assert not warnings_of(functools.partial(train, params, optimizer, steps_before))
         schedule(optimizer, lr)
         assert len(warnings_of(functools.partial(train, params, optimizer, 2))) == count
+
+
+def assign_one_rate(optimizer: Mars, step: int) -> None:
+    """As the training loop of nanoGPT does."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 * (step + 1)
+
+
+def warm_up_as_deepspeed(optimizer: Mars, step: int) -> None:
+    lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="needs deepspeed (extra `deepspeed`)")
+    if step == 0:
+        optimizer.warm_up = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=4)
+    optimizer.warm_up.step()
+
+
+def decay_to_zero(optimizer: Mars, step: int) -> None:
+    """As schedulers do, which scale each group's own rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - step / 5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"), [(assign_one_rate, 1), (warm_up_as_deepspeed, 1), (decay_to_zero, 0)], ids=lambda x: str(x)
+)
+@pytest.mark.parametrize("lr_1d", [0.05, 0.1])
+def test_one_number_assigned_to_all_groups_is_said_once(schedule, count, lr_1d):
+    """Vectors train at a multiple of their rate then; groups made with one rate lose nothing."""
+    params = make()
+    optimizer = Mars(params, lr=0.1, lr_1d=lr_1d)
+
+    def run() -> None:
+        for step in range(6):
+            schedule(optimizer, step)
+            train(params, optimizer)
+
+    said = warnings_of(run, "groups have the learning rate")
+    assert len(said) == (count if lr_1d != 0.1 else 0)
+    assert all("were made with 0.05 to 0.1" in message for message in said)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m", "muon"])
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_added_later_are_those_of_the_model(mars_type, named):
+    """Unfreezing part by part ends in the groups of a model that was never frozen: roles, layouts and decay."""
+    settings = {"mars_type": mars_type, "param_rules": [("*.mlp.c_proj.weight", {"weight_decay": 0.3})]}
+    model, whole_model = gpt2(), gpt2()
+    whole = mars_hf.create(whole_model, **settings)
+    for part in (model.transformer.wte, model.transformer.h[1]):
+        part.requires_grad_(False)
+    optimizer = mars_hf.create(model, **settings)
+    for part in (model.transformer.wte, model.transformer.h[1]):
+        part.requires_grad_(True)
+        entries = [(f"a.{name}", param) for name, param in part.named_parameters()] if named else part.parameters()
+        assert not warnings_of(lambda entries=entries: optimizer.add_param_group({"params": entries}), "group")
+    keys = ("role", "layout", "lr", "betas", "weight_decay", "mars_type")
+    described = []
+    for one, its_model in ((whole, whole_model), (optimizer, model)):
+        names = {param: name for name, param in its_model.named_parameters()}
+        groups = [(names[p], [group[key] for key in keys]) for group in one.param_groups for p in group["params"]]
+        described.append(dict(groups))
+    assert described[0] == described[1]
+
+
+def test_groups_of_unknown_parameters_are_said():
+    model = gpt2()
+    optimizer = mars_hf.create(model, mars_type="mars-m")
+    (message,) = warnings_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 3))]}), "group")
+    assert "1 of 1 parameters in a new group are no trainable ones of the model" in message
+    stated = {"params": [nn.Parameter(torch.ones(4, 3))], "role": "adamw"}
+    assert not warnings_of(lambda: optimizer.add_param_group(stated), "group")
+    assert [group["role"] for group in optimizer.param_groups[-2:]] == ["matrix", "adamw"]
 
 
 def a_model() -> nn.Module:
