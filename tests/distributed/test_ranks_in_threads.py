@@ -11,13 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg
+from transformers import TrainerControl, TrainerState
 
-from mars_hf import Mars, orthogonalize
+from mars_hf import Mars, NonFiniteCallback, NonFiniteError, orthogonalize
 from mars_hf.distributed.shards import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
@@ -167,3 +169,22 @@ def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type)
     step, message = results[0]
     assert step == 1
     assert ("rank 1: " in message) or "bring gradients for" in message
+
+
+def test_a_bad_loss_of_one_rank_stops_all(tmp_path, caplog):
+    """NonFiniteCallback takes the largest flag over ranks, so that no rank waits for one that has stopped."""
+    args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=True), TrainerControl()
+
+    def run(rank: int) -> list[str]:
+        callback, ends = NonFiniteCallback(patience=2), []
+        for losses in ((1.0, 1.0), (1.0, float("nan")), (1.0, 1.0), (float("inf"), 1.0), (1.0, float("nan"))):
+            callback.watch("loss", losses[rank])
+            try:
+                callback.on_optimizer_step(args, state, control)
+                ends.append("")
+            except NonFiniteError as error:
+                ends.append(str(error).split(";")[0])
+        return ends
+
+    stopped = "2 steps in a row with a non-finite loss or gradient"
+    assert run_ranks(2, run) == [["", "", "", "", stopped]] * 2

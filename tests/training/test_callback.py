@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from helpers import arguments, gpt2, mars_trainer, trainer
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
@@ -250,6 +252,20 @@ def test_fresh_process(tmp_path):
     assert "holds 0 of the model's 28 trainable parameters" in finished.stdout
     lines = [line for line in finished.stderr.splitlines() if "8 matrices" in line]
     assert len(lines) == 1 and lines[0].startswith("mars-m ("), finished.stderr
+
+
+@pytest.mark.parametrize("given", [None, "another"])
+def test_process_group_under_ddp(alone, tmp_path, monkeypatch, given):
+    """Ranks that accelerate keeps alike share the work on matrices; a group that the user has named stays."""
+    run = run_with_mars(arguments(tmp_path, max_steps=1), mars_type="mars-m")
+    mars = run.optimizer
+    mars.process_group = given and torch.distributed.new_group([0])
+    expected = mars.process_group or alone
+    run.train()
+    assert given or mars.process_group is None  # without DDP, each rank works alone
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
+    run.callback_handler.on_train_begin(run.args, run.state, run.control)  # as `train` begins; it would wrap the model
+    assert mars.process_group is expected
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
