@@ -69,6 +69,13 @@ def test_rounding_to_bf16(official, shape):
     assert distance(newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
 
 
+@pytest.mark.parametrize("cols", range(2, 40, 3))
+def test_norm_is_not_rounded_to_bf16(cols):
+    """One step that only divides by it: each element is the nearest bfloat16 to the quotient."""
+    (found,) = ns.orthogonalize([torch.ones(1, cols)], coefficients=[(1.0, 0.0, 0.0)], dtype=torch.bfloat16, eps=0.0)
+    assert torch.equal(found, torch.full((1, cols), 1 / math.sqrt(cols)).bfloat16().float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_input_and_dtypes(dtype):
     matrix = torch.randn(4, 6, dtype=dtype)

@@ -65,6 +65,8 @@ BETAS, BETAS_1D, OTHERS = (0.95, 0.99), (0.9, 0.95), (0.7, 0.8)
         ([{}, {"lr": 1e-4}], {}, {"lr": [6e-3, 3e-3, 1e-4, 5e-5]}),
         ([{}, {"lr": 1e-4}], {"mars_type": "mars-m"}, {"lr": [6e-3, 6e-3, 1e-4, 1e-4]}),
         ([{"lr": 1e-3}, {"lr_1d": 7e-4}], {"lr": 4e-3, "lr_1d": 1e-3}, {"lr": [1e-3, 2.5e-4, 4e-3, 7e-4]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {"lr_1d": 1e-3}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
         ([{"weight_decay": 0.0}, {"weight_decay": 0.2}, {"weight_decay_1d": 0.3}], {"weight_decay_1d": 0.4},
          {"weight_decay": [0.0, 0.0, 0.2, 0.2, 0.1, 0.3]}),
         ([{"betas": OTHERS}, {"betas_1d": OTHERS}], {}, {"betas": [OTHERS, OTHERS, BETAS, OTHERS]}),

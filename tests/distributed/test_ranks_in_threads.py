@@ -127,6 +127,84 @@ def test_shared_matrices(layout, mars_type, ns_dtype):
     assert sorted(made) == sorted(steps)
 
 
+def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+
+
+def set_gradient(param: Any, tensor: Tensor) -> None:
+    """Give a parameter its part of a whole gradient."""
+    if isinstance(param, DTensor):
+        param.grad = distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
+    else:
+        param.grad = tensor.clone()
+
+
+def test_parameters_of_one_shape_over_different_process_groups():
+    """Each is clipped by the norm over its own ranks: they share no list, whose sums go to one group."""
+    settings = {"lr": 0.1, "clip_threshold": 0.5}
+    shape = (8, 4)
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    twins = [nn.Parameter(tensor.clone()) for tensor in wholes[:2]]
+    expected = Mars(twins, **settings)
+
+    def run(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2))
+        placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)]]
+        params = [sharded(tensor, mesh, placed) for tensor, placed in zip(wholes, placements, strict=False)]
+        mars = Mars(params, **settings)
+        for step in range(2):
+            for index, param in enumerate(params):
+                set_gradient(param, 10**index * wholes[2 + 2 * step + index])
+            mars.step()
+        return max((param.full_tensor() - twin).abs().max().item() for param, twin in zip(params, twins, strict=True))
+
+    for step in range(2):
+        for index, twin in enumerate(twins):
+            twin.grad = 10**index * wholes[2 + 2 * step + index]
+        expected.step()
+    assert max(run_ranks(4, run)) < 1e-6
+
+
+def test_noise_of_shards_differs():
+    """Each rank rounds its part of a parameter by noise of its own: equal parts with equal gradients part ways."""
+
+    def run(rank: int) -> Tensor:
+        param = sharded(torch.ones(60, 40, dtype=torch.bfloat16), init_device_mesh("cpu", (2,)), [Shard(0)])
+        mars = Mars([param], lr=1e-3, rounding="stochastic")
+        set_gradient(param, torch.ones(60, 40, dtype=torch.bfloat16))
+        mars.step()
+        return (local(param.detach()) != 1).float()
+
+    one, other = run_ranks(2, run)
+    independent = 2 * one.mean() * (1 - one.mean())
+    assert 0.05 < one.mean() < 0.95 and 0.8 < (one != other).float().mean() / independent < 1.25
+
+
+def test_metrics_count_each_parameter_once():
+    """One divided over the ranks, another one whole on each; and once when they are read."""
+    shapes, sizes = ((6, 4), (3, 4), (8, 2)), (10.0, 0.01, 0.01)
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes)]
+
+    def run(params: list[Any]) -> list[dict[str, float]]:
+        mars, rows = Mars(params), []
+        for step in range(3):
+            mars.collect_metrics(True)
+            for param, whole, size in zip(params, wholes, sizes, strict=True):
+                set_gradient(param, size * (whole + step))
+            mars.step()
+            rows.append(mars.pop_metrics())
+        return rows
+
+    def on_rank(rank: int) -> list[dict[str, float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        return run([sharded(wholes[0], mesh, [Shard(0)]), nn.Parameter(wholes[1].clone()), nn.Parameter(wholes[2] + 0)])
+
+    expected = run([nn.Parameter(whole.clone()) for whole in wholes])
+    assert expected[2]["mars/clip_fraction"] == pytest.approx(1 / 3)
+    for rows in run_ranks(2, on_rank):
+        assert rows == [pytest.approx(row, rel=1e-5) for row in expected]
+
+
 WRONG = {
     "gradient": lambda param, state: setattr(param, "grad", None),
     "state": lambda param, state: state.update(exp_avg=torch.zeros(3)),

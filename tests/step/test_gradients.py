@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain
+from helpers import equal, fused_and_plain, on_a_gpu
 from torch import nn
 
 from mars_hf import Mars
@@ -84,22 +84,28 @@ def test_sources_of_gradients(loop, max_grad_norm, fused):
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("strides", ["dense", "with gaps"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_negated_stale_gradients(dtype):
+def test_negated_stale_gradients(dtype, strides):
+    """PyTorch's copy of a dense one to another dtype loses its sign."""
     ends = []
     for negated in (False, True):
         param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
         param.grad = gradient(param, 0)
-        if negated:
+        if negated and strides == "dense":
+            param.grad = torch._neg_view(-param.grad)
+        elif negated:
             parts = torch.stack([torch.zeros_like(param.grad), -param.grad], -1)
             param.grad = torch.view_as_complex(parts).conj().imag
-            assert param.grad.is_neg()
+        assert param.grad.is_neg() == negated
         mars = Mars([param], is_approx=False, fused=False)
         mars.update_previous_grad()
         mars.update_last_grad()
+        stale = mars.state[param]["last_grad"].clone()
         mars.step()
-        ends.append(param.detach())
-    assert torch.equal(*ends)
+        ends.append([param.detach(), stale, mars.state[param]["exp_avg"]])
+    assert equal(*ends)
+    assert torch.equal(ends[0][1], gradient(param, 0).float())
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -132,6 +138,19 @@ REFUSED: dict[str, Any] = {
     "unknown rounding": (lambda p, m: m.param_groups[0].update(rounding="up"), "rounding='up'.*accepted"),
     "norms that differ": (lambda p, m: m.param_groups[0].update(max_grad_norm=2.0), "max_grad_norm"),
 }
+
+
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=on_a_gpu)])
+def test_state_on_another_device_than_its_parameter(where):
+    """A state dict that somebody has put there by hand; `meta` above has no addresses, which would show by itself."""
+    param = nn.Parameter(torch.ones(6, 5, device=where))
+    mars = Mars([param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        mars.step()
+    mars.state[param]["exp_avg"] = mars.state[param]["exp_avg"].cpu()
+    with pytest.raises(RuntimeError, match=r"on cuda.* has exp_avg of .* on cpu"):
+        mars.step()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -114,6 +114,23 @@ def test_added_group_shares_the_global_norm(limit):
     assert all(map(torch.equal, params, plain))
 
 
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), "1"], ids=str)
+def test_max_grad_norm_is_checked_where_it_is_set(value):
+    optimizer = Mars(make(), max_grad_norm=0.5)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.max_grad_norm = value
+    assert optimizer.max_grad_norm == 0.5
+
+
+def test_names_of_added_groups_differ():
+    """Plain tensors are named by their place among all parameters, so that no two groups share a name."""
+    optimizer = Mars([("weight", make()[0])])
+    for _ in range(2):
+        optimizer.add_param_group({"params": make()})
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert names == ["weight", "added_1", "added_2", "added_3", "added_4"]
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["tensors", "pairs"])
 def test_thawed_parameters_are_added(named):
     """New groups may hold plain tensors, although the groups of `create(model)` have names."""

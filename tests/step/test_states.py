@@ -144,6 +144,37 @@ def test_states_keep_their_dtypes(dtype):
     assert all(torch.isfinite(param).all() for param in other_model.parameters())
 
 
+def test_new_buffers_have_the_dtype_of_a_loaded_first_moment():
+    """A state in bfloat16, of whatever origin, does not become half float32."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.update({key: value.bfloat16() for key, value in state.items() if key != "step"})
+    optimizer.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    train(model, optimizer, 1)
+    dtypes = {value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"}
+    assert all("max_exp_avg_sq" in state for state in optimizer.state.values()) and dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["set", "loaded"])
+def test_step_of_shape_1_becomes_a_number(loaded):
+    """As other optimizers keep it; every later step then takes the usual path."""
+    model, optimizer = trained()
+    states = copy.deepcopy(optimizer.state_dict()) if loaded else optimizer.state_dict()
+    for state in states["state"].values():
+        state["step"] = torch.full((1,), 3.0)
+    if loaded:
+        optimizer.load_state_dict(states)
+    twin_model, twin = trained()
+    for one, other in ((model, optimizer), (twin_model, twin)):
+        train(one, other, 2, start=3)
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert all(step.shape == () and step == 5 for step in steps)
+    assert equal(list(model.parameters()), list(twin_model.parameters()))
+
+
 # --- parameters that are converted, swapped, replaced ---------------------------------------------------------------
 
 
@@ -213,6 +244,18 @@ def test_gamma_may_not_change_without_last_gradients(rule):
         mars.param_groups[0][key] = before
     mars.step()
     assert mars.state[params[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_threshold": None, "mars_type": "mars-lion"}], ids=str)
+def test_gamma_may_change_for_what_takes_adamw(settings):
+    """Vectors and embeddings have no last gradients either, and no gamma."""
+    model, optimizer = trained(**settings)
+    for group in optimizer.param_groups:
+        if group["role"] == "vector":
+            assert "gamma_of_average" not in group
+            group["gamma"] = 0.7
+    train(model, optimizer, 1, start=3)
+    assert {state["step"].item() for state in optimizer.state.values()} == {4.0}
 
 
 def test_turning_clipping_off_keeps_the_form_of_the_state():
