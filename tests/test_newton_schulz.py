@@ -171,6 +171,22 @@ def test_batches(max_elements, products):
     assert counted == products * 5 * 3
 
 
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 2), (torch.bfloat16, 12)], ids=str)
+def test_products_with_the_matrix_itself(dtype, large):
+    """Float32 takes six slow steps on the Gram matrix; bfloat16, where that is less accurate, each on X."""
+    seen = []
+
+    class WatchProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in PRODUCTS:
+                seen.append(max(max(arg.shape) for arg in args if isinstance(arg, torch.Tensor)))
+            return func(*args, **(kwargs or {}))
+
+    with WatchProducts():
+        ns.orthogonalize([torch.randn(8, 64)], coefficients=[(1.5, -0.5, 0.0)] * 6, dtype=dtype)
+    assert seen.count(64) == large
+
+
 def test_chunks():
     kinds, sizes = "aabaab", [4, 4, 9, 4, 20, 1]
     assert ns.chunks_of(kinds, sizes, [8] * 6) == [("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1)]

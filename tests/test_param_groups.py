@@ -167,23 +167,6 @@ def test_reasons():
     assert left_out(mars_type="mars-m", split_fused={"latents": (1, 2)}) == vouched
 
 
-def test_summary():
-    lines = str(mars_hf.create(gpt2(), lr=6e-3, weight_decay=0.1)).splitlines()
-    assert lines[0] == "Mars" and len(lines) == 4
-    assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]
-    assert lines[3].split()[:2] == ["vector", "adamw"]
-    text = str(mars_hf.create(Odd(), mars_type="mars-m"))
-    assert text[text.index("not orthogonalized:") :].splitlines() == [
-        "not orthogonalized:",
-        "  Odd is not known to multiply activations with it: latents",
-        "  embedding: table.weight",
-        "  depthwise or grouped convolution: grouped.*.weight (2)",
-        "  a single row or column: gate.weight",
-        "  head: score.weight",
-        "  bias or norm: r_w_bias, norm.weight, norm.bias",
-    ]
-
-
 # --- embeddings and heads ---------------------------------------------------------------------------------------------
 
 

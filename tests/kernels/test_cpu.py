@@ -93,6 +93,20 @@ def test_limits(known, threads, monkeypatch):
         assert torch.equal(param, start if place in left else end)
 
 
+def test_no_thread_updates_before_all_squares_are_there(monkeypatch):
+    """The first thread's rows are done early: the second one's overflow float32, and are summed twice."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    size = 2**20
+    small, large = (torch.full((size,), value) for value in (1e-3, 1e-3))
+    large[size // 2 :] = 1e30
+    numbers = {**STEP, "rule": "momentum", "steps": [1.0], "lr": 0.0, "limits": [1e3]}
+    for _ in range(20):
+        for gradient, is_updated in ((small, True), (large, False)):  # memory that is reused holds small squares
+            target, average = torch.zeros(size), torch.zeros(size)
+            compiled.update([target], [gradient], [average], [], [], rules.Options(**numbers))
+            assert bool(target.any()) == bool(target.all()) == is_updated
+
+
 def test_default_device_changes_nothing():
     results = []
     for device in ("cpu", "meta"):

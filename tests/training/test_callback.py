@@ -19,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
 
 import mars_hf
-from mars_hf import summary
 from mars_hf.training import guard
 
 METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine", "mars/update_rms"}
@@ -130,24 +129,6 @@ def test_first_line(tmp_path, logged):
         "mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): 8 matrices (1,536) at lr=0.003-0.01, "
         "2 adamw (640) at lr=0.003, 18 vectors (224) at lr=0.003"
     ]
-    one = torch.nn.Linear(2, 2)
-    assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.one_line_summary(
-        mars_hf.create(one).param_groups, one
-    )
-
-
-def test_first_line_is_short():
-    """GPT-3's sizes, and a name that the model lacks."""
-    sizes = {"matrix": 1e12, "adamw": 6e8, "vector": 9999999}
-    (group,) = mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))], mars_type="mars-shampoo").param_groups
-    groups = [
-        {**group, "role": role, "lr": 1.2345e-5 * factor}
-        | {"params": [torch.nn.Parameter(torch.empty(int(size), 1, device="meta"))] * 100}
-        for role, size in sizes.items()
-        for factor in (1, 3)
-    ]
-    line = summary.one_line_summary(groups, torch.nn.Linear(1, 1))
-    assert len(line) <= 160 and "200 matrices (200,000,000,000,000) at lr=1.23e-05-3.7e-05" in line
 
 
 def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, monkeypatch):
