@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -70,7 +72,7 @@ def mutated(tree: Path, place: str, mutation: dict[str, Any]) -> tuple[Path, str
             raise StaleError(f"{count} times in {place}: {mutation['old']}")
         return path, text.replace(mutation["old"], mutation["new"])
     path, names = file_of(tree, place)
-    module = ast.parse(path.read_text(encoding="utf-8"))
+    module = ast.parse(_text(path))
     change(symbol_of(module, names, place), mutation["do"])
     return path, ast.unparse(ast.fix_missing_locations(module)) + "\n"
 
@@ -155,7 +157,10 @@ def give_keyword(symbol: Any, name: str, value: str, keyword: str) -> None:
 
 
 def give_argument(symbol: Any, name: str, value: str, position: str) -> None:
-    _call(symbol, name).args[int(position)] = _parsed(value)
+    arguments = _call(symbol, name).args
+    if int(position) >= len(arguments):
+        raise StaleError(f"{len(arguments)} arguments without keyword in the call of {name}")
+    arguments[int(position)] = _parsed(value)
 
 
 def compare_by(symbol: Any, side: str, operator: str) -> None:
@@ -306,10 +311,33 @@ def stale(tree: Path = ROOT) -> list[str]:
                 try:
                     mutated(tree, place, mutation)
                 except StaleError as error:
-                    problems.append(f"{place}: {mutation.get('do', mutation.get('breaks'))}: {error}")
+                    places = elsewhere(tree, mutation)
+                    moved = f"; it would apply in {' or '.join(places)}" if 0 < len(places) <= 3 else ""
+                    problems.append(f"{place}: {mutation.get('do', mutation.get('breaks'))}: {error}{moved}")
                 if "test" in mutation and not _is_there(tree, mutation["test"]):
                     problems.append(f"{place}: no test {mutation['test']}")
     return problems
+
+
+def elsewhere(tree: Path, mutation: dict[str, Any]) -> list[str]:
+    """Return the functions in which a stale mutation would apply: where its code may have moved."""
+    places = []
+    for path in sorted((tree / "mars_hf").rglob("*.py")) if "do" in mutation else ():
+        module = path.relative_to(tree / "mars_hf").with_suffix("").parts
+        for names, function in _functions(ast.parse(_text(path))):
+            with contextlib.suppress(StaleError):
+                change(copy.deepcopy(function), mutation["do"])
+                places.append(".".join([*module, *names]).replace("__init__.", ""))
+    return places
+
+
+def _functions(symbol: Any) -> Iterator[tuple[list[str], ast.AST]]:
+    """Yield functions and methods with their qualified names."""
+    for statement in _defining(symbol):
+        if isinstance(statement, ast.ClassDef):
+            yield from (([statement.name, *names], function) for names, function in _functions(statement))
+        elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield _defined_by(statement), statement
 
 
 def _is_there(tree: Path, test: str) -> bool:
