@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from mars_hf.distributed.shards import Slice
+from mars_hf.distributed.tensors import Slice
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.orthogonalize import Matrix, Round, flops, plan_rounds
 

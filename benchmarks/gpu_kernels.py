@@ -80,7 +80,7 @@ class Kernels:
     def update(self) -> None:
         """Update everything."""
         options = Options(
-            rule="adamw",
+            arithmetic="adamw",
             steps=[2.0] * len(self.params),
             lr=1e-6,
             beta1=0.95,

@@ -3,7 +3,7 @@
 
     python benchmarks/on_a_gpu.py --output_dir out                        # everything: 15 minutes
     python benchmarks/on_a_gpu.py --output_dir out --only step_cost       # parts whose names begin so
-    python benchmarks/on_a_gpu.py --output_dir out --minutes 9            # what fits
+    python benchmarks/on_a_gpu.py --output_dir out --minutes 65           # the comparisons too
 
 Each part leaves its log, JSON and pictures in the output folder, from its first result on, and may take the seconds
 that stand beside it. A part that fails or runs out of time does not stop the next one. Started again, the script skips

@@ -41,9 +41,9 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf import _compat
+from mars_hf.lists import build_lists
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.param_groups import rule_of
-from mars_hf.step import build_lists
+from mars_hf.update_rules import update_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
@@ -283,7 +283,7 @@ class Player:
         for mars in self.optimizers:
             if isinstance(mars, mars_hf.Mars):
                 lists, _ = build_lists(
-                    mars.param_groups, list(map(rule_of, mars.param_groups)), dict(mars.state), {}, {}
+                    mars.param_groups, list(map(update_rule, mars.param_groups)), dict(mars.state), {}, {}
                 )
                 names |= dict.fromkeys(tensors.backend.name for tensors in lists)
         return ", ".join(names)
@@ -479,7 +479,8 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
     for column, (size, result) in zip(grid.T, sizes.items(), strict=True):
         for axes, (text, names) in zip(column, panels.items(), strict=True):
             _bars(axes, names, result["contenders"], "against_clipped_adamw" if "clip" in text else "against_adamw")
-            _scale(axes, [bar.get_width() for bar in axes.patches])
+            quartiles = [max(line.get_xdata()) for line in axes.lines]
+            _scale(axes, [*(bar.get_width() for bar in axes.patches), *quartiles])
         column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M", fontsize=9, pad=18)
         column[-1].set_xlabel("time of a step (times AdamW's)", fontsize=8)
     for axes, text in zip(grid[:, 0], panels, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,38 +14,61 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
 import mars_hf
-from mars_hf import kernels, rules
+from mars_hf import kernels
 from mars_hf.kernels import gpu
+from mars_hf.rules import ARITHMETICS
 
 
 def run() -> bool:
     """Print versions and a table of all comparisons; return whether none differs."""
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    triton = "missing" if gpu.gpu_device is None else gpu.gpu_device.triton.__version__
-    print(f"mars_hf {mars_hf.__version__}, torch {torch.__version__}, triton {triton}")
-    print("cpu", torch.backends.cpu.get_cpu_capability(), *map(torch.cuda.get_device_name, devices[1:]), sep=", ")
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    _print_versions(gpus)
     agrees = True
-    for row in itertools.chain(*map(_kernel_rows, devices), _process_rows(len(devices) - 1)):
-        print("{:14} {:24} {}".format(*row), flush=True)
-        agrees = agrees and not row[2].startswith("differs")
+    for where, what, result in _rows(gpus):
+        print(f"{where:14} {what:24} {result}", flush=True)
+        if result.startswith("differs"):
+            agrees = False
     return agrees
 
 
+def _print_versions(gpus: list[torch.device]) -> None:
+    triton = "missing" if gpu.gpu_device is None else gpu.gpu_device.triton.__version__
+    print(f"mars_hf {mars_hf.__version__}, torch {torch.__version__}, triton {triton}")
+    names = [torch.cuda.get_device_name(device) for device in gpus]
+    print("cpu", torch.backends.cpu.get_cpu_capability(), *names, sep=", ")
+
+
+def _rows(gpus: list[torch.device]) -> Iterator[tuple[str, str, str]]:
+    for device in (torch.device("cpu"), *gpus):
+        yield from _kernel_rows(device)
+    yield from _process_rows(len(gpus))
+
+
 def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
-    """Yield a row for each dtype and rule: with and without last gradients, states in float32 and in that dtype."""
+    """Yield a row for each dtype and rule."""
     module = kernels.kernels_of(device)
+    for dtype in sorted(module.DTYPES, key=str):
+        for arithmetic in module.ARITHMETICS:
+            what = f"{arithmetic} {dtype}".replace("torch.", "")
+            yield f"{device} kernels", what, _kernel_result(module, device, dtype, arithmetic)
+
+
+def _kernel_result(module: Any, device: torch.device, dtype: torch.dtype, arithmetic: str) -> str:
+    """Compare with and without last gradients, states in float32 and in the dtype of the parameters."""
+    if not module.is_available(device):
+        return f"not run ({kernels.NEEDS})"
     backend = kernels.Backend(module.NAME, module)
-    for dtype, rule in itertools.product(sorted(module.DTYPES, key=str), rules.RULES):
-        moments = ("exp_avg", "exp_avg_sq") if rule == "adamw" else ("exp_avg",)
-        problems = [
-            kernels.check(backend, device, (("params", dtype), ("grads", dtype), *states), rule, second_moment)
-            for names in (moments, (*moments, "last_grad"))
-            for states in ([(name, state) for name in names] for state in {torch.float32, dtype})
-            for second_moment in ("corrected", "gradient")
-            if module.is_available(device)
-        ]
-        result = f"differs: {max(problems)}" if any(problems) else "ok" if problems else f"not run ({kernels.NEEDS})"
-        yield f"{device} kernels", f"{rule} {dtype}".replace("torch.", ""), result
+    moments = ("exp_avg", "exp_avg_sq") if ARITHMETICS[arithmetic].has_second_moment else ("exp_avg",)
+    problems = []
+    for buffers in (moments, (*moments, "last_grad")):
+        for state_dtype in {torch.float32, dtype}:
+            dtypes = [("params", dtype), ("grads", dtype)]
+            dtypes += [(name, state_dtype) for name in buffers]
+            for second_moment in ("corrected", "gradient"):
+                problem = kernels.check(backend, device, tuple(dtypes), arithmetic, second_moment)
+                if problem:
+                    problems.append(problem)
+    return f"differs: {max(problems)}" if problems else "ok"
 
 
 def _process_rows(gpus: int) -> Iterator[tuple[str, str, str]]:
@@ -54,13 +77,16 @@ def _process_rows(gpus: int) -> Iterator[tuple[str, str, str]]:
     if gpus < 2:
         yield "two processes", "nccl", "not run (needs two GPUs)"
     for engine in ("DDP", "FSDP2"):
-        result = "ok"
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                multiprocessing.spawn(_compare, (backend, folder, engine), nprocs=2)
-            except Exception as error:
-                result = f"differs: {' '.join(str(error).split())[-300:]}"
-        yield "two processes", f"{backend} {engine}", result
+        yield "two processes", f"{backend} {engine}", _process_result(backend, engine)
+
+
+def _process_result(backend: str, engine: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            multiprocessing.spawn(_compare, (backend, folder, engine), nprocs=2)
+        except Exception as error:
+            return f"differs: {' '.join(str(error).split())[-300:]}"
+    return "ok"
 
 
 def _compare(rank: int, backend: str, folder: str, engine: str) -> None:
@@ -70,8 +96,10 @@ def _compare(rank: int, backend: str, folder: str, engine: str) -> None:
     if backend == "nccl":
         torch.cuda.set_device(device)
     for mars_type in ("mars-adamw", "mars-m"):
-        weights = (_train(device, mars_type, each, rank) for each in (engine, None))
-        torch.testing.assert_close(*weights, rtol=0, atol=5e-6, msg=f"{mars_type}: {{}}".format)
+        together = _train(device, mars_type, engine, rank)
+        alone = _train(device, mars_type, None, rank)
+        message = functools.partial("{}: {}".format, mars_type)
+        torch.testing.assert_close(together, alone, rtol=0, atol=5e-6, msg=message)
     dist.destroy_process_group()
 
 
@@ -87,7 +115,10 @@ def _train(device: torch.device, mars_type: str, engine: str | None, rank: int) 
     wrapped = nn.parallel.DistributedDataParallel(model) if engine == "DDP" else model
     for step, batch in enumerate(batches):
         mars.zero_grad()
-        # Losses grow, so that the clip sets in.
-        (10.0 ** (step - 1) * wrapped(batch if engine is None else batch[rank::2]).square().mean()).backward()
+        inputs = batch if engine is None else batch[rank::2]
+        loss = 10.0 ** (step - 1) * wrapped(inputs).square().mean()  # grows, so that the clip sets in
+        loss.backward()
         mars.step()
-    return [param.full_tensor() if engine == "FSDP2" else param for param in model.parameters()]
+    if engine == "FSDP2":
+        return [param.full_tensor() for param in model.parameters()]
+    return list(model.parameters())

@@ -10,18 +10,15 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,13 @@ class MatrixLayout:
     batched: bool = False
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Say why a parameter of two or more dimensions is not orthogonalized."""
+
+    reason: str
+
+
 def to_plain(value: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return a layout as parameter groups keep it: a dict of its fields, which any checkpoint can hold.
 
@@ -53,10 +57,17 @@ def to_plain(value: MatrixLayout | Mapping[str, Any] | None) -> dict[str, Any] |
         return None
     layout = value if isinstance(value, MatrixLayout) else MatrixLayout(**value)
     parts = None if layout.parts is None else tuple(layout.parts)
-    fits = parts is None or (parts and all(isinstance(size, int) and size > 0 for size in parts))
-    if not (fits and isinstance(layout.transposed, bool) and isinstance(layout.batched, bool)):
+    flags_fit = isinstance(layout.transposed, bool) and isinstance(layout.batched, bool)
+    parts_fit = parts is None or _are_sizes(parts)
+    if not flags_fit or not parts_fit:
         raise ValueError(f"{layout}: transposed and batched are True or False, parts are sizes > 0")
     return {"transposed": layout.transposed, "parts": parts, "batched": layout.batched}
+
+
+def _are_sizes(parts: tuple[Any, ...]) -> bool:
+    if not parts:
+        return False
+    return all(isinstance(size, int) and size > 0 for size in parts)
 
 
 def of_shape(shape: Sequence[int]) -> MatrixLayout:
@@ -64,23 +75,27 @@ def of_shape(shape: Sequence[int]) -> MatrixLayout:
     return MatrixLayout(batched=len(shape) == 3)
 
 
-def check(shape: Sequence[int], layout: MatrixLayout) -> None:
+def check_shape(shape: Sequence[int], layout: MatrixLayout) -> None:
     """Raise ValueError unless a parameter of this shape can have this layout."""
-    if len(shape) < 2 + layout.batched:
+    out_dim = int(layout.batched) + int(layout.transposed)
+    if len(shape) < 2 + int(layout.batched):
         raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: too few dimensions")
-    out = shape[layout.batched + layout.transposed]
+    out = shape[out_dim]
     if layout.parts is not None and out % sum(layout.parts):
         raise ValueError(f"{layout} for a parameter of shape {tuple(shape)}: the parts do not fit its {out} outputs")
 
 
 def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices in a parameter: (out, in), or (experts, out, in) if batched."""
-    batch, rest = list(shape[: int(layout.batched)]), list(shape[int(layout.batched) :])
+    batch_dims = int(layout.batched)
+    batch, rest = list(shape[:batch_dims]), list(shape[batch_dims:])
     if layout.transposed:
         rest[0], rest[1] = rest[1], rest[0]
-    parts = layout.parts or (rest[0],)
-    repeats = rest[0] // sum(parts) if rest[0] else 0
-    return [(*batch, repeats * rows, math.prod(rest[1:])) for rows in parts]
+    out, cols = rest[0], math.prod(rest[1:])
+    if layout.parts is None:
+        return [(*batch, out, cols)]
+    repeats = out // sum(layout.parts)
+    return [(*batch, repeats * size, cols) for size in layout.parts]
 
 
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
@@ -91,18 +106,20 @@ def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
         (out, in, height, width), and (repeats, size, in) for fused projections. `reshape` to one of `matrix_shapes`
         makes a matrix of it.
     """
-    out = int(layout.batched)
+    out_dim = int(layout.batched)
     if layout.transposed:
-        tensor = tensor.transpose(out, out + 1)
+        tensor = tensor.transpose(out_dim, out_dim + 1)
     if layout.parts is None:
         return [tensor]
-    sequence = tensor.unflatten(out, (tensor.shape[out] // sum(layout.parts), sum(layout.parts)))
-    return list(sequence.split(layout.parts, dim=out + 1))
+    rows = sum(layout.parts)
+    repeats = tensor.shape[out_dim] // rows
+    sequence = tensor.unflatten(out_dim, (repeats, rows))
+    return list(sequence.split(layout.parts, dim=out_dim + 1))
 
 
 def of_model(
     model: nn.Module, split_fused: str | Mapping[str, Sequence[int]] = "auto"
-) -> dict[nn.Parameter, MatrixLayout | str]:
+) -> dict[nn.Parameter, MatrixLayout | LeftOut]:
     """Return the layout of each trainable parameter with two or more dimensions, or why it is not orthogonalized.
 
     Args:
@@ -120,36 +137,69 @@ def of_model(
     """
     patterns = {} if isinstance(split_fused, str) else split_fused
     modules = dict(model.named_modules(remove_duplicate=False))
-    # One tensor holds the adapters of all experts: side by side in lora_A, interleaved along the inputs in lora_B.
-    of_experts = {
-        param
-        for module in modules.values()
-        if "ParamWrapper" in _classes(module) and getattr(module, "num_experts", 1) > 1
-        for param in (*module.lora_A.parameters(), *module.lora_B.parameters())
-    }
-    layouts: dict[nn.Parameter, MatrixLayout | str] = {}
-    chosen: dict[str, str | None] = {}  # pattern of each parameter, by name
+    of_experts = _adapters_of_experts(modules.values())
+    layouts: dict[nn.Parameter, MatrixLayout | LeftOut] = {}
+    pattern_of: dict[str, str | None] = {}  # by name of parameter
     for path, module in modules.items():
         for leaf, param in module.named_parameters(recurse=False):
             shape = shape_of(param)
             if len(shape) < 2 or not param.requires_grad:
                 continue
+            if param in of_experts:
+                layout: MatrixLayout | LeftOut = LeftOut("adapters of several experts")
+            else:
+                layout = _of_parameter(module, leaf, shape)
             name = f"{path}.{leaf}" if path else leaf
-            layout = "adapters of several experts" if param in of_experts else _of_parameter(module, leaf, shape)
-            if isinstance(layout, MatrixLayout) and min(matrix_shapes(shape, layout)[0][-2:]) <= 1:
-                layout = "a single row or column"
-            pattern = chosen[name] = next((each for each in patterns if fnmatch.fnmatchcase(name, each)), None)
+            pattern = _first_match(name, patterns)
+            pattern_of[name] = pattern
             if pattern is not None:
-                layout = replace(of_shape(shape) if isinstance(layout, str) else layout, parts=tuple(patterns[pattern]))
-                check(shape, layout)
+                layout = _with_stated_parts(layout, shape, patterns[pattern])
             elif split_fused == "auto" and isinstance(layout, MatrixLayout):
-                layout = replace(layout, parts=_fused(modules, path, leaf, matrix_shapes(shape, layout)[0]))
-            if isinstance(layouts.get(param, ""), str):  # of tied places, one that multiplies activations counts
+                matrix = matrix_shapes(shape, layout)[0]
+                layout = replace(layout, parts=_fused(modules, path, leaf, matrix))
+            # A tied parameter comes at each of its places; one that multiplies activations counts.
+            if not isinstance(layouts.get(param), MatrixLayout):
                 layouts[param] = layout
-    if unused := [pattern for pattern in patterns if pattern not in chosen.values()]:
-        near = ", ".join(map(repr, difflib.get_close_matches(unused[0].strip("*"), chosen, n=3, cutoff=0.0)))
-        raise ValueError(f"split_fused: {unused!r} match no parameter of two or more dimensions; names are like {near}")
+    _reject_unused(patterns, pattern_of)
     return layouts
+
+
+def _adapters_of_experts(modules: Iterable[Any]) -> set[nn.Parameter]:
+    """Return PEFT's parameters that hold the adapters of several experts in one tensor.
+
+    They are side by side in lora_A, and interleaved along the inputs in lora_B.
+    """
+    adapters: set[nn.Parameter] = set()
+    for module in modules:
+        if "ParamWrapper" in _classes(module) and getattr(module, "num_experts", 1) > 1:
+            adapters.update(module.lora_A.parameters())
+            adapters.update(module.lora_B.parameters())
+    return adapters
+
+
+def _first_match(name: str, patterns: Iterable[str]) -> str | None:
+    for pattern in patterns:
+        if fnmatch.fnmatchcase(name, pattern):
+            return pattern
+    return None
+
+
+def _with_stated_parts(layout: MatrixLayout | LeftOut, shape: Sequence[int], parts: Sequence[int]) -> MatrixLayout:
+    """Return a layout with the parts that the user states, also for a parameter that would be left out."""
+    whole = of_shape(shape) if isinstance(layout, LeftOut) else layout
+    stated = replace(whole, parts=tuple(parts))
+    check_shape(shape, stated)
+    return stated
+
+
+def _reject_unused(patterns: Iterable[str], pattern_of: Mapping[str, str | None]) -> None:
+    """Raise ValueError if some patterns are not the first match of any name; the error shows similar names."""
+    used = set(pattern_of.values())
+    unused = [pattern for pattern in patterns if pattern not in used]
+    if unused:
+        close = difflib.get_close_matches(unused[0].strip("*"), pattern_of, n=3, cutoff=0.0)
+        near = ", ".join(repr(name) for name in close)
+        raise ValueError(f"split_fused: {unused!r} match no parameter of two or more dimensions; names are like {near}")
 
 
 def _classes(module: Any) -> list[str]:
@@ -157,24 +207,55 @@ def _classes(module: Any) -> list[str]:
     return [base.__name__ for base in type(module).__mro__]
 
 
-def _of_parameter(module: nn.Module, leaf: str, shape: Sequence[int]) -> MatrixLayout | str:
-    """Return how a module multiplies activations with its parameter, or what the parameter is."""
-    classes = _classes(module)
-    if leaf == "weight" and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return "embedding"
-    if leaf == "weight" and isinstance(module, _CONVOLUTIONS):
+def _of_parameter(module: nn.Module, leaf: str, shape: Sequence[int]) -> MatrixLayout | LeftOut:
+    """Return how a module multiplies activations with its parameter, or why that is not orthogonalized."""
+    layout = _of_weight(module, shape) if leaf == "weight" else _of_attention(module, leaf)
+    if layout is None:
+        layout = _of_experts(module, shape)
+    if layout is None:
+        return LeftOut(f"{type(module).__name__} is not known to multiply activations with it")
+    if isinstance(layout, MatrixLayout):
+        rows, cols = matrix_shapes(shape, layout)[0][-2:]
+        if min(rows, cols) <= 1:
+            return LeftOut("a single row or column")
+    return layout
+
+
+def _of_weight(module: Any, shape: Sequence[int]) -> MatrixLayout | LeftOut | None:
+    """Return the layout of a parameter called weight, or what it is; None for a module of an unknown class."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return LeftOut("embedding")
+    if isinstance(module, _CONVOLUTIONS):
         if module.groups > 1:
-            return "depthwise or grouped convolution"
+            return LeftOut("depthwise or grouped convolution")
         return MatrixLayout(transposed=module.transposed)
-    if leaf == "weight" and "Conv1D" in classes:  # of transformers
+    if "Conv1D" in _classes(module):  # of transformers
         return MatrixLayout(transposed=True)
-    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-    is_linear = leaf == "weight" and (isinstance(module, nn.Linear) or tuple(shape) == sizes)  # sizes: other libraries
-    if is_linear or (isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight")):
+    if isinstance(module, nn.Linear):
         return MatrixLayout()
-    if len(shape) == 3 and any(name.endswith("Experts") for name in classes):
-        return MatrixLayout(batched=True, transposed=getattr(module, "is_transposed", "Llama4TextExperts" in classes))
-    return f"{type(module).__name__} is not known to multiply activations with it"
+    # Linear layers of other libraries.
+    sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+    return MatrixLayout() if tuple(shape) == sizes else None
+
+
+def _of_attention(module: nn.Module, leaf: str) -> MatrixLayout | None:
+    """Return the layout of torch's in_proj_weight, q_proj_weight and so on."""
+    if isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
+        return MatrixLayout()
+    return None
+
+
+def _of_experts(module: nn.Module, shape: Sequence[int]) -> MatrixLayout | None:
+    """Return the layout of the weights of all experts in one tensor."""
+    classes = _classes(module)
+    if len(shape) != 3 or not any(name.endswith("Experts") for name in classes):
+        return None
+    is_transposed = getattr(module, "is_transposed", "Llama4TextExperts" in classes)
+    return MatrixLayout(batched=True, transposed=is_transposed)
+
+
+def _halves(module: Any, out: int) -> tuple[int, ...]:
+    return (out // 2,) * 2
 
 
 def _thirds(module: Any, out: int) -> tuple[int, ...]:
@@ -183,7 +264,13 @@ def _thirds(module: Any, out: int) -> tuple[int, ...]:
 
 def _thirds_of_each_head(attention: Any, out: int) -> tuple[int, ...]:
     heads = getattr(attention, "num_attention_heads", None) or getattr(attention, "num_heads", None)
-    return (out // (3 * (heads or attention.config.num_attention_heads)),) * 3
+    if not heads:
+        heads = attention.config.num_attention_heads
+    return _thirds(attention, out // heads)
+
+
+def _thirds_of_each_core(attention: Any, out: int) -> tuple[int, ...]:
+    return _thirds(attention, out // 4)  # in four blocks, one per logical TPU core
 
 
 def _grouped_query(attention: Any, out: int) -> tuple[int, ...]:
@@ -191,18 +278,24 @@ def _grouped_query(attention: Any, out: int) -> tuple[int, ...]:
     return (query, (out - query) // 2, (out - query) // 2)
 
 
+def _of_gpt2(attention: Any, out: int) -> tuple[int, ...]:
+    if attention.is_cross_attention:  # key and value
+        return _halves(attention, out)
+    return _thirds(attention, out)
+
+
 # Fused projection and the class that holds it, to sizes along the output dimension. The class decides: one name stands
 # for different orders in different models.
-_FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...] | None]] = {
+_FUSED: dict[tuple[str, str], Callable[[Any, int], tuple[int, ...]]] = {
     ("in_proj_weight", "MultiheadAttention"): _thirds,
-    ("c_attn", "GPT2Attention"): lambda a, out: (out // 2,) * 2 if a.is_cross_attention else _thirds(a, out),
+    ("c_attn", "GPT2Attention"): _of_gpt2,
     ("query_key_value", "GPTNeoXAttention"): _thirds_of_each_head,
     ("query_key_value", "BloomAttention"): _thirds_of_each_head,
     ("qkv_proj", "Phi3Attention"): _grouped_query,
-    ("qkv_proj", "CodeGenAttention"): lambda a, out: (out // 12,) * 3,  # in four blocks, one per logical TPU core
+    ("qkv_proj", "CodeGenAttention"): _thirds_of_each_core,
     ("Wqkv", "MptAttention"): _thirds,
     ("Wqkv", "ModernBertAttention"): _thirds,
-    ("Wi", "ModernBertMLP"): lambda mlp, out: (out // 2,) * 2,
+    ("Wi", "ModernBertMLP"): _halves,
     ("in_proj", "DisentangledSelfAttention"): _thirds_of_each_head,
 }
 
@@ -213,15 +306,24 @@ def _fused(modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Seque
     LoRA's B has the outputs of the layer that it adapts, and is split as its weight.
     """
     out, cols = matrix[-2:]
-    adapted, is_adapter, _ = path.rpartition(".lora_B.")
-    if is_adapter:
-        path, cols = adapted, getattr(modules[adapted], "in_features", cols)
-        leaf = "in_proj_weight" if isinstance(modules[path].base_layer, nn.MultiheadAttention) else leaf
-    holder, _, projection = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
+    if ".lora_B." in path:
+        path = path.rpartition(".lora_B.")[0]
+        adapted: Any = modules[path]
+        cols = getattr(adapted, "in_features", cols)
+        if isinstance(adapted.base_layer, nn.MultiheadAttention):
+            leaf = "in_proj_weight"
+    if leaf == "weight":  # of a layer of its own, which is called like the projection
+        holder, _, projection = path.rpartition(".")
+    else:
+        holder, projection = path, leaf
     module = modules[holder]
     if projection == "gate_up_proj":
-        return (out // 2,) * 2 if getattr(module, "is_concatenated", True) else (1, 1)
+        is_concatenated = getattr(module, "is_concatenated", True)
+        return _halves(module, out) if is_concatenated else (1, 1)
     if projection == "qkv" and out == 3 * cols:
         return _thirds(module, out)
-    sizes = next((_FUSED[key] for kind in _classes(module) if (key := (projection, kind)) in _FUSED), None)
-    return None if sizes is None else sizes(module, out)
+    for class_name in _classes(module):
+        if (projection, class_name) in _FUSED:
+            sizes_of = _FUSED[projection, class_name]
+            return sizes_of(module, out)
+    return None

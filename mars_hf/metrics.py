@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.distributed.norms import all_reduce
-from mars_hf.distributed.shards import Group
+from mars_hf.distributed.tensors import Group
 from mars_hf.rules import SUM_DTYPES
 
 HERE = object()  # stands for this rank alone; None is the default process group

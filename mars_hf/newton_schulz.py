@@ -35,7 +35,8 @@ SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTI
 
 # Largest batch, in elements; the iteration holds about three times as many, in its dtype. On an accelerator all of
 # GPT-2 small fits; on a CPU, batches larger than the caches take up to a third longer.
-MAX_ELEMENTS, MAX_ELEMENTS_CPU = 2**27, 2**18
+MAX_ELEMENTS = 2**27
+BATCH_ELEMENTS_CPU = 2**18
 # From this ratio of columns to rows on, steps are taken on A = X Xᵀ. By products alone, 1.5 would pay.
 GRAM_RATIO = 3
 
@@ -57,7 +58,8 @@ def coefficients_of(schedule: Any, steps: int) -> tuple[Coefficients, ...]:
         ValueError: another number of triples than steps.
     """
     triples: Any = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    triples = triples if isinstance(triples[0], (list, tuple)) else [triples] * steps
+    if not isinstance(triples[0], (list, tuple)):  # one triple
+        triples = [triples] * steps
     if len(triples) != steps:
         raise ValueError(
             f"ns_coefficients={schedule!r} is a schedule of {len(triples)} steps and ns_steps={steps}; give as many "
@@ -84,95 +86,128 @@ def orthogonalize(
         eps: added to the Frobenius norm; each matrix is divided by the sum first.
         out_dtype: dtype of the results; None keeps each matrix's own; passing `dtype` saves the conversion.
         max_elements: largest batch; a larger matrix is a batch of its own. None uses `MAX_ELEMENTS`, or
-            `MAX_ELEMENTS_CPU` on a CPU.
+            `BATCH_ELEMENTS_CPU` on a CPU.
 
     Returns:
         One tensor per matrix, with its shape. Zeros stay zero; a matrix with a NaN or infinity becomes NaN. Results may
         share storage with each other, never with `matrices`.
     """
-    kinds = [(*sorted(matrix.shape[-2:]), matrix.dtype, matrix.device) for matrix in matrices]
-    limits = [
-        max_elements or (MAX_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS) for matrix in matrices
-    ]
-    batches: dict[Hashable, list[int]] = {}
-    for index, chunk in enumerate(chunks_of(kinds, [matrix.numel() for matrix in matrices], limits)):
-        batches.setdefault(chunk, []).append(index)
     results: list[Tensor] = list(matrices)
-    for indices in batches.values():
-        # With rows <= cols the products are smaller.
-        wide = [
-            matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
-            for matrix in map(matrices.__getitem__, indices)
-        ]
-        stacks = [matrix.reshape(matrix.shape[:-2].numel(), *matrix.shape[-2:]) for matrix in wide]
+    for indices in _batches(matrices, max_elements):
+        stacks = []
+        for index in indices:
+            matrix = matrices[index]
+            # With rows <= cols the products are smaller.
+            wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+            stacks.append(wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]))
         batch = _iterate(stacks, coefficients, dtype, eps).to(out_dtype or stacks[0].dtype)
-        for index, part in zip(indices, batch.split(list(map(len, stacks))), strict=True):
+        parts = batch.split([len(stack) for stack in stacks])
+        for index, part in zip(indices, parts, strict=True):
             rows, cols = matrices[index].shape[-2:]
-            results[index] = (part.mT if rows > cols else part).reshape(matrices[index].shape)
+            result = part.mT if rows > cols else part
+            results[index] = result.reshape(matrices[index].shape)
     return results
 
 
-def chunks_of(kinds: Iterable[Hashable], sizes: Iterable[int], limits: Iterable[int]) -> list[tuple[Hashable, int]]:
-    """Return the chunk of each item: its kind and a number; a chunk holds up to `limits`, or one item."""
+def _batches(matrices: Sequence[Tensor], max_elements: int | None) -> list[list[int]]:
+    """Return the indices of the matrices in each batch."""
+    keys: list[Hashable] = []
+    limits = []
+    for matrix in matrices:
+        rows, cols = sorted(matrix.shape[-2:])
+        keys.append((rows, cols, matrix.dtype, matrix.device))
+        default = BATCH_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS
+        limits.append(max_elements or default)
+    sizes = [matrix.numel() for matrix in matrices]
+    batches: dict[Hashable, list[int]] = {}
+    for index, chunk in enumerate(chunks_of(keys, sizes, limits)):
+        batches.setdefault(chunk, []).append(index)
+    return list(batches.values())
+
+
+def chunks_of(keys: Iterable[Hashable], sizes: Iterable[int], limits: Iterable[int]) -> list[tuple[Hashable, int]]:
+    """Return the chunk of each item: its key and a number; a chunk holds up to `limits`, or one item."""
     chunks = []
-    last: dict[Hashable, tuple[int, int]] = {}
-    for kind, size, limit in zip(kinds, sizes, limits, strict=True):
-        number, total = last.get(kind, (0, 0))
-        if total and total + size > limit:
-            number, total = number + 1, 0
-        last[kind] = number, total + size
-        chunks.append((kind, number))
+    last: dict[Hashable, tuple[int, int]] = {}  # number of a key's last chunk, and what that holds
+    for key, size, limit in zip(keys, sizes, limits, strict=True):
+        number, held = last.get(key, (0, 0))
+        if held and held + size > limit:
+            number, held = number + 1, 0
+        last[key] = number, held + size
+        chunks.append((key, number))
     return chunks
 
 
 def _iterate(stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dtype: torch.dtype, eps: float) -> Tensor:
     """Iterate on matrices of one shape, each (n, rows, cols) with rows <= cols; returns them in one tensor."""
-    if len(stacks) == 1:
-        x = stacks[0].to(dtype, copy=True)  # keeps its strides: no need to transpose it in memory
-    else:
-        counts = list(map(len, stacks))
-        x = torch.empty(sum(counts), *stacks[0].shape[1:], dtype=dtype, device=stacks[0].device)
-        torch._foreach_copy_(list(x.split(counts)), list(stacks))
-    single = len(x) == 1  # faster than a batch of one
-    turned = single and not x[0].is_contiguous()  # then work on xᵀ: same Gram matrix, multiplied from the right
+    x = _in_one_tensor(stacks, dtype)
+    single = len(x) == 1
+    turned = single and not x[0].is_contiguous()  # stored as xᵀ
     if single:
-        x = x[0].mT if turned else x[0]
-    # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(dtype, torch.float32))
-    # X = M / (‖M‖_F + eps)
-    x.div_((torch.linalg.vector_norm(norms) if single else torch.linalg.vector_norm(norms, dim=-2, keepdim=True)) + eps)
+        x = x[0]  # faster than a batch of one
+    if turned:
+        x = x.mT  # same Gram matrix, multiplied from the right
+    _normalize(x, eps)
     multiply, add = (torch.mm, torch.addmm) if single else (torch.bmm, torch.baddbmm)
     rows, cols = stacks[0].shape[1:]
-    # In bfloat16 directions would be less accurate.
-    by_factor = cols >= GRAM_RATIO * rows and dtype.itemsize > 2
-    for part in _segments(coefficients, dtype) if by_factor else [[triple] for triple in coefficients]:
+    for steps in _segments(coefficients, dtype, rows, cols):
         # A = X Xᵀ
         gram = multiply(x.mT, x) if turned else multiply(x, x.mT)
-        if len(part) > 1:
-            factor = _factor_of(gram, part, add)
+        if len(steps) > 1:
+            factor = _factor_of(gram, steps, add)
             x = multiply(x, factor) if turned else multiply(factor, x)
-            continue
-        for a, b, c in part:
+        else:
+            a, b, c = steps[0]
             # B = b A + c A²
             gram = add(gram, gram, gram, beta=b, alpha=c)
             # X = a X + B X
             x = add(x, x, gram, beta=a) if turned else add(x, gram, x, beta=a)
-    x = x.mT if turned else x
+    if turned:
+        x = x.mT
     return x.unsqueeze(0) if single else x
 
 
-def _segments(coefficients: Sequence[Coefficients], dtype: torch.dtype) -> list[list[Coefficients]]:
-    """Divide the steps for `_factor_of`, which multiplies errors of A by the square of the product of all a."""
+def _in_one_tensor(stacks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a copy of all matrices, in the dtype of the iteration."""
+    if len(stacks) == 1:
+        return stacks[0].to(dtype, copy=True)  # keeps its strides: no need to transpose it in memory
+    counts = [len(stack) for stack in stacks]
+    x = torch.empty(sum(counts), *stacks[0].shape[1:], dtype=dtype, device=stacks[0].device)
+    torch._foreach_copy_(list(x.split(counts)), list(stacks))
+    return x
+
+
+def _normalize(x: Tensor, eps: float) -> None:
+    """Divide each matrix by its Frobenius norm, in place: X = M / (‖M‖_F + eps)."""
+    # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
+    row_norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    if x.ndim == 2:
+        norms = torch.linalg.vector_norm(row_norms)
+    else:
+        norms = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    x.div_(norms + eps)
+
+
+def _segments(
+    coefficients: Sequence[Coefficients], dtype: torch.dtype, rows: int, cols: int
+) -> list[list[Coefficients]]:
+    """Divide the steps into those that one A = X Xᵀ serves, see `_factor_of`; without it, each stands alone."""
+    # In bfloat16 directions would be less accurate.
+    by_factor = cols >= GRAM_RATIO * rows and dtype.itemsize > 2
+    if not by_factor:
+        return [[triple] for triple in coefficients]
+    # Errors of A are multiplied by the square of the product of all a.
     limit = math.sqrt(0.1 / torch.finfo(dtype).eps)
-    parts: list[list[Coefficients]] = [[]]
+    segments: list[list[Coefficients]] = []
     growth = 1.0
     for triple in coefficients:
-        growth *= abs(triple[0])
-        if parts[-1] and growth > limit:
-            parts.append([])
-            growth = abs(triple[0])
-        parts[-1].append(triple)
-    return parts
+        a = abs(triple[0])
+        growth *= a
+        if not segments or growth > limit:
+            segments.append([])
+            growth = a
+        segments[-1].append(triple)
+    return segments
 
 
 def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:
@@ -181,16 +216,16 @@ def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:
     All matrices are polynomials of A, so they commute. Source: Gram Newton-Schulz, Dao-AILab/gram-newton-schulz.
     """
     factor = gram
-    for place, (a, b, c) in enumerate(steps, start=1):
+    for number, (a, b, c) in enumerate(steps, start=1):
         # B = b A + c A²
         power = add(gram, gram, gram, beta=b, alpha=c)
-        if place == 1:
+        if number == 1:
             factor = power.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
             # Q = a Q + B Q
             factor = add(factor, power, factor, beta=a)
-        if place < len(steps):
+        if number < len(steps):
             # A = (a I + B) A (a I + B)
             gram = add(gram, power, gram, beta=a)
             gram = add(gram, power, gram, beta=a)

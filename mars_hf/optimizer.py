@@ -13,45 +13,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf import _compat, exact, saved_settings, states
-from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import Group, Shards, ShardSpec, is_dtensor, local, place_gradients
+from mars_hf.distributed.shards import place_gradients
+from mars_hf.distributed.tensors import Group, is_dtensor, local
+from mars_hf.last_norms import LastNorms
+from mars_hf.lists import TensorList, build_lists
 from mars_hf.metrics import StepMetrics
-from mars_hf.orthogonalize import Orthogonalizer
 from mars_hf.param_groups import (
     param_groups,
-    rule_of,
     split_by_role,
     warn_of_one_rate,
 )
+from mars_hf.ranks import Ranks
 from mars_hf.release import GradientRelease
 from mars_hf.settings import (
     DEFAULTS,
     KEYS_1D,
     MODEL_DEFAULTS,
-    ORTHOGONAL_TYPES,
     SETTINGS,
     STRUCTURAL_KEYS,
-    check,
     check_arguments,
+    check_values,
     expand,
     reject_unknown,
     shown,
 )
-from mars_hf.step import (
-    CC,
-    LL,
-    LastNorms,
-    TensorList,
-    build_lists,
-    set_factors,
-    take_sums,
-    update,
-    update_matrices,
-)
+from mars_hf.step import CORRECTED, PRODUCTS, count_steps, set_factors, take_sums, update, update_matrices
 from mars_hf.summary import summary
+from mars_hf.update_rules import update_rule
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -172,8 +162,7 @@ class Mars(torch.optim.Optimizer):
 
     # Class attributes, because torch restores only defaults, state and param_groups when an optimizer is unpickled.
     _metrics: StepMetrics | None = None
-    _shards: Shards
-    _orthogonalizer: Orthogonalizer | None = None
+    _ranks: Ranks
     _grad_norm: Tensor | None = None
     _stale_gradients_supplied = False
     _is_made = False
@@ -235,8 +224,8 @@ class Mars(torch.optim.Optimizer):
             )
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
-        self._shards = Shards()
-        super().__init__(params, check(settings))
+        self._ranks = Ranks()
+        super().__init__(params, check_values(settings))
         self._is_made = True
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
@@ -271,7 +260,7 @@ class Mars(torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
         for group in self.param_groups[before:]:
-            self._shards.extend(group)
+            self._ranks.shards.extend(group)
 
     def _match_names(self, part: dict[str, Any]) -> None:
         """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
@@ -287,7 +276,8 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer."""
         super().__setstate__(state)
         self._is_made = True
-        vars(self).setdefault("_shards", Shards(self.param_groups))  # which is there if torch loads a state
+        if "_ranks" not in vars(self):  # it is there if torch loads a state
+            self._ranks = Ranks(self.param_groups)
 
     def __repr__(self) -> str:
         """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -354,125 +344,89 @@ class Mars(torch.optim.Optimizer):
             self._step()
         return loss
 
-    def _locate(self, update_rules: Sequence[str]) -> tuple[dict[Tensor, ShardSpec], dict[int, Any], WholeSums | None]:
-        """Return where shards are, the chunks of matrices, and the sums to share with other ranks; None without any."""
-        max_grad_norm, groups = self.max_grad_norm, self.param_groups
-        wanted = [max_grad_norm is not None or rule != "adamw" for rule in update_rules]
-        specs = self._shards.locate(groups, wanted, self._model)
-        chunk_of: dict[int, Any] = {}
-        if self._orthogonalizer is not None or not set(update_rules).isdisjoint(ORTHOGONAL_TYPES):
-            self._orthogonalizer = self._orthogonalizer or Orthogonalizer()
-            chunk_of = self._orthogonalizer.assign(groups, specs, self._shards.shapes, self.process_group)
-        shares = self._orthogonalizer is not None and bool(self._orthogonalizer.shared)
-        if max_grad_norm is not None and not all(map(is_dtensor, specs)):
-            raise RuntimeError(
-                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
-                "in its JSON, and max_grad_norm=None"
-            )
-        measures = max_grad_norm is not None or self._metrics is not None
-        normed = [
-            param
-            for group, rule, is_wanted in zip(groups, update_rules, wanted, strict=True)
-            if is_wanted and (measures or group["clip_threshold"] is not None or rule in ORTHOGONAL_TYPES)
-            for param in group["params"]
-            if param in specs
-        ]
-        if not (normed or shares):
-            return specs, chunk_of, None
-        count = max(len(self._shards.shapes), sum(len(group["params"]) for group in groups))
-        whole = WholeSums(count, 1 if max_grad_norm is None else 3, local(self._first()).device)
-        for param in normed:
-            spec = specs[param]
-            copies = 0 if spec.replicas is None else dist.get_world_size(spec.replicas)
-            for group in [spec.group, *([spec.replicas] if copies else [])]:
-                whole.join(group)
-            for shard in spec.shards if param.grad is not None else ():
-                whole.add_present(spec.group, shard.param_index, shard.numel / shard.whole)
-                if copies:
-                    whole.add_present(spec.replicas, shard.param_index, 1 / copies)
-            if self._metrics is not None:
-                self._metrics.join(spec.group, local(param).device)
-        if shares and self._orthogonalizer is not None:
-            self._orthogonalizer.join(whole)
-        return specs, chunk_of, whole
-
-    def _first(self) -> Tensor:
-        """Return the first parameter, or an empty tensor where there is none."""
-        return next((param for group in self.param_groups for param in group["params"]), torch.empty(0))
-
     def _step(self) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
         _reject_capture()
-        groups, max_grad_norm = self.param_groups, self.max_grad_norm
-        has_gradients = any(param.grad is not None for group in groups for param in group["params"])
-        if not (has_gradients and self.state):
+        groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
+        rules = [update_rule(group) for group in groups]
+        has_gradients = any(param.grad is not None for param in self._params())
+        if not has_gradients or not self.state:
             self._reject_replaced()
-        update_rules = list(map(rule_of, groups))
-        specs, chunk_of, whole = self._locate(update_rules)
-        if not has_gradients and whole is None:
+        shared = self._ranks.begin(
+            groups,
+            rules,
+            max_grad_norm=max_grad_norm,
+            metrics=metrics,
+            process_group=self.process_group,
+            model=self._model,
+        )
+        if not has_gradients and shared.is_alone:
             self._reject_frozen()
             return
-        is_exact = not all(group["is_approx"] for group in groups)
-        lists, moving = list[TensorList](), list[dict[str, Any]]()
-        error: Exception | None = None
-        with contextlib.ExitStack() as stack:
-            for device in {"cpu", *(param.device.type for group in groups for param in group["params"])} - {"meta"}:
-                if torch.is_autocast_enabled(device):  # the arithmetic of a step is not the model's
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        with self._autocast_off():
             if dist.is_available() and dist.is_initialized():
                 place_gradients(groups)
-            try:
-                structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in groups]
-                if structure != self._structure:  # somebody has edited the groups
-                    list(map(check, structure))
-                    warn_of_one_rate(groups, self.defaults)
-                if is_exact:
-                    were_approx = [new for new, old in zip(groups, self._structure, strict=False) if old["is_approx"]]
-                    exact.require_stale_gradients(groups, self.state, were_approx, self._stale_gradients_supplied)
-                self._structure = structure
-                lists, moving = build_lists(groups, update_rules, self.state, specs, chunk_of)
-            except (RuntimeError, ValueError) as raised:
-                if whole is None:
-                    raise
-                error = raised  # the other ranks are to know it
-            sums = take_sums(lists, max_grad_norm, self._metrics, self._last_norms or {}) if error is None else {}
+            with shared.raising_together():  # nothing has changed until its end
+                self._check_edited_groups()
+                lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
+                take_sums(lists, max_grad_norm, metrics, self._last_norms or LastNorms())
+            shared.reduce(lists, CORRECTED if max_grad_norm is None else PRODUCTS)
             self._last_norms = None  # an update that is interrupted leaves other last gradients
-            if whole is not None:
-                for place, part in sums.items():
-                    if lists[place].process_group is not None:
-                        rows = part[CC:] if max_grad_norm is None else part[: LL + 1]
-                        whole.add(lists[place].process_group, lists[place].indices, rows)
-                whole.reduce(error)
-            norm = set_factors(lists, sums, whole, max_grad_norm, self._metrics)
+            norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
                 self.grad_norm.copy_(norm)
-            if is_exact and moving:
+            if self.is_exact and moving:
                 exact.keep_params(groups, self.state)
-            if moving:
-                torch._foreach_add_([state["step"] for state in moving], 1)
-            rounds: dict[Any, Any] = {}
-            if whole is not None and self._orthogonalizer is not None:
-                rounds = self._orthogonalizer.rounds(whole)
+            count_steps(moving)
             for tensors in lists:
                 if tensors.chunk is None:
-                    update(tensors, metrics=self._metrics)
-                else:
-                    rounds.setdefault(tensors.chunk, None)
-            for chunk, shared in rounds.items():
-                update_matrices([tensors for tensors in lists if tensors.chunk == chunk], groups, shared, self._metrics)
-            self._last_norms = WeakTensorKeyDictionary()
-            for tensors in lists:
-                norms = tensors.squares.sqrt().tolist() if tensors.squares is not None else []
-                for last, value in zip([state["last_grad"] for state in tensors.states if norms], norms, strict=True):
-                    self._last_norms[last] = last.data_ptr(), last._version, value
-            if is_exact:
+                    update(tensors, metrics=metrics)
+            for chunk, exchange in shared.chunks(lists).items():
+                of_chunk = [tensors for tensors in lists if tensors.chunk == chunk]
+                update_matrices(of_chunk, groups, exchange, metrics)
+            self._last_norms = self._norms_taken(lists)
+            if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _params(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    @contextlib.contextmanager
+    def _autocast_off(self) -> Iterator[None]:
+        """Leave autocast: the arithmetic of a step is not the model's."""
+        with contextlib.ExitStack() as stack:
+            for device in {"cpu", *(param.device.type for param in self._params())} - {"meta"}:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _check_edited_groups(self) -> None:
+        """Check what somebody may have edited in the groups since the last step, and that exact ones can step."""
+        structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in self.param_groups]
+        if structure != self._structure:
+            for settings in structure:
+                check_values(settings)
+            warn_of_one_rate(self.param_groups, self.defaults)
+        if self.is_exact:
+            before = zip(self.param_groups, self._structure, strict=False)
+            were_approx = [group for group, old in before if old["is_approx"]]
+            exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
+        self._structure = structure
+
+    def _norms_taken(self, lists: Sequence[TensorList]) -> LastNorms:
+        """Return the norms that the updates have taken of gradients, which are last gradients now."""
+        norms = LastNorms()
+        for tensors in lists:
+            if tensors.squares is not None:
+                norms.remember([state["last_grad"] for state in tensors.states], tensors.squares)
+        return norms
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
         model = None if self._model is None else self._model()
-        known = {id(param) for group in self.param_groups for param in group["params"]}
+        known = {id(param) for param in self._params()}
         replaced = [
             name
             for name, param in (() if model is None else model.named_parameters())
@@ -487,9 +441,7 @@ class Mars(torch.optim.Optimizer):
 
     def _reject_frozen(self) -> None:
         """Raise RuntimeError if every parameter has been frozen since it was added; warn if no step has trained one."""
-        if self._was_trainable and not any(
-            param.requires_grad for group in self.param_groups for param in group["params"]
-        ):
+        if self._was_trainable and not any(param.requires_grad for param in self._params()):
             raise RuntimeError(
                 "all parameters of this optimizer are frozen (another adapter active? LoRA applied afterwards?). Make "
                 "a new one with mars_hf.create(model), or skip step() while they are frozen"
@@ -515,7 +467,7 @@ class Mars(torch.optim.Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        check({"max_grad_norm": value})
+        check_values({"max_grad_norm": value})
         for group in self.param_groups:
             group["max_grad_norm"] = value
 
@@ -526,7 +478,8 @@ class Mars(torch.optim.Optimizer):
         The optimizer keeps one tensor for its whole life; every such step writes into it.
         """
         if self._grad_norm is None:
-            self._grad_norm = torch.full((), float("nan"), device=local(self._first()).device)
+            first = next(self._params(), torch.empty(0))
+            self._grad_norm = torch.full((), float("nan"), device=local(first).device)
         return self._grad_norm
 
     @property
@@ -631,8 +584,9 @@ def create(
               where they take AdamW.
             - `param_rules`: pairs of a shell pattern of names and settings (`[("*.wte.weight", {"weight_decay": 0.0}),
               ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`. The first pattern that matches a
-              parameter's name in `model.named_parameters()` decides. A rule states any setting of a parameter group
-              except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or `"adamw"`.
+              parameter's name in `model.named_parameters()` decides. An override states any setting of a parameter
+              group except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or
+              `"adamw"`.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
               and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.

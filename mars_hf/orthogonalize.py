@@ -19,18 +19,18 @@ from torch import Tensor
 
 from mars_hf import matrix_layouts
 from mars_hf._compat import cpu_multiplies_bfloat16
-from mars_hf.distributed.norms import WholeSums, group_order, wire_device
-from mars_hf.distributed.shards import PLAIN, Group, ShardSpec, Slice, is_dtensor, replicas_in_mesh, slices_of
+from mars_hf.distributed.norms import GroupSums, group_order, wire_device
+from mars_hf.distributed.shards import replicas_in_mesh, slices_of
+from mars_hf.distributed.tensors import PLAIN, Group, ShardSpec, Slice, is_dtensor
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, muon_scale, orthogonalize, shampoo_scale
-from mars_hf.param_groups import rule_of
-from mars_hf.settings import ORTHOGONAL_TYPES, dtype_of
+from mars_hf.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of, orthogonalize
+from mars_hf.settings import parse_dtype
+from mars_hf.update_rules import update_rule
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 MAX_ELEMENTS_CPU = 2**22
 # Largest work of the busiest rank, relative to the best division, if that saves communication.
 SLACK = 1.1
-_SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 
 
 # --- directions -----------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ _SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 class NewtonSchulz(NamedTuple):
     """How one parameter's first moment becomes its direction; without a layout its shape decides."""
 
-    rule: str
+    scale: Callable[[int, int], float]
     layout: MatrixLayout | None
     coefficients: tuple[Any, ...]
     eps: float
@@ -47,15 +47,12 @@ class NewtonSchulz(NamedTuple):
 
 
 def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
-    """Return the settings for the parameters of a group.
-
-    mars-shampoo orthogonalizes m / (1 - beta1). Newton-Schulz normalizes its input, so only eps sees the factor: eps is
-    multiplied by 1 - beta1 instead.
-    """
-    eps = 1e-7 if group["mars_type"] == "mars-m" else group["eps"] * (1 - group["betas"][0])
+    """Return the settings for the parameters of a group, whose rule orthogonalizes."""
+    rule = update_rule(group)
+    assert rule.scale is not None
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-    return NewtonSchulz(group["mars_type"], layout, coefficients, float(eps), dtype)
+    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype)
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:
@@ -64,7 +61,7 @@ def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.devic
     A CPU without bfloat16 instructions takes float32, every other device bfloat16. `device` does the work.
     """
     if group["ns_dtype"] is not None:
-        return dtype_of(group["ns_dtype"])
+        return parse_dtype(group["ns_dtype"])
     if param.dtype == torch.float64:
         return torch.float64
     return torch.float32 if device.type == "cpu" and not cpu_multiplies_bfloat16() else torch.bfloat16
@@ -97,7 +94,7 @@ def compute_directions(
             results[place] = torch.empty_like(momenta[place], dtype=out_dtype)
             for view in matrix_layouts.views(results[place], layouts[place]):
                 matrix = next(orthogonal)
-                view.copy_(matrix.reshape(view.shape)).mul_(_SCALES[settings[place].rule](*matrix.shape[-2:]))
+                view.copy_(matrix.reshape(view.shape)).mul_(settings[place].scale(*matrix.shape[-2:]))
     return results
 
 
@@ -346,7 +343,7 @@ class Orthogonalizer:
         members: dict[ProcessGroups, list[tuple[int, int, Tensor]]] = {}
         index = -1
         for place, group in enumerate(param_groups):
-            if rule_of(group) not in ORTHOGONAL_TYPES:
+            if not update_rule(group).orthogonalizes:
                 index += len(group["params"])
                 continue
             layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
@@ -376,20 +373,20 @@ class Orthogonalizer:
             self.shared.append((exchange, present))
         return chunk_of
 
-    def join(self, whole: WholeSums) -> None:
+    def register(self, whole: GroupSums) -> None:
         """Take part in the sums of the ranks that share this step, and say which gradients are here."""
         for exchange, present in self.shared:
             for group in filter(None, exchange.groups[:2]):
-                whole.join(group)
+                whole.register(group)
             replicas = exchange.groups.replicas
             for index in present:
                 whole.add_present(replicas, index, 1 / dist.get_world_size(replicas))
 
-    def rounds(self, whole: WholeSums) -> dict[Any, tuple[Exchange, Round]]:
+    def rounds(self, whole: GroupSums) -> dict[Any, tuple[Exchange, Round]]:
         """Return the rounds of this step by chunk, with the matrices that have gradients, in one order everywhere."""
         rounds = {}
         for place, (exchange, _) in enumerate(self.shared):
-            present = whole.present(exchange.groups.shards or exchange.groups.replicas)
+            present = whole.present_in(exchange.groups.shards or exchange.groups.replicas)
             for number, matrices in enumerate(exchange.rounds):
                 if moving := [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]:
                     rounds[place, number] = exchange, moving

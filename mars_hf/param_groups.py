@@ -11,25 +11,27 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from mars_hf import matrix_layouts
-from mars_hf.distributed.shards import reject_parts, shape_of
-from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.distributed.shards import reject_parts
+from mars_hf.distributed.tensors import shape_of
+from mars_hf.matrix_layouts import LeftOut, MatrixLayout
 from mars_hf.newton_schulz import coefficients_of
 from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     LABEL_KEYS,
-    LR_1D_RATIO,
     ORTHOGONAL_TYPES,
     ROLES,
-    Rule,
-    check,
+    Override,
+    check_values,
     reject_unknown,
 )
+from mars_hf.update_rules import UPDATE_RULES, update_rule
 
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 # Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
@@ -43,16 +45,8 @@ _HEAD_NAME = re.compile(
     r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
 )
 # The groups of a model: role, and whether `weight_decay` applies.
+_NO_OVERRIDE, _EMPTY = -1, Override("", {})  # sorts before the indices of overrides
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
-
-
-def rule_of(group: Mapping[str, Any]) -> str:
-    """Return the rule of an optimizer's group: a `mars_type`, or plain `adamw`."""
-    if group["role"] == "adamw" or (group["role"] == "vector" and not group["optimize_1d"]):
-        return "adamw"
-    if group["mars_type"] in ORTHOGONAL_TYPES and group["role"] != "matrix":
-        return "mars-adamw"  # as in the official code
-    return str(group["mars_type"])
 
 
 def param_groups(
@@ -61,13 +55,13 @@ def param_groups(
     mars_type: str = "mars-adamw",
     split_fused: Any = "auto",
     lr_embeddings: float | None = None,
-    param_rules: Sequence[Rule] = (),
+    param_rules: Sequence[Override] = (),
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
 
     Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
-    their first name). Empty groups are omitted. The groups of each rule of `param_rules` follow, in the order of the
-    rules; they hold what the rule states, and its `pattern`.
+    their first name). Empty groups are omitted. The groups of each override of `param_rules` follow, in the order of
+    the overrides; they hold what the override states, and its `pattern`.
 
     - Vectors: parameters of fewer than two dimensions, and whatever their shape every bias, every parameter of a
       normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
@@ -84,94 +78,150 @@ def param_groups(
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
 
     Raises:
-        ValueError: no trainable parameter, a pattern that matches nothing, a rule's role that does not fit,
+        ValueError: no trainable parameter, a pattern that matches nothing, an override's role that does not fit,
             `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
             orthogonalize, or one that does not fit.
     """
-    rule_indices = _assign(model, param_rules) if param_rules else {}
-    layouts: dict[nn.Parameter, MatrixLayout | str] = {}
-    if any(rule in ORTHOGONAL_TYPES for rule in (mars_type, *(s.get("mars_type") for _, s in param_rules))):
-        layouts = matrix_layouts.of_model(model, split_fused)
-    elif split_fused != "auto":
-        raise ValueError(
-            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
-            f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
-        )
-    tables = embeddings_and_heads(model) if layouts or lr_embeddings is not None else {}
-    norms = {
-        param
-        for module in model.modules()
-        if _NORM_CLASS.search(type(module).__name__)
-        for param in module.parameters(recurse=False)
-    }
+    of_model = _look_at_modules(model, mars_type, split_fused, param_rules, with_tables=lr_embeddings is not None)
+    override_indices = _assign(model, param_rules)
     groups: dict[tuple[int, int, str], dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        index = rule_indices.get(param, -1)
-        stated = dict(param_rules[index].settings) if index >= 0 else {}
-        layout = tables.get(param) or layouts.get(param)
-        orthogonal = stated.get("mars_type", mars_type) in ORTHOGONAL_TYPES
-        is_vector = len(shape_of(param)) < 2 or param in norms or _VECTOR_NAME.search(name) is not None
-        role = "vector" if is_vector else "adamw" if orthogonal and isinstance(layout, str) else "matrix"
-        settings: dict[str, Any] = {"role": stated.get("role", role)}
-        if settings["role"] == "matrix" and orthogonal:
-            known = layouts.get(param)
-            settings["layout"] = matrix_layouts.to_plain(known) if isinstance(known, MatrixLayout) else None
-        if settings["role"] != "vector" and _NO_DECAY_NAME.search(name):
-            settings["weight_decay"] = 0.0
-        if lr_embeddings is not None and param in tables and not is_vector:
-            settings |= _rate_of_table(settings["role"], stated, lr_embeddings)
-        place = _ORDER.index((settings["role"], "weight_decay" not in settings))
-        settings |= stated | ({"pattern": param_rules[index].pattern} if index >= 0 else {})
-        group = groups.setdefault((index, place, repr(settings)), {"params": [], **settings})
+        index = override_indices.get(param, _NO_OVERRIDE)
+        override = _EMPTY if index == _NO_OVERRIDE else param_rules[index]
+        stated = override.settings
+        orthogonalizes = UPDATE_RULES[stated.get("mars_type", mars_type)].orthogonalizes
+        settings = _settings_in_model(name, param, of_model, stated, orthogonalizes, lr_embeddings)
+        order = _ORDER.index((settings["role"], "weight_decay" not in settings))
+        settings |= stated
+        if override is not _EMPTY:
+            settings["pattern"] = override.pattern
+        group = groups.setdefault((index, order, repr(settings)), {"params": [], **settings})
         group["params"].append((name, param))
-        if orthogonal and settings["role"] != "matrix" and param in layouts:
-            by_itself = layout if role == "adamw" else "bias or norm"
-            reason = f"role {stated['role']!r} in param_rules" if "role" in stated else by_itself
-            group.setdefault("left_out", {})[name] = reason
+        if orthogonalizes and settings["role"] != "matrix" and param in of_model.layouts:
+            group.setdefault("left_out", {})[name] = _why_left_out(name, param, of_model, stated)
     if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
             "load a PEFT adapter with is_trainable=True"
         )
-    if lr_embeddings is not None and not any(param.requires_grad for param in tables):
+    trains_tables = any(param.requires_grad for param in of_model.tables)
+    if lr_embeddings is not None and not trains_tables:
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
 
-def _assign(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Parameter, int]:
-    """Map trainable parameters to the first rule, by its index, that matches one of their names (tied ones have more).
+@dataclass(frozen=True)
+class _OfModel:
+    """What the modules of a model say about its parameters."""
+
+    layouts: Mapping[nn.Parameter, MatrixLayout | LeftOut]  # empty if no rule orthogonalizes
+    tables: Mapping[nn.Parameter, str]  # "embedding" or "head"; empty if nobody asks
+    norms: frozenset[nn.Parameter]  # of normalization layers
+
+    def is_vector(self, name: str, param: nn.Parameter) -> bool:
+        return len(shape_of(param)) < 2 or param in self.norms or _VECTOR_NAME.search(name) is not None
+
+    def reason(self, param: nn.Parameter) -> str | None:
+        """Return why a parameter is not orthogonalized; an embedding or head is one under any module."""
+        if param in self.tables:
+            return self.tables[param]
+        layout = self.layouts.get(param)
+        return layout.reason if isinstance(layout, LeftOut) else None
+
+    def role(self, name: str, param: nn.Parameter, orthogonalizes: bool) -> str:
+        if self.is_vector(name, param):
+            return "vector"
+        if orthogonalizes and self.reason(param) is not None:
+            return "adamw"
+        return "matrix"
+
+
+def _look_at_modules(
+    model: nn.Module, mars_type: str, split_fused: Any, param_rules: Sequence[Override], *, with_tables: bool
+) -> _OfModel:
+    layouts: Mapping[nn.Parameter, MatrixLayout | LeftOut] = {}
+    named_types = [mars_type, *(override.settings.get("mars_type", mars_type) for override in param_rules)]
+    if any(UPDATE_RULES[name].orthogonalizes for name in named_types):
+        layouts = matrix_layouts.of_model(model, split_fused)
+    elif split_fused != "auto":
+        raise ValueError(
+            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
+            f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
+        )
+    tables = embeddings_and_heads(model) if layouts or with_tables else {}
+    norms: set[nn.Parameter] = set()
+    for module in model.modules():
+        if _NORM_CLASS.search(type(module).__name__):
+            norms.update(module.parameters(recurse=False))
+    return _OfModel(layouts, tables, frozenset(norms))
+
+
+def _settings_in_model(
+    name: str,
+    param: nn.Parameter,
+    of_model: _OfModel,
+    stated: Mapping[str, Any],
+    orthogonalizes: bool,
+    lr_embeddings: float | None,
+) -> dict[str, Any]:
+    """Return what a parameter's place in the model decides; an override has the last word on the role alone."""
+    role = stated.get("role") or of_model.role(name, param, orthogonalizes)
+    settings: dict[str, Any] = {"role": role}
+    if role == "matrix" and orthogonalizes:
+        layout = of_model.layouts.get(param)
+        settings["layout"] = matrix_layouts.to_plain(layout) if isinstance(layout, MatrixLayout) else None
+    if role != "vector" and _NO_DECAY_NAME.search(name):
+        settings["weight_decay"] = 0.0
+    is_table = param in of_model.tables and not of_model.is_vector(name, param)
+    if lr_embeddings is not None and is_table:
+        settings |= _rate_of_table(role, stated, lr_embeddings)
+    return settings
+
+
+def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, stated: Mapping[str, Any]) -> str:
+    if "role" in stated:
+        return f"role {stated['role']!r} in param_rules"
+    reason = of_model.reason(param)
+    if reason is None or of_model.is_vector(name, param):
+        return "bias or norm"
+    return reason
+
+
+def _assign(model: nn.Module, overrides: Sequence[Override]) -> dict[nn.Parameter, int]:
+    """Map trainable parameters to the first override, by its index, that matches one of their names (tied have more).
 
     Raises:
-        ValueError: a rule that decides nothing: it matches no trainable parameter, or earlier ones match the same.
+        ValueError: an override that decides nothing: it matches no trainable parameter, or earlier ones match the same.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+        if param.requires_grad:
+            names.setdefault(param, []).append(name)
     indices: dict[nn.Parameter, int] = {}
-    for index, (pattern, _) in enumerate(rules):
-        trained = [
-            param
-            for param, param_names in names.items()
-            if param.requires_grad and any(fnmatch.fnmatchcase(name, pattern) for name in param_names)
-        ]
-        if all(param in indices for param in trained):
-            free = [name for param in names if param.requires_grad and param not in indices for name in names[param]]
+    for index, (pattern, _) in enumerate(overrides):
+        matched = [param for param in names if _any_matches(names[param], pattern)]
+        new = [param for param in matched if param not in indices]
+        if not new:
+            free = [name for param in names if param not in indices for name in names[param]]
             near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
             raise ValueError(
-                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that the rules before it "
-                f"leave; those are named like {', '.join(map(repr, near))}"
+                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that those before "
+                f"it leave; those are named like {', '.join(map(repr, near))}"
             )
-        for param in trained:
-            indices.setdefault(param, index)
+        indices |= dict.fromkeys(new, index)
     return indices
 
 
+def _any_matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
 def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:
-    """Return the rate of an embedding or head, unless its rule states one."""
+    """Return the rate of an embedding or head, unless its override states one."""
     if "lr" in stated or (role != "matrix" and "lr_1d" in stated):
         return {}
     # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
@@ -189,9 +239,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     tables: dict[nn.Parameter, str] = {}
     heads: list[nn.Module] = []
     for path, module in modules.items():
-        base = module
-        while isinstance(wrapped := getattr(base, "base_layer", None), nn.Module):
-            base = wrapped
+        base = _without_adapters(module)
         if isinstance(base, (nn.Embedding, nn.EmbeddingBag)):
             tables |= dict.fromkeys(module.parameters(), "embedding")
         heads += _outputs(module)
@@ -200,7 +248,16 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
         ends_model = path == "fc" and module is list(model.children())[-1]
         if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
             heads += _last_layers(module)
-    return dict.fromkeys((param for head in heads for param in head.parameters()), "head") | tables
+    of_heads = [param for head in heads for param in head.parameters()]
+    return dict.fromkeys(of_heads, "head") | tables
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """Return the layer that adapters of PEFT wrap; the module itself if there are none."""
+    wrapped = getattr(module, "base_layer", None)
+    if isinstance(wrapped, nn.Module):
+        return _without_adapters(wrapped)
+    return module
 
 
 def _outputs(module: nn.Module) -> list[nn.Module]:
@@ -244,49 +301,70 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     """
     names = [name for name in group if name not in LABEL_KEYS]
     reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
-    group = {"layout": None, **check(group)}
+    group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
-    if settings["mars_type"] in ORTHOGONAL_TYPES:
+    if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
-    lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
-    follows = group.get("role") in ("adamw", "matrix") or ("lr" in group and "lr_1d" not in group)
-    if lr_1d is not None and not follows and float(lr_1d) > (1 + 1e-9) * 10 * lr:  # often `lr` was left at its default
-        warnings.warn(
-            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
-            "matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: vectors then "
-            "follow lr",
-            stacklevel=3,
-        )
-    params = group["params"]
-    if isinstance(params, set):
-        raise TypeError("params is a set, whose order changes from run to run; use a list")
-    entries = [params] if isinstance(params, Tensor) else list(params)
-
+    _warn_of_large_lr_1d(group, settings)
+    entries = _entries_of(group["params"])
     parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
-        name, param = entry if isinstance(entry, tuple) else (None, entry)
-        if not isinstance(param, Tensor):
-            raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
-        reject_parts(param)
-        shape = shape_of(param)
-        role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
-        if role == "matrix" and len(shape) < 2:
-            where = f"param_rules {group['pattern']!r}: " if "pattern" in group else ""
-            what = "a parameter" if name is None else repr(name)
-            raise ValueError(
-                f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "
-                "role='vector' or a narrower pattern"
-            )
-        if role == "matrix" and settings["mars_type"] in ORTHOGONAL_TYPES and group["layout"] is not None:
-            matrix_layouts.check(shape, MatrixLayout(**group["layout"]))
-        parts.setdefault(role, []).append(entry)
+        parts.setdefault(_role_of(entry, group, settings), []).append(entry)
     stated = {key: value for key, value in group.items() if key not in KEYS_1D}
     split = []
     for role in sorted(parts, key=ROLES.index):
         one_role = {**stated, "params": parts[role], "role": role}
-        takes_adamw = rule_of({**settings, **one_role}) == "adamw"
-        split.append(one_role | (_vector_settings(group, defaults) if takes_adamw else {}))
+        if not update_rule({**settings, **one_role}).corrects:
+            one_role |= _vector_settings(group, defaults)
+        split.append(one_role)
     return split
+
+
+def _warn_of_large_lr_1d(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Warn if vectors have more than ten times the rate of matrices: often `lr` was left at its default."""
+    lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
+    has_one_rate = group.get("role") in ("adamw", "matrix")
+    follows_lr = "lr" in group and "lr_1d" not in group
+    if lr_1d is None or has_one_rate or follows_lr:
+        return
+    if float(lr_1d) > (1 + 1e-9) * 10 * lr:
+        warnings.warn(
+            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
+            "matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: vectors then "
+            "follow lr",
+            stacklevel=4,
+        )
+
+
+def _entries_of(params: Any) -> list[Any]:
+    """Return a group's parameters as a list of tensors or (name, tensor) pairs."""
+    if isinstance(params, set):
+        raise TypeError("params is a set, whose order changes from run to run; use a list")
+    if isinstance(params, Tensor):
+        return [params]
+    return list(params)
+
+
+def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the role of a group's entry; ValueError if it cannot have the role or the layout that the group states."""
+    name, param = entry if isinstance(entry, tuple) else (None, entry)
+    if not isinstance(param, Tensor):
+        raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+    reject_parts(param)
+    shape = shape_of(param)
+    role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
+    if role != "matrix":
+        return role
+    if len(shape) < 2:
+        where = f"param_rules {group['pattern']!r}: " if "pattern" in group else ""
+        what = "a parameter" if name is None else repr(name)
+        raise ValueError(
+            f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "
+            "role='vector' or a narrower pattern"
+        )
+    if UPDATE_RULES[settings["mars_type"]].orthogonalizes and group["layout"] is not None:
+        matrix_layouts.check_shape(shape, MatrixLayout(**group["layout"]))
+    return role
 
 
 def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +373,7 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     if group.get("lr_1d") is not None:
         lr = group["lr_1d"]
     elif lr_1d is None:
-        lr = group.get("lr", ratio_base) * LR_1D_RATIO[group.get("mars_type", defaults["mars_type"])]
+        lr = group.get("lr", ratio_base) * UPDATE_RULES[group.get("mars_type", defaults["mars_type"])].lr_1d_ratio
     elif "lr" in group and ratio_base > 0:
         lr = group["lr"] * (lr_1d / ratio_base)
     else:
@@ -309,11 +387,16 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Warn if a schedule gives matrices and vectors the same rate although their rates differ."""
-    peaks = {rule_of(group) != "adamw": group.get("swa_lr", group.get("max_lr")) for group in groups}
-    lr_1d = _vector_settings({}, defaults)["lr"]
-    if len(peaks) == 2 and None not in peaks.values() and peaks[True] == peaks[False] and lr_1d != defaults["lr"]:
+    of_mars: set[Any] = set()
+    of_adamw: set[Any] = set()
+    for group in groups:
+        peaks = of_mars if update_rule(group).corrects else of_adamw
+        peaks.add(group.get("swa_lr", group.get("max_lr")))
+    lr, lr_1d = float(defaults["lr"]), float(_vector_settings({}, defaults)["lr"])
+    is_one_rate = len(of_mars) == 1 and of_mars == of_adamw and None not in of_mars
+    if is_one_rate and lr != lr_1d:
         warnings.warn(
-            f"the schedule takes all groups to a rate of {peaks[True]:g}; vectors had {float(lr_1d):g} where matrices "
-            f"had {float(defaults['lr']):g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
-            stacklevel=9,  # of the call of step(), which schedulers wrap
+            f"the schedule takes all groups to a rate of {of_mars.pop():g}; vectors had {lr_1d:g} where matrices "
+            f"had {lr:g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
+            stacklevel=10,  # of the call of step(), which schedulers wrap
         )

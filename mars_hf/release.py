@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.distributed.shards import is_dtensor
+from mars_hf.distributed.tensors import is_dtensor
 
-if TYPE_CHECKING:
-    from mars_hf.optimizer import Mars
+
+class Steppable(Protocol):
+    """What a released step asks of its optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Largest global norm of all gradients; None for none."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether any parameter needs stale gradients."""
 
 
 class GradientRelease:
     """Hooks on the parameters of an optimizer, which step them one by one."""
 
-    def __init__(self, optimizer: Mars, step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Steppable, step: Callable[[], None]) -> None:
         """Hook the parameters; `step` updates those that have a gradient, and may take it."""
         self._optimizer = weakref.ref(optimizer)  # parameters that outlive it keep their hooks
         self._step = weakref.WeakMethod(step)
@@ -37,9 +48,11 @@ class GradientRelease:
         Raises:
             RuntimeError: gradients that no hook has seen.
         """
-        stepped, self._stepped = self._stepped, set()
+        stepped = self._stepped
+        self._stepped = set()
         left = [param for param in self._params() if param.grad is not None]
-        if left and (stepped or not self._hook()):
+        has_new_hooks = bool(left) and not stepped and self._hook()
+        if left and not has_new_hooks:
             raise RuntimeError(
                 f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
                 f"first of shape {tuple(left[0].shape)}; take each gradient from backward(), or leave it out"
@@ -48,7 +61,9 @@ class GradientRelease:
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
-        return [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+        if optimizer is None:
+            return []
+        return [param for group in optimizer.param_groups for param in group["params"]]
 
     def _hook(self) -> bool:
         """Hook the parameters without a hook; return whether there are any."""
@@ -62,23 +77,25 @@ class GradientRelease:
         optimizer, step = self._optimizer(), self._step()
         if optimizer is None or step is None or param.grad is None:
             return
-        params = self._params()
-        if reason := self._unfit(param, params, alone=optimizer.max_grad_norm is None and not optimizer.is_exact):
+        reason = self._why_not(param, optimizer)
+        if reason is not None:
             raise RuntimeError(f"release_gradients=True: {reason}")
         with torch.no_grad():
             step()
         param.grad = None
         self._stepped.add(param)
 
-    def _unfit(self, param: Tensor, params: list[Tensor], *, alone: bool) -> str | None:
+    def _why_not(self, param: Tensor, optimizer: Steppable) -> str | None:
         """Return why a parameter cannot step now; None if it can."""
-        if not alone:
+        params = self._params()
+        if optimizer.max_grad_norm is not None or optimizer.is_exact:
             return "each parameter steps alone; max_grad_norm must be None, and is_approx True"
         if param in self._stepped:
             return "a second backward() before step(), or reentrant checkpoints; take one micro-batch a step"
         if not any(each is param for each in params):
             return "an engine has exchanged the optimizer's parameters; only fully_shard may"
-        if not is_dtensor(param) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        has_other_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if has_other_ranks and not is_dtensor(param):
             return "DistributedDataParallel averages gradients later, in buckets that hold them all; use fully_shard"
         if len({each.device for each in params}) > 1:
             return "parameters on several devices, whose gradients may come at the same time"

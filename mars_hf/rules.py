@@ -16,13 +16,13 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-RULES = ("adamw", "lion", "momentum")
 # Dtype of sums by type of device: Apple GPUs lack float64.
 SUM_DTYPES = defaultdict(lambda: torch.float64, mps=torch.float32)
 
@@ -69,7 +69,7 @@ def sums(
 class Options:
     """What one call of `update` does to its lists, here and in kernels."""
 
-    rule: str  # "adamw", "lion", or "momentum", which ignores `steps`, `lr` and `weight_decay`
+    arithmetic: str  # a name in `ARITHMETICS`; "momentum" ignores `steps`, `lr` and `weight_decay`
     steps: Sequence[float]  # t of each tensor, from 1
     lr: float | Tensor  # step size
     beta1: float  # decay rate of e
@@ -115,12 +115,11 @@ def update(
         exp_avg_sqs: v; modified; empty for lion and momentum.
         max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
         last_grads: modified; empty for a rule without last gradient.
-        options: the rule and its numbers.
+        options: the arithmetic and its numbers.
 
     Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
-    lr = float(options.lr)
     lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
     is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
@@ -129,42 +128,76 @@ def update(
         # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
         c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
     # Copies in the dtype of the arithmetic, or the tensors themselves.
-    x: list[Tensor] = []
     e, v, peak = ([tensor.to(dtype) for tensor in tensors] for tensors in (exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
     # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
     torch._foreach_lerp_(e, c, 1 - options.beta1)
     # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
     m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
-    if options.rule == "adamw":
-        s = g if options.second_moment == "gradient" else c  # v averages s²
-        # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
-        torch._foreach_mul_(v, options.beta2)
-        torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
-        if peak:
-            # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
-            torch._foreach_maximum_(peak, v)
-        # √v_t / √(1 - β₂ᵗ) + eps
-        denominators = torch._foreach_sqrt(peak or v)
-        torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
-        torch._foreach_add_(denominators, options.eps)
     if last_grads:
         torch._foreach_copy_(last_grads, g)
-    # Write parameters last: a gradient may be the parameter itself.
-    if options.rule == "momentum":
-        torch._foreach_copy_(params, m)
-    elif options.rule == "lion":
-        # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
-        signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
-        apply(params, signs, lr=lr, weight_decay=options.weight_decay)
-    else:
-        x = [param.to(dtype) for param in params]
-        # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
-        torch._foreach_mul_(x, 1 - lr * options.weight_decay)
-        torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
-    for values, tensors in ((x, params), (e, exp_avgs), (v, exp_avg_sqs), (peak, max_exp_avg_sqs)):
-        for value, tensor in zip(values, tensors, strict=False):
-            if value is not tensor:
-                tensor.copy_(value)
+    s = g if options.second_moment == "gradient" else c  # v averages s²
+    # Parameters are written last: a gradient may be the parameter itself.
+    ARITHMETICS[options.arithmetic].write(params, m, s, v, peak, options)
+    _write_back(e, exp_avgs)
+    _write_back(v, exp_avg_sqs)
+    _write_back(peak, max_exp_avg_sqs)
+
+
+def _write_adamw(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    lr = float(options.lr)
+    # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
+    torch._foreach_mul_(v, options.beta2)
+    torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
+    if peak:
+        # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
+        torch._foreach_maximum_(peak, v)
+    # √v_t / √(1 - β₂ᵗ) + eps
+    denominators = torch._foreach_sqrt(peak or v)
+    torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
+    torch._foreach_add_(denominators, options.eps)
+    x = [param.to(moment.dtype) for param, moment in zip(params, m, strict=True)]
+    # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
+    torch._foreach_mul_(x, 1 - lr * options.weight_decay)
+    torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
+    _write_back(x, params)
+
+
+def _write_lion(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
+    signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
+    apply(params, signs, lr=float(options.lr), weight_decay=options.weight_decay)
+
+
+def _write_momentum(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    torch._foreach_copy_(params, m)
+
+
+class Arithmetic(NamedTuple):
+    """What turns first moments into parameters."""
+
+    # From params x; m; s, whose squares v averages; v; its running maxima; and the options. Writes x, v and the maxima.
+    write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], Options], None]
+    has_second_moment: bool = False  # without, v is empty
+
+
+ARITHMETICS = {
+    "adamw": Arithmetic(_write_adamw, has_second_moment=True),
+    "lion": Arithmetic(_write_lion),
+    "momentum": Arithmetic(_write_momentum),
+}
+
+
+def _write_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy values into tensors of another dtype, rounded once; those computed in place are there already."""
+    for value, tensor in zip(values, tensors, strict=True):
+        if value is not tensor:
+            tensor.copy_(value)
 
 
 def apply(params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
@@ -184,9 +217,7 @@ def apply(params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weig
     # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
     torch._foreach_mul_(x, 1 - lr * weight_decay)
     torch._foreach_add_(x, [direction.to(dtype) for direction in directions], alpha=-lr)
-    for value, param in zip(x, params, strict=True):
-        if value is not param:
-            param.copy_(value)
+    _write_back(x, params)
 
 
 def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,11 +15,10 @@ import torch
 
 from mars_hf import matrix_layouts
 from mars_hf.newton_schulz import SCHEDULES, coefficients_of
+from mars_hf.update_rules import UPDATE_RULES
 
-# The rules, and lr_1d / lr where lr_1d is None: that of every published configuration.
-LR_1D_RATIO = {"mars-adamw": 0.5, "mars-lion": 0.5, "mars-shampoo": 0.5, "mars-m": 1.0}
-MARS_TYPES = tuple(LR_1D_RATIO)
-ORTHOGONAL_TYPES = ("mars-shampoo", "mars-m")  # orthogonalize the first moment of their matrices
+MARS_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)
+ORTHOGONAL_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.orthogonalizes)
 ROLES = ("matrix", "vector", "adamw")
 # A name for mars-m as torch.optim.Muon computes it; see `expand`.
 MUON = "muon"
@@ -37,68 +36,104 @@ class Kind(NamedTuple):
 
 def _number(value: Any) -> float:
     """Return a finite number as a float, NaN for anything else."""
-    number = math.nan if isinstance(value, (str, bytes, bool, torch.Tensor)) else float(value)
+    if isinstance(value, (str, bytes, bool, torch.Tensor)):
+        return math.nan
+    number = float(value)
     return number if math.isfinite(number) else math.nan
 
 
 def _one_of(*names: str) -> Kind:
-    return Kind(", ".join(map(repr, names)), lambda value: isinstance(value, str) and value in names, names=names)
+    return Kind(_quoted(names), lambda value: isinstance(value, str) and value in names, names=names)
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
 
 
 def _or_none(kind: Kind) -> Kind:
-    return kind._replace(
-        accepted=f"{kind.accepted}, or None",
-        fits=lambda value: value is None or kind.fits(value),
-        plain=lambda value: None if value is None else kind.plain(value),
-    )
+    def fits(value: Any) -> bool:
+        return value is None or kind.fits(value)
+
+    def plain(value: Any) -> Any:
+        return None if value is None else kind.plain(value)
+
+    return kind._replace(accepted=f"{kind.accepted}, or None", fits=fits, plain=plain)
 
 
 def _dtype(*names: str) -> Kind:
-    return _or_none(_one_of(*names)._replace(fits=lambda value: str(value).removeprefix("torch.") in names))
+    """Return the kind of a torch.dtype or its name, or None."""
+
+    def fits(value: Any) -> bool:
+        return str(value).removeprefix("torch.") in names
+
+    return _or_none(_one_of(*names)._replace(fits=fits))
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return _number(value) >= 0
+
+
+def _plain_rate(value: Any) -> float | torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else float(value)
+
+
+def _is_beta(value: Any) -> bool:
+    return 0 <= _number(value) < 1
+
+
+def _are_betas(value: Any) -> bool:
+    return len(value) == 2 and all(_is_beta(beta) for beta in value)
+
+
+def _plain_betas(value: Any) -> tuple[float, ...]:
+    return tuple(float(beta) for beta in value)
+
+
+def _are_coefficients(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in SCHEDULES
+    if isinstance(value[0], (list, tuple)):
+        return all(_is_triple(triple) for triple in value)
+    return _is_triple(value)
+
+
+def _is_triple(value: Any) -> bool:
+    return len(value) == 3 and all(math.isfinite(_number(coefficient)) for coefficient in value)
+
+
+def _is_split(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("auto", "none")
+    return all(_are_sizes(sizes) for sizes in value.values())
+
+
+def _are_sizes(value: Any) -> bool:
+    return all(type(size) is int and size > 0 for size in value)
+
+
+def _is_layout(value: Any) -> bool:
+    return matrix_layouts.to_plain(value) is not None
 
 
 _NUMBER = Kind("a finite number >= 0", lambda value: _number(value) >= 0, float, float)
-_RATE = Kind(
-    "a finite number >= 0, or a tensor of one element",
-    lambda value: _number(value.item() if isinstance(value, torch.Tensor) else value) >= 0,
-    lambda value: value if isinstance(value, torch.Tensor) else float(value),
-    float,
-)
+_RATE = Kind("a finite number >= 0, or a tensor of one element", _is_rate, _plain_rate, float)
 _THRESHOLD = _or_none(Kind("a finite number > 0", lambda value: _number(value) > 0, float, float))
-_BETA = Kind("a number in [0, 1)", lambda value: 0 <= _number(value) < 1, float, float)
-_BETAS = Kind(
-    "two numbers in [0, 1)",
-    lambda value: len(value) == 2 and all(map(_BETA.fits, value)),
-    lambda value: tuple(map(float, value)),
-    None,
-)
+_BETA = Kind("a number in [0, 1)", _is_beta, float, float)
+_BETAS = Kind("two numbers in [0, 1)", _are_betas, _plain_betas, None)
 _FLAG = Kind("True, False", lambda value: isinstance(value, bool), type=bool)
 _STEPS = Kind("an integer from 1 to 100", lambda value: type(value) is int and 1 <= value <= 100, type=int)
 _COEFFICIENTS = Kind(
-    f"{', '.join(map(repr, SCHEDULES))}, three finite numbers, or a list of such triples, one a step",
-    lambda value: (
-        value in SCHEDULES
-        if isinstance(value, str)
-        else all(
-            len(triple) == 3 and not math.isnan(sum(map(_number, triple)))
-            for triple in (value if isinstance(value[0], (list, tuple)) else [value])
-        )
-    ),
+    f"{_quoted(SCHEDULES)}, three finite numbers, or a list of such triples, one a step",
+    _are_coefficients,
     names=tuple(SCHEDULES),
 )
-_TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{', '.join(map(repr, MARS_TYPES))}; {MUON!r} in create")
-_SPLIT = Kind(
-    "'auto', 'none', or a mapping of name patterns to sizes",
-    lambda value: (
-        value in ("auto", "none")
-        if isinstance(value, str)
-        else all(type(size) is int and size > 0 for sizes in value.values() for size in sizes)
-    ),
-    names=("auto", "none"),
-)
+_TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{_quoted(MARS_TYPES)}; {MUON!r} in create")
+_SPLIT = Kind("'auto', 'none', or a mapping of name patterns to sizes", _is_split, names=("auto", "none"))
 _LAYOUT = Kind(
     "a MatrixLayout or a dict of its fields (transposed, batched: True, False; parts: sizes > 0)",
-    lambda value: isinstance(matrix_layouts.to_plain(value), dict),
+    _is_layout,
     matrix_layouts.to_plain,
 )
 
@@ -144,33 +179,54 @@ _TABLE = (
     Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),
     Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
-    Setting("param_rules", [], Kind("rules", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
+    # Checked by `_overrides`, not by its kind.
+    Setting("param_rules", [], Kind("overrides", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
     Setting("release_gradients", False, _FLAG, "Step each parameter inside backward, and drop its gradient.", "run"),
 )
+
+
+def _defaults_of(*scopes: str) -> dict[str, Any]:
+    return {setting.name: setting.default for setting in _TABLE if setting.scope in scopes}
+
+
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
-DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope in ("group", "1d")}
-MODEL_DEFAULTS: Mapping[str, Any] = {setting.name: setting.default for setting in _TABLE if setting.scope == "model"}
-KEYS_1D = tuple(setting.name for setting in _TABLE if setting.scope == "1d")
-GROUP_KEYS = (*(setting.name for setting in _TABLE if setting.scope == "group"), "layout")  # of groups alone
-# What a rule of `param_rules` may state: not the norm of all gradients.
-RULE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
+DEFAULTS: Mapping[str, Any] = _defaults_of("group", "1d")
+MODEL_DEFAULTS: Mapping[str, Any] = _defaults_of("model")
+KEYS_1D = tuple(_defaults_of("1d"))
+GROUP_KEYS = (*_defaults_of("group"), "layout")  # a layout is no keyword: groups alone have one
+# What an override of `param_rules` may state: not the norm of all gradients.
+OVERRIDE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
 # What each step checks in groups that may have been edited: not the numbers, which schedulers write.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
 STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _NUMBERS))
 ORTHOGONAL_KEYS = ("ns_steps", "ns_coefficients", "ns_dtype", "split_fused")  # of mars-shampoo and mars-m
 # Names for the halves of a pair, where a value can hold no comma.
-PAIR_KEYS = {f"beta{index + 1}{suffix}": (f"betas{suffix}", index) for suffix in ("", "_1d") for index in (0, 1)}
+PAIR_KEYS = {"beta1": ("betas", 0), "beta2": ("betas", 1), "beta1_1d": ("betas_1d", 0), "beta2_1d": ("betas_1d", 1)}
 # Labels of groups, ours and torch's. `gamma_of_average`: the gamma of the steps behind exp_avg, for states without last
-# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's rule in `param_rules`.
+# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's override in `param_rules`.
 LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out", "pattern")
-_KINDS = {name: setting.kind for name, setting in SETTINGS.items()} | dict.fromkeys(PAIR_KEYS, _BETA)
+_KINDS = {name: setting.kind for name, setting in SETTINGS.items()}
+_KINDS |= dict.fromkeys(PAIR_KEYS, _BETA)
 _KINDS |= {"role": _one_of(*ROLES), "layout": _or_none(_LAYOUT)}
 _OTHER_NAMES = {  # of other libraries
-    **{"learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "epsilon": "eps", "adam_epsilon": "eps"},
-    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2", "momentum"), "betas"),
-    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "clip_grad_norm"), "max_grad_norm"),
+    "learning_rate": "lr",
+    "step_size": "lr",
+    "wd": "weight_decay",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "beta1": "betas",
+    "beta2": "betas",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "momentum": "betas",
+    "max_norm": "max_grad_norm",
+    "clip_grad": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
 }
-_RULES = (
+_EXAMPLE = "write gamma=0.025,beta1=0.9"
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_OVERRIDES = (
     "accepted: a list of pairs (pattern, settings), or of mappings with 'pattern' and settings, such as "
     "[('*.lora_*', {'lr': 1e-3})]"
 )
@@ -180,7 +236,7 @@ class UnknownHyperparameterError(TypeError, ValueError):
     """Raised for an unknown setting: a TypeError as a keyword, a ValueError as a key of a group or of `optim_args`."""
 
 
-class Rule(NamedTuple):
+class Override(NamedTuple):
     """Settings of the parameters whose name matches a shell pattern."""
 
     pattern: str
@@ -193,19 +249,19 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def check(settings: Mapping[str, Any]) -> dict[str, Any]:
+def check_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as plain types; keys that are none stay as they are.
 
     Raises:
-        ValueError: a value that MARS cannot use, or an unknown name in a rule of `param_rules`.
+        ValueError: a value that MARS cannot use, or an unknown name in an override of `param_rules`.
     """
     checked = dict(settings)
     for name, value in settings.items():
         if name == "param_rules":
-            checked[name] = [_checked_rule(rule) for rule in _rules(value)]
+            checked[name] = [_checked_override(override) for override in _overrides(value)]
         elif name in _KINDS:
             checked[name] = _checked(name, value, _KINDS[name])
-    if "ns_steps" in settings and settings.get("ns_coefficients", "quintic") != "quintic":  # which fits any number
+    if "ns_steps" in settings and "ns_coefficients" in settings:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     return checked
 
@@ -213,8 +269,9 @@ def check(settings: Mapping[str, Any]) -> dict[str, Any]:
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `create`, checked; unlike a group's, their `mars_type` may be `"muon"`."""
     if str(settings.get("mars_type")) != MUON:
-        return check(settings)
-    return {**check({**settings, "mars_type": "mars-m"}), "mars_type": MUON}
+        return check_values(settings)
+    checked = check_values({**settings, "mars_type": "mars-m"})
+    return {**checked, "mars_type": MUON}
 
 
 def expand(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,63 +290,79 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     with contextlib.suppress(Exception):  # a value of any class may raise anything
         if kind.fits(value):
             return kind.plain(value)
-    close = difflib.get_close_matches(shown(value).strip("'").lower().replace("_", "-"), kind.names, n=1)
+    text = shown(value).strip("'").lower().replace("_", "-")
+    close = difflib.get_close_matches(text, kind.names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
 
 
-def _checked_rule(rule: Rule) -> Rule:
-    where = f"param_rules {shown(rule.pattern)}"
-    reject_unknown(rule.settings, RULE_KEYS, where)
-    values = {name: read(name, value) if isinstance(value, str) else value for name, value in rule.settings.items()}
+def _checked_override(override: Override) -> Override:
+    where = f"param_rules {shown(override.pattern)}"
+    reject_unknown(override.settings, OVERRIDE_KEYS, where)
+    values = {}
+    for name, value in override.settings.items():
+        values[name] = read(name, value) if isinstance(value, str) else value
     try:
-        return Rule(rule.pattern, check(values))
+        return Override(override.pattern, check_values(values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _rules(value: Any) -> list[Rule]:
-    """Return rules from pairs, or from mappings with a `pattern`; settings are not checked.
+def _overrides(value: Any) -> list[Override]:
+    """Return overrides from pairs, or from mappings with a `pattern`; settings are not checked.
 
     Raises:
         ValueError: something of another form, an empty pattern, or a duplicated one.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"param_rules={value!r} is not a list of rules; {_RULES}")
-    rules: list[Rule] = []
+        raise ValueError(f"param_rules={value!r} is not a list of overrides; {_OVERRIDES}")
+    overrides: dict[str, Override] = {}  # by pattern
     for index, entry in enumerate(value):
-        if isinstance(entry, Mapping) and "pattern" in entry:
-            pattern, settings = entry["pattern"], {key: value for key, value in entry.items() if key != "pattern"}
-        elif isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], Mapping):
-            pattern, settings = entry[0], dict(entry[1])
-        else:
-            raise ValueError(f"param_rules[{index}]={entry!r} is not a rule; {_RULES}")
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"param_rules[{index}]: pattern={pattern!r} is not a shell pattern of names; {_RULES}")
-        if any(pattern == rule.pattern for rule in rules):
-            raise ValueError(f"param_rules: {pattern!r} is duplicated; put its settings into one rule")
-        rules.append(Rule(pattern, settings))
-    return rules
+        override = _override(entry, f"param_rules[{index}]")
+        if override.pattern in overrides:
+            raise ValueError(f"param_rules: {override.pattern!r} is duplicated; put its settings into one override")
+        overrides[override.pattern] = override
+    return list(overrides.values())
 
 
-def _rules_from_text(text: str) -> list[Rule]:
-    """Return the rules of a JSON list, or of the .json, .yaml or .yml file that the text names; values may be strings.
+def _override(entry: Any, where: str) -> Override:
+    """Return the override that one entry of `param_rules` states."""
+    if isinstance(entry, Mapping) and "pattern" in entry:
+        settings = dict(entry)
+        pattern = settings.pop("pattern")
+    elif isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], Mapping):
+        settings = dict(entry[1])
+        pattern = entry[0]
+    else:
+        raise ValueError(f"{where}={entry!r} is not an override; {_OVERRIDES}")
+    if not isinstance(pattern, str) or not pattern:
+        raise ValueError(f"{where}: pattern={pattern!r} is not a shell pattern of names; {_OVERRIDES}")
+    return Override(pattern, settings)
+
+
+def _overrides_from_text(text: str) -> list[Override]:
+    """Return the overrides of a JSON list, or of the .json, .yaml or .yml file that the text names.
+
+    Values may be strings.
 
     Raises:
         ValueError: they cannot be read.
     """
     import yaml
 
-    is_file = text.lower().endswith((".json", ".yaml", ".yml"))
+    names_file = text.lower().endswith((".json", ".yaml", ".yml"))
     try:
-        # A .json file is YAML, too.
-        value = yaml.safe_load(Path(text).expanduser().read_text(encoding="utf-8")) if is_file else json.loads(text)
+        if names_file:
+            content = Path(text).expanduser().read_text(encoding="utf-8")
+            value = yaml.safe_load(content)  # a .json file is YAML, too
+        else:
+            value = json.loads(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
             'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
         ) from None
-    return _rules(value)
+    return _overrides(value)
 
 
 def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
@@ -298,22 +371,32 @@ def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *,
     With `labels`, names that resemble none pass: schedulers and wrappers add keys of their own to groups.
     """
     accepted = tuple(accepted)
-    for name in (name for name in names if name not in accepted):
-        text = str(name).lower().replace("-", "_")
-        close = [_OTHER_NAMES.get(text), *difflib.get_close_matches(text, accepted, n=1, cutoff=0.8)]
-        meant = next((other for other in close if other in accepted), None)
+    for name in names:
+        if name in accepted:
+            continue
+        meant = _meant(str(name), accepted)
         if meant or not labels:
             hint = f"; did you mean {meant!r}?" if meant else ""
             raise UnknownHyperparameterError(f"{where}: unknown {shown(name)}{hint}; accepted: {', '.join(accepted)}")
 
 
+def _meant(name: str, accepted: Sequence[str]) -> str | None:
+    """Return the accepted name that another library calls so, or that is nearly spelt so."""
+    text = name.lower().replace("-", "_")
+    ours = _OTHER_NAMES.get(text)
+    if ours in accepted:
+        return ours
+    close = difflib.get_close_matches(text, accepted, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
 def read(name: str, text: str) -> Any:
-    """Return the value that a string states; `check` decides whether it fits."""
-    words = {"true": True, "false": False, "none": None, "null": None}
-    if text.lower() in words and text.lower() not in _KINDS[name].names:
-        return words[text.lower()]
+    """Return the value that a string states; `check_values` decides whether it fits."""
+    word = text.lower()
+    if word in _WORDS and word not in _KINDS[name].names:  # split_fused has a "none" of its own
+        return _WORDS[word]
     if name == "param_rules":
-        return _rules_from_text(text)
+        return _overrides_from_text(text)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -326,18 +409,30 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     Raises:
         ValueError: something that is not name=value, an unknown name, or one that comes twice.
     """
-    texts: dict[str, str] = {}
-    for pair in text.replace(" ", "").split(",") if text else ():
-        name, _, value = pair.partition("=")
-        if not (name and value) or "=" in value or name in texts:
-            problem = "is given twice" if name in texts else "is not name=value"
-            raise ValueError(f"optim_args={shown(text)}: {shown(pair)} {problem}; write gamma=0.025,beta1=0.9")
-        texts[name] = value
+    texts = _split_pairs(text) if text else {}
     accepted = [name for name in (*SETTINGS, *PAIR_KEYS, "like") if name not in ("betas", "betas_1d")]
     reject_unknown(texts, accepted, "optim_args")
-    return {name: value if name == "like" else read(name, value) for name, value in texts.items()}
+    settings = {}
+    for name, value in texts.items():
+        settings[name] = value if name == "like" else read(name, value)
+    return settings
 
 
-def dtype_of(value: str | torch.dtype) -> torch.dtype:
+def _split_pairs(text: str) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for pair in text.replace(" ", "").split(","):
+        name, _, value = pair.partition("=")
+        where = f"optim_args={shown(text)}: {shown(pair)}"
+        if name in texts:
+            raise ValueError(f"{where} is given twice; {_EXAMPLE}")
+        if not name or not value or "=" in value:
+            raise ValueError(f"{where} is not name=value; {_EXAMPLE}")
+        texts[name] = value
+    return texts
+
+
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
     """Return the dtype of a setting: a torch.dtype, or its name."""
-    return value if isinstance(value, torch.dtype) else getattr(torch, value.removeprefix("torch."))
+    if isinstance(value, torch.dtype):
+        return value
+    return getattr(torch, value.removeprefix("torch."))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mars_hf import matrix_layouts, settings
-from mars_hf.param_groups import rule_of
+from mars_hf.update_rules import UpdateRule, update_rule
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = (
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation"),
-    *("previous_grad", "previous_param"),
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "last_grad",
+    "compensation",
+    "previous_grad",
+    "previous_param",
 )
 
 
@@ -22,13 +27,13 @@ class UnfitStateError(ValueError, RuntimeError):
     """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
 
-def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> tuple[str, ...]:
-    """Check a state, fill what it lacks with zeros, and return the keys of the buffers that a step of its rule uses.
+def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Iterable[str]) -> None:
+    """Check a state, and add those buffers that it lacks, as zeros.
 
     Raises:
         RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
     """
-    check(param, state)
+    check_state(param, state)
     if lacks_last_grad(group, state):
         shape = tuple(param.shape)
         if "gamma_of_average" in group:
@@ -42,59 +47,62 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> t
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
     state["step"] = step_of(state.get("step", 0))
-    keys = buffers_of(param, group, state)
-    for key in keys:
+    for key in buffers:
         if key not in state:
-            dtype = param.dtype if key == "compensation" else dtype_of(param, group, state)
+            dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return keys
 
 
-def buffers_of(param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
+def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
     """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
-    keys, rule = ["exp_avg"], rule_of(group)
-    if rule in ("adamw", "mars-adamw"):
-        keys += ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-    if rule != "adamw" and not is_recursive(group, state):
+    keys = ["exp_avg"]
+    if rule.has_second_moment:
+        keys.append("exp_avg_sq")
+        if group["amsgrad"]:
+            keys.append("max_exp_avg_sq")
+    if rule.corrects and ("last_grad" in state or not averages_gradients(rule, group)):
         keys.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
     return tuple(keys)
 
 
-def dtype_of(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
+def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32."""
     if "exp_avg" in state:
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
-        return settings.dtype_of(group["state_dtype"])
+        return settings.parse_dtype(group["state_dtype"])
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
-def is_recursive(group: Mapping[str, Any], state: Container[str]) -> bool:
-    """Return whether the first moment follows from averages of the gradients alone, without a last gradient.
+def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
+    """Return whether first moments follow from averages of the gradients alone, without last gradients.
 
-    A state that already has a last gradient keeps using it. Only the state's keys are needed.
+    A state that already has a last gradient keeps using it.
     """
-    unclipped = group["is_approx"] and group["clip_threshold"] is None
-    without_squares = rule_of(group) != "mars-adamw" or group["second_moment"] == "gradient"
-    return rule_of(group) != "adamw" and unclipped and without_squares and "last_grad" not in state
+    if not rule.corrects or not group["is_approx"] or group["clip_threshold"] is not None:
+        return False
+    return not rule.has_second_moment or group["second_moment"] == "gradient"
 
 
 def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
-    expected = rule_of(group) != "adamw" and group["is_approx"] and not is_recursive(group, state)
-    return expected and "exp_avg" in state and "last_grad" not in state
+    rule = update_rule(group)
+    if not rule.corrects or not group["is_approx"] or averages_gradients(rule, group):
+        return False
+    return "exp_avg" in state and "last_grad" not in state
 
 
 def step_of(value: Any) -> Tensor:
     """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
-    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.ndim == 0 and value.device.type == "cpu":
+    is_count = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float32
+    if is_count and value.device.type == "cpu":
         return value
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
 
-def check(
+def check_state(
     param: Tensor, state: Mapping[str, Any], what: str = "the state of a parameter", *, anywhere: bool = False
 ) -> None:
     """Raise UnfitStateError unless every tensor of a state fits its parameter.
@@ -107,24 +115,35 @@ def check(
     """
     for key, value in state.items():
         if key == "step":
-            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
-                raise UnfitStateError(
-                    f"{what} of shape {tuple(param.shape)} has {key}={_look(value)}; a number is needed"
-                )
+            _check_step(param, value, what)
         elif key in BUFFERS:
-            fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
-            if not (fits and (anywhere or value.device == param.device)):
-                raise UnfitStateError(
-                    f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_look(value)}; a floating "
-                    "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
-                    "size cannot be resumed: start with a fresh optimizer"
-                )
-            if value.is_neg() or (0 in value.stride() and is_expanded(value)):
-                view = "a negated view" if value.is_neg() else f"expanded (strides {value.stride()})"
-                raise UnfitStateError(
-                    f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
-                    "it with its .clone()"
-                )
+            _check_buffer(param, key, value, what, anywhere=anywhere)
+
+
+def _check_step(param: Tensor, value: Any, what: str) -> None:
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number:
+        raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
+
+
+def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: bool) -> None:
+    fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+    if not fits or (not anywhere and value.device != param.device):
+        raise UnfitStateError(
+            f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
+            "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
+            "size cannot be resumed: start with a fresh optimizer"
+        )
+    view = None
+    if value.is_neg():
+        view = "a negated view"
+    elif 0 in value.stride() and is_expanded(value):
+        view = f"expanded (strides {value.stride()})"
+    if view is not None:
+        raise UnfitStateError(
+            f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
+            "it with its .clone()"
+        )
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -135,32 +154,37 @@ def is_expanded(tensor: Tensor) -> bool:
 def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
-        if "role" not in saved:
-            raise ValueError(
-                f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
-                "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
-                "copy without optimizer.pt and scheduler.pt"
-            )
-        patterns = [one.get("pattern") for one in (saved, group)]
-        if None not in patterns and patterns[0] != patterns[1]:
-            raise ValueError(
-                f"param group {index} was saved with the pattern {patterns[0]!r} of param_rules and has "
-                f"{patterns[1]!r} here; build the optimizer with the param_rules it was saved with, in their order"
-            )
-        was, now = ({**one, "layout": matrix_layouts.to_plain(one.get("layout"))} for one in (saved, group))
-        for key in ("role", "mars_type", "is_approx", "layout"):
-            if was[key] != now[key]:
-                raise ValueError(
-                    f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
-                    "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
-                    "split_fused) as when it was saved"
-                )
-        try:
-            settings.check(saved)
-        except ValueError as error:
-            raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
+        _check_saved_group(index, saved, group)
     for id_, param in _pairs(state_dict, groups):
-        check(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+        check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+
+
+def _check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    if "role" not in saved:
+        raise ValueError(
+            f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
+            "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
+            "copy without optimizer.pt and scheduler.pt"
+        )
+    both_have_patterns = "pattern" in saved and "pattern" in group
+    if both_have_patterns and saved["pattern"] != group["pattern"]:
+        raise ValueError(
+            f"param group {index} was saved with the pattern {saved['pattern']!r} of param_rules and has "
+            f"{group['pattern']!r} here; build the optimizer with the param_rules it was saved with, in their order"
+        )
+    was = {**saved, "layout": matrix_layouts.to_plain(saved.get("layout"))}
+    now = {**group, "layout": matrix_layouts.to_plain(group.get("layout"))}
+    for key in ("role", "mars_type", "is_approx", "layout"):
+        if was[key] != now[key]:
+            raise ValueError(
+                f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
+                "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
+                "split_fused) as when it was saved"
+            )
+    try:
+        settings.check_values(saved)
+    except ValueError as error:
+        raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
 
 
 def copy_loaded(
@@ -182,6 +206,7 @@ def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     return list(zip(ids, params, strict=False))  # torch complains of other lengths
 
 
-def _look(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}" if is_tensor else repr(value)
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)

@@ -1,351 +1,197 @@
-"""One step: build lists, take norms, clip, orthogonalize, update.
-
-`build_lists` looks at every tensor that the step will touch and raises before anything changes. All lists are made anew
-in each step: nothing of a former one is trusted.
-"""
+"""One step on lists of tensors: take norms, clip, orthogonalize, update."""
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mars_hf import rules, states
-from mars_hf.distributed.norms import WholeSums
-from mars_hf.distributed.shards import PLAIN, Group, Shard, ShardSpec, local
-from mars_hf.kernels import Backend, choose_backend
+from mars_hf import rules
+from mars_hf.last_norms import LastNorms
+from mars_hf.lists import TensorList
 from mars_hf.metrics import HERE, StepMetrics
 from mars_hf.orthogonalize import (
     Exchange,
     Matrix,
     NewtonSchulz,
+    Round,
     compute_directions,
     iteration_dtype,
     newton_schulz_of,
 )
-from mars_hf.settings import ORTHOGONAL_TYPES
+from mars_hf.ranks import SharedStep
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-# Rows of the sums.
+# Rows of the sums over a list: <g, g>, <g, last>, <last, last>, <c, c>.
 GG, GL, LL, CC = range(4)
-# Buffers of rules with a second moment; the others have first moment and last gradient.
-_BUFFERS = {"adamw": ("exp_avg", "exp_avg_sq"), "mars-adamw": ("exp_avg", "exp_avg_sq", "last_grad")}
-# The arithmetic of each rule (see `rules.update`); mars-shampoo and mars-m do not stop at the momentum.
-_ARITHMETIC = {"adamw": "adamw", "mars-adamw": "adamw", "mars-lion": "lion"}
-
-# Of last gradients: address and version, which change with the values but for writes through `.data`, and norm.
-LastNorms = MutableMapping[Tensor, tuple[int, int, float]]
+PRODUCTS, CORRECTED = slice(GG, LL + 1), slice(CC, CC + 1)
 
 
-@dataclass
-class TensorList:
-    """Tensors of one group, device and dtypes that one call of a backend takes: whole parameters or shards.
-
-    Each list has one entry per parameter or shard, or is empty if the rule does not need it. With the factors the
-    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last is last_grad.
-    """
-
-    group: dict[str, Any]
-    rule: str  # of the group: "adamw", or a `mars_type`
-    backend: Backend
-    chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
-    process_group: Group = None  # ranks that hold the other shards; None for whole parameters
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    exp_avg: list[Tensor] = field(default_factory=list)
-    exp_avg_sq: list[Tensor] = field(default_factory=list)
-    max_exp_avg_sq: list[Tensor] = field(default_factory=list)
-    last_grad: list[Tensor] = field(default_factory=list)
-    compensation: list[Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of the parameters
-    offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
-    fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
-    correction: float = 0.0  # k
-    scale: Tensor | None = None  # 0-d; None means 1
-    factors: Tensor | None = None  # one per entry; None means 1; set between norms and update
-    limits: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
-    squares: Tensor | None = None  # <g, g> of lists with limits; None before it is known
-
-    def part(self, indices: Sequence[int]) -> TensorList:
-        """Return a list of some entries."""
-        names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), list)]
-        lists: dict[str, Any] = {
-            name: [getattr(self, name)[i] for i in indices] for name in names if getattr(self, name)
-        }
-        return replace(self, **lists, factors=None if self.factors is None else self.factors[indices])
-
-
-def build_lists(
-    param_groups: Sequence[dict[str, Any]],
-    update_rules: Sequence[str],
-    all_states: MutableMapping[Tensor, Any],
-    specs: Mapping[Tensor, ShardSpec],
-    chunk_of: Mapping[int, Any],
-) -> tuple[list[TensorList], list[dict[str, Any]]]:
-    """Check every tensor of the step, add missing buffers to states, and sort all by what one call can take.
-
-    Args:
-        param_groups: the optimizer's groups.
-        update_rules: their update rules.
-        all_states: the optimizer's states; those of new parameters are stored if no check fails.
-        specs: specs of the sharded tensors.
-        chunk_of: the chunk of each matrix to orthogonalize, by its index.
-
-    Returns:
-        The lists, and the states of all parameters that have a gradient.
-
-    Raises:
-        RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
-    """
-    entries = _collect_ordinary(param_groups, update_rules, all_states)
-    fits = [(True, True)] * len(entries)
-    overlapping: set[int] = set()
-    if not entries:
-        entries = _collect_any(param_groups, all_states)
-        spans: list[tuple[int, int, int]] = []
-        fits = [_look(entry.tensors, entry.param_index, spans) for entry in entries]
-        overlapping = _overlapping(spans)
-    # Groups whose first moments are averages of the gradients, for one gamma.
-    averaging = {e.place for e in entries if "last_grad" not in e.keys and update_rules[e.place] != "adamw"}
-    for place in averaging:
-        gamma, before = param_groups[place]["gamma"], param_groups[place].get("gamma_of_average")
-        if before not in (None, gamma):
-            raise RuntimeError(
-                f"gamma={gamma} after steps with {before}: without clipping the state has no last gradients, which "
-                "another gamma needs. Keep gamma, or start the run with clip_threshold=1e30 (keeps last gradients, "
-                "never clips)"
-            )
-    alike: dict[Any, list[tuple[_Entry, Shard | None, bool]]] = {}
-    for entry, (dense, grad_fits) in zip(entries, fits, strict=True):
-        place, index, param, _, keys, tensors = entry
-        spec = specs.get(param) if specs else None
-        if index in overlapping:  # updated one by one
-            dense = False
-        process_group = None if spec is None else spec.group
-        kind = (place, tensors[0].device, *[tensor.dtype for tensor in tensors], keys, dense, process_group)
-        for shard in (None,) if spec is None else spec.shards:
-            # Tensors of ZeRO that nobody located are not at their parameters' indices.
-            index = index if shard is None else shard.param_index
-            chunk = chunk_of.get(index) if update_rules[place] in ORTHOGONAL_TYPES else None
-            alike.setdefault((*kind, chunk), []).append((entry, shard, grad_fits))
-    total = sum(entry.tensors[0].numel() for entry in entries)
-    lists = []
-    for (place, device, *_, dense, process_group, chunk), parts in alike.items():
-        group, rule, first = param_groups[place], update_rules[place], parts[0][0]
-        names = ("params", "grads", *first.keys)
-        dtypes = {name: tensor.dtype for name, tensor in zip(names, first.tensors, strict=True)}
-        if rule in ORTHOGONAL_TYPES:  # kernels write first moments
-            dtypes["params"] = iteration_dtype(group, first.tensors[0], device)
-        backend = choose_backend(group, device, dtypes, _ARITHMETIC.get(rule, "momentum"), total, dense=dense)
-        lists.append(TensorList(group, rule, backend, chunk, process_group))
-        _fill(lists[-1], parts)
-    for entry in entries:
-        all_states[entry.param] = entry.state
-    for place in averaging:
-        param_groups[place]["gamma_of_average"] = float(param_groups[place]["gamma"])
-    return lists, [entry.state for entry in entries]
-
-
-class _Entry(NamedTuple):
-    """A parameter with a gradient."""
-
-    place: int  # index of its group
-    param_index: int
-    param: Tensor
-    state: dict[str, Any]
-    keys: tuple[str, ...]  # of the buffers that its rule uses
-    tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
-
-
-def _collect_ordinary(
-    param_groups: Sequence[dict[str, Any]], update_rules: Sequence[str], all_states: Mapping[Tensor, Any]
-) -> list[_Entry]:
-    """Return the entries of a step like most; empty if any tensor needs the closer look of `_collect_any` and `_look`.
-
-    All tensors are plain, floating point, on one device and contiguous, have the parameters' shapes, and lie apart.
-    """
-    entries: list[_Entry] = []
-    index = -1
-    for place, (group, rule) in enumerate(zip(param_groups, update_rules, strict=True)):
-        if group["rounding"] == "kahan" or group["amsgrad"]:
-            return []
-        keys = _BUFFERS.get(rule, ("exp_avg", "last_grad"))
-        needed = {*keys, "step"}
-        for param in group["params"]:
-            index += 1
-            if param.grad is None:
-                continue
-            state = all_states.get(param)
-            if state is None or not state.keys() >= needed or ("last_grad" in state) is (rule == "adamw"):
-                return []
-            entries.append(_Entry(place, index, param, state, keys, [param, param.grad, *[state[key] for key in keys]]))
-    tensors = [tensor for entry in entries for tensor in entry.tensors]
-    steps = [entry.state["step"] for entry in entries]
-    if not (set(map(type, tensors)) <= PLAIN and set(map(type, steps)) == {Tensor}):
-        return []
-    if not {tensor.dtype for tensor in tensors} <= _FLOATS or len({tensor.device for tensor in tensors}) > 1:
-        return []
-    if {tensor.layout for tensor in tensors} != {torch.strided} or any(map(Tensor.is_neg, tensors)):
-        return []
-    for entry in entries:
-        shapes = [tensor.shape for tensor in entry.tensors]
-        if shapes.count(shapes[0]) < len(shapes):
-            return []
-    if not all(map(Tensor.is_contiguous, tensors)) or {step.shape for step in steps} != {torch.Size()}:
-        return []
-    starts, sizes = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.element_size, tensors))
-    # Apart are spans whose n-th end is not behind the next start, in order.
-    ends = sorted(map(operator.add, starts, map(operator.mul, map(Tensor.numel, tensors), sizes)))
-    overlap = any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
-    return [] if overlap or not all(starts) or any(map(operator.mod, starts, sizes)) else entries
-
-
-def _collect_any(param_groups: Sequence[dict[str, Any]], all_states: Mapping[Tensor, Any]) -> list[_Entry]:
-    """Return the entries of any step, after checks of each gradient and state."""
-    entries: list[_Entry] = []
-    index = -1
-    for place, group in enumerate(param_groups):
-        for param in group["params"]:
-            index += 1
-            if param.grad is None:
-                continue
-            state = all_states[param] if param in all_states else {}
-            check_gradient(param, param.grad)
-            keys = states.prepare(param, group, state)
-            tensors = [param, param.grad, *[state[key] for key in keys]]
-            if type(param) not in PLAIN:
-                tensors = [local(tensor.detach()) for tensor in tensors]
-            entries.append(_Entry(place, index, param, state, keys, tensors))
-    return entries
-
-
-def _fill(target: TensorList, parts: Sequence[tuple[_Entry, Shard | None, bool]]) -> None:
-    """Fill a list with whole tensors or shards; gradients that do not suit its backend are copied."""
-    rows = []
-    for entry, shard, grad_fits in parts:
-        param, grad = entry.tensors[:2]
-        if not (grad_fits if target.backend.kernels is not None else not grad.is_neg()):
-            # With the parameter's strides; PyTorch loses the neg bit between float16 and float32.
-            entry.tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        row = entry.tensors
-        if shard is not None and shard.numel != param.numel():
-            row = [tensor[shard.start : shard.start + shard.numel] for tensor in row]
-        rows.append(row)
-    columns = list(map(list, zip(*rows, strict=True)))
-    for name, column in zip(("params", "grads", *parts[0][0].keys), columns, strict=True):
-        setattr(target, name, column)
-    target.states = [entry.state for entry, _, _ in parts]
-    target.steps = [entry.state["step"] for entry, _, _ in parts]
-    target.indices = [entry.param_index if shard is None else shard.param_index for entry, shard, _ in parts]
-    target.offsets = [0 if shard is None else shard.slice.offset for _, shard, _ in parts]
-    target.fractions = [1.0 if shard is None else shard.numel / shard.whole for _, shard, _ in parts]
-    if target.group["maximize"]:
-        target.scale = torch.full((), -1.0, device=target.params[0].device)
-    if target.last_grad:
-        beta1 = float(target.group["betas"][0])
-        target.correction = float(target.group["gamma"]) * beta1 / (1 - beta1)
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def take_sums(
-    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, norms: LastNorms
-) -> dict[int, Tensor]:
-    """Return the sums over each list that needs norms, by its place: <g, g>, <g, last>, <last, last>, <c, c>.
+    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, last_norms: LastNorms
+) -> None:
+    """Take the sums over each list that needs norms.
 
-    Lists of compiled kernels that clip get limits from remembered norms instead: the update sees to the rest.
+    Lists of compiled kernels that clip get limits from remembered norms instead: `update` sees to the rest.
+
+    Args:
+        lists: the lists of the step.
+        max_grad_norm: largest global norm; None for no scaling.
+        metrics: what measures the step; None for nothing.
+        last_norms: norms of last gradients that the step before has taken.
     """
-    folded = max_grad_norm is not None
-    sums = {}
-    for place, tensors in enumerate(lists):
-        group, threshold = tensors.group, tensors.group["clip_threshold"]
-        if not folded and (tensors.rule == "adamw" or (threshold is None and metrics is None)):
-            continue
-        remembers = (
-            *(tensors.backend.name == "compiled", tensors.process_group is None, group["is_approx"]),
-            not any(map(Tensor.is_inference, tensors.last_grad)),  # these have no versions
-        )
-        if all(remembers) and tensors.last_grad and threshold is not None and (folded or metrics is None):
-            last_norms = [
-                norm if (address, version) == (last.data_ptr(), last._version) else math.inf
-                for last in tensors.last_grad
-                for address, version, norm in [norms.get(last, (0, 0, math.inf))]
-            ]
-            # ‖c‖ <= (1 + k) ‖g‖ + k ‖last‖; the margin is for last gradients that a state has rounded.
-            rooms = [min(threshold, 1e150) / 1.01 - tensors.correction * norm for norm in last_norms]
-            tensors.limits = [(room / (1 + tensors.correction)) ** 2 if room >= 0 else -1.0 for room in rooms]
-        if folded or not tensors.limits:
-            needs_last = (threshold is not None or metrics is not None) and not tensors.limits
-            sums[place] = tensors.backend.run_sums(
-                tensors.grads,
-                tensors.last_grad if needs_last else [],
-                products=folded or metrics is not None,
-                corrected=not folded,
-                scale=tensors.scale,
-                k=tensors.correction,
-            )
-    return sums
+    for tensors in lists:
+        if max_grad_norm is None:
+            _take_corrected(tensors, metrics, last_norms)
+        else:
+            _take_products(tensors, metrics, last_norms)
+
+
+def _take_corrected(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take <c, c>, and the products that metrics need."""
+    if not _needs_corrected(tensors, metrics):
+        return
+    if metrics is None and _can_bound(tensors):
+        _bound(tensors, last_norms)
+        return
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads,
+        tensors.last_grad,
+        products=metrics is not None,
+        scale=tensors.scale,
+        k=tensors.correction,
+    )
+
+
+def _take_products(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take the products: <c, c> follows from them when the norm of all gradients is known."""
+    last_grads = tensors.last_grad if _needs_corrected(tensors, metrics) else []
+    if _can_bound(tensors):
+        _bound(tensors, last_norms)
+        last_grads = []
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads, last_grads, corrected=False, scale=tensors.scale, k=tensors.correction
+    )
+
+
+def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
+    """Return whether the norms of corrected gradients are needed."""
+    return tensors.clip_threshold is not None or (metrics is not None and tensors.rule.corrects)
+
+
+def _can_bound(tensors: TensorList) -> bool:
+    """Return whether remembered norms can bound c: if the update can leave out tensors that may be clipped."""
+    if tensors.clip_threshold is None or not tensors.last_grad or not tensors.group["is_approx"]:
+        return False
+    if tensors.backend.name != "compiled" or tensors.process_group is not None:
+        return False
+    return not any(map(Tensor.is_inference, tensors.last_grad))  # these have no versions
+
+
+def _bound(tensors: TensorList, last_norms: LastNorms) -> None:
+    assert tensors.clip_threshold is not None
+    tensors.limits = last_norms.limits(tensors.last_grad, tensors.clip_threshold, tensors.correction)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
 
 
 def set_factors(
-    lists: Sequence[TensorList],
-    sums: Mapping[int, Tensor],
-    whole: WholeSums | None,
-    max_grad_norm: float | None,
-    metrics: StepMetrics | None,
+    lists: Sequence[TensorList], shared: SharedStep, max_grad_norm: float | None, metrics: StepMetrics | None
 ) -> Tensor | None:
     """Set the scale and the clipping factors of all lists, and return the global norm of the gradients.
 
     Args:
-        lists: the lists of the step.
-        sums: from `take_sums`.
-        whole: the sums over all ranks, for lists of shards.
+        lists: the lists of the step, with their sums.
+        shared: what ranks share, for lists of shards.
         max_grad_norm: largest global norm; None for no scaling, and no norm.
         metrics: receives the sums; None measures nothing.
     """
-    norm = global_scale = None
-    if max_grad_norm is not None:
-        squares = [
-            *(rows[GG].sum() for place, rows in sums.items() if lists[place].process_group is None),
-            *([] if whole is None else [whole.total(GG)]),
-        ]
-        squares = squares or [torch.zeros((), dtype=torch.float64, device="cpu")]
-        norm = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-        global_scale = rules.global_scale(norm, max_grad_norm)
-    for place, part in sums.items():
-        tensors, threshold, k = lists[place], lists[place].group["clip_threshold"], lists[place].correction
-        scale = None if global_scale is None else global_scale.to(part.device, part.dtype, non_blocking=True)
-        if scale is not None:
-            tensors.squares = part[GG] * scale**2 if tensors.limits else None
-            tensors.scale = scale if tensors.scale is None else tensors.scale * scale
-            if tensors.limits and metrics is not None:  # the factors that the update would find, to the bit
-                part, scale = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k), None
-                tensors.limits = []
-        if tensors.rule != "adamw" and not tensors.limits:
-            rows = part[CC:] if scale is None else part[: LL + 1]
-            if tensors.process_group is not None and whole is not None:
-                rows = whole.of(tensors.process_group, tensors.indices).to(part)
-            square = rows[0] if scale is None else rules.corrected_square(rows, k, scale)
-            if metrics is not None:
-                if scale is not None:
-                    corrected = rules.corrected_square(part, k, scale)
-                    part = torch.stack([part[GG] * scale**2, part[GL] * scale, part[LL], corrected])
-                group = HERE if tensors.process_group is None else tensors.process_group
-                metrics.add(part, square, tensors.fractions, threshold, has_last=bool(tensors.last_grad), group=group)
-            if threshold is not None:
-                tensors.factors = rules.clip_factors(square, threshold)
+    summed = [(tensors, tensors.sums) for tensors in lists if tensors.sums is not None]
+    if max_grad_norm is None:
+        for tensors, sums in summed:
+            _set_clip_factors(tensors, sums, shared, metrics)
+        return None
+    squares = [sums[GG].sum() for tensors, sums in summed if tensors.process_group is None]
+    norm = _norm_of([*squares, *shared.sums_of_row(GG)])
+    scale = rules.global_scale(norm, max_grad_norm)
+    for tensors, sums in summed:
+        _set_scale(tensors, sums, scale, shared, metrics)
     return norm
+
+
+def _norm_of(squares: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients, from sums of their squares on any devices."""
+    if not squares:
+        squares = [torch.zeros((), dtype=torch.float64, device="cpu")]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+
+
+def _set_scale(
+    tensors: TensorList, sums: Tensor, scale: Tensor, shared: SharedStep, metrics: StepMetrics | None
+) -> None:
+    """Scale the gradients of a list, and then clip its corrected gradients."""
+    k = tensors.correction
+    scale = scale.to(sums.device, sums.dtype, non_blocking=True)
+    tensors.scale = scale if tensors.scale is None else tensors.scale * scale
+    if tensors.limits:
+        tensors.squares = sums[GG] * scale**2
+        if metrics is not None:  # the factors that the update would find, to the bit
+            tensors.limits = []
+            sums = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k)
+            _set_clip_factors(tensors, sums, shared, metrics)
+    elif _needs_corrected(tensors, metrics):
+        whole = shared.whole_sums(tensors, sums[PRODUCTS])
+        square = rules.corrected_square(whole, k, scale)
+        _clip(tensors, square)
+        if metrics is not None:
+            corrected = rules.corrected_square(sums, k, scale)
+            scaled = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+            _measure(tensors, scaled, square, metrics)
+
+
+def _set_clip_factors(tensors: TensorList, sums: Tensor, shared: SharedStep, metrics: StepMetrics | None) -> None:
+    """Clip the corrected gradients of a list by their sums of squares."""
+    (square,) = shared.whole_sums(tensors, sums[CORRECTED])
+    _clip(tensors, square)
+    if metrics is not None:
+        _measure(tensors, sums, square, metrics)
+
+
+def _clip(tensors: TensorList, square: Tensor) -> None:
+    if tensors.clip_threshold is not None:
+        tensors.factors = rules.clip_factors(square, tensors.clip_threshold)
+
+
+def _measure(tensors: TensorList, sums: Tensor, square: Tensor, metrics: StepMetrics) -> None:
+    metrics.add(
+        sums,
+        square,
+        tensors.fractions,
+        tensors.clip_threshold,
+        has_last=bool(tensors.last_grad),
+        group=_measured_by(tensors),
+    )
+
+
+def _measured_by(tensors: TensorList) -> Any:
+    """Return whose metrics a list counts in: those of the ranks that hold its shards, or of this one."""
+    return HERE if tensors.process_group is None else tensors.process_group
+
+
+# --- matrices ---------------------------------------------------------------------------------------------------------
 
 
 def update_matrices(
     lists: Sequence[TensorList],
     param_groups: Sequence[Mapping[str, Any]],
-    shared: tuple[Exchange, Any] | None,
+    shared: tuple[Exchange, Round] | None,
     metrics: StepMetrics | None,
 ) -> None:
     """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
@@ -356,34 +202,62 @@ def update_matrices(
         shared: the exchange and the matrices of a round that ranks share; None for matrices of this rank alone.
         metrics: see `update`.
     """
+    if shared is None:
+        directions = _directions_here(lists)
+    else:
+        directions = _directions_of_ranks(lists, param_groups, *shared)
+    for tensors in lists:
+        count = len(tensors.params)
+        update(tensors, directions[:count], metrics)
+        del directions[:count]
+
+
+def _directions_here(lists: Sequence[TensorList]) -> list[Tensor]:
+    """Return the directions of matrices of this rank alone."""
     momenta: list[Tensor] = []
     settings: list[NewtonSchulz] = []
     for tensors in lists:
-        device = tensors.params[0].device if shared is None else shared[0].groups.device
-        dtype = iteration_dtype(tensors.group, tensors.params[0], device)
-        part = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
-        _write(tensors, part, arithmetic="momentum")
-        momenta += part
-        if shared is None:
-            settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
-    if shared is None:
-        wide = torch.float64 if lists[0].params[0].dtype == torch.float64 else torch.float32
-        directions = compute_directions(momenta, settings, wide)
-    else:
-        exchange, matrices = shared
+        dtype = iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
+        momenta += _advance_momenta(tensors, dtype)
+        settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
+    is_double = lists[0].params[0].dtype == torch.float64
+    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32)
 
-        def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-            dtype = exchange.groups.dtype
-            settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
-            return compute_directions(wholes, settings, dtype)
 
-        indices = [index for tensors in lists for index in tensors.indices]
-        results = exchange.run(matrices, dict(zip(indices, momenta, strict=True)), work)
-        directions = [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
-    del momenta
+def _directions_of_ranks(
+    lists: Sequence[TensorList], param_groups: Sequence[Mapping[str, Any]], exchange: Exchange, matrices: Round
+) -> list[Tensor]:
+    """Return what this rank holds of the directions of matrices that ranks share. Collective."""
+    dtype = exchange.groups.dtype
+    momenta: dict[int, Tensor] = {}
+    devices: list[torch.device] = []
     for tensors in lists:
-        update(tensors, directions[: len(tensors.params)], metrics)
-        del directions[: len(tensors.params)]
+        advanced = _advance_momenta(tensors, dtype)
+        momenta |= dict(zip(tensors.indices, advanced, strict=True))
+        devices += [momentum.device for momentum in advanced]
+
+    def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+        settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
+        return compute_directions(wholes, settings, dtype)
+
+    results = exchange.run(matrices, momenta, work)
+    return [results[index].to(device) for index, device in zip(momenta, devices, strict=True)]
+
+
+def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
+    """Advance the first moments of a list, and return them in the dtype of the iteration."""
+    momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
+    _write(tensors, momenta, arithmetic="momentum")
+    return momenta
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def count_steps(states: Sequence[Mapping[str, Any]]) -> None:
+    """Count a step in the states of the parameters that it moves."""
+    if states:
+        torch._foreach_add_([state["step"] for state in states], 1)
 
 
 def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
@@ -396,22 +270,30 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
     """
     rounding = tensors.group["rounding"] if tensors.params[0].dtype == torch.bfloat16 else "nearest"
     kernel_rounds = rounding == "stochastic" and tensors.backend.kernels is not None and directions is None
-    metrics = None if tensors.rule == "adamw" else metrics
-    if metrics is None and (rounding == "nearest" or kernel_rounds):
+    is_one_call = rounding == "nearest" or kernel_rounds
+    if not tensors.rule.corrects:
+        metrics = None
+    if is_one_call and metrics is None:
         _write(tensors, tensors.params, directions, seeded=kernel_rounds)
-    else:
-        for place, param in enumerate(tensors.params):
-            single = tensors.part([place])
-            direction = None if directions is None else directions[place : place + 1]
-            before = None if metrics is None else param.clone()
-            if rounding == "nearest" or kernel_rounds:
-                _write(single, [param], direction, seeded=kernel_rounds)
-            else:
-                _write_rounded(single, direction, rounding)
-            if metrics is not None and before is not None:
-                dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
-                group = HERE if tensors.process_group is None else tensors.process_group
-                metrics.add_update(param.to(dtype) - before.to(dtype), group)
+        return
+    for single, direction in _one_by_one(tensors, directions):
+        (param,) = single.params
+        before = None if metrics is None else param.clone()
+        if is_one_call:
+            _write(single, [param], direction, seeded=kernel_rounds)
+        else:
+            _write_rounded(single, direction, rounding)
+        if metrics is not None and before is not None:
+            dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
+            metrics.add_update(param.to(dtype) - before.to(dtype), _measured_by(tensors))
+
+
+def _one_by_one(
+    tensors: TensorList, directions: list[Tensor] | None
+) -> Iterator[tuple[TensorList, list[Tensor] | None]]:
+    """Yield a list of each entry, with its direction."""
+    for position in range(len(tensors.params)):
+        yield tensors.select([position]), None if directions is None else [directions[position]]
 
 
 def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
@@ -442,8 +324,40 @@ def _write(
     if directions is not None:
         rules.apply(params, directions, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
         return
-    options = rules.Options(
-        rule=arithmetic or _ARITHMETIC[tensors.rule],
+    squares = tensors.backend.run_update(
+        params,
+        tensors.grads,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        tensors.max_exp_avg_sq,
+        tensors.last_grad,
+        options=_options(tensors, arithmetic or tensors.rule.arithmetic, seeded=seeded),
+    )
+    if tensors.limits:
+        tensors.squares = squares
+        _write_left_out(tensors, params, arithmetic=arithmetic, seeded=seeded)
+
+
+def _write_left_out(tensors: TensorList, params: list[Tensor], *, arithmetic: str | None, seeded: bool) -> None:
+    """Update the entries above their limits, which may be clipped: now their norms are taken."""
+    assert tensors.squares is not None and tensors.clip_threshold is not None
+    positions = []
+    for position, (square, limit) in enumerate(zip(tensors.squares.tolist(), tensors.limits, strict=True)):
+        if not square <= limit:  # NaN is above, too
+            positions.append(position)
+    if not positions:
+        return
+    left = replace(tensors.select(positions), limits=[], squares=None)
+    sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
+    left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
+    _write(left, [params[position] for position in positions], arithmetic=arithmetic, seeded=seeded)
+
+
+def _options(tensors: TensorList, arithmetic: str, *, seeded: bool) -> rules.Options:
+    group = tensors.group
+    averages_gradients = tensors.rule.corrects and not tensors.last_grad
+    return rules.Options(
+        arithmetic=arithmetic,
         steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
         beta1=float(group["betas"][0]),
@@ -453,104 +367,15 @@ def _write(
         k=tensors.correction,
         scale=tensors.scale,
         factors=tensors.factors,
-        nesterov=0.0 if tensors.last_grad or tensors.rule == "adamw" else float(group["gamma"]),
+        nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
         seeds=_seeds(tensors) if seeded else (),
         limits=tensors.limits,
         squares=tensors.squares,
     )
-    squares = tensors.backend.run_update(
-        *(params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.max_exp_avg_sq, tensors.last_grad),
-        options=options,
-    )
-    if tensors.limits:
-        tensors.squares = squares
-        pairs = enumerate(zip(squares.tolist(), tensors.limits, strict=True))
-        if left := [place for place, (square, limit) in pairs if not square <= limit]:  # c may be clipped
-            part = replace(tensors.part(left), limits=[], squares=None)
-            sums = part.backend.run_sums(
-                part.grads, part.last_grad, products=False, scale=part.scale, k=part.correction
-            )
-            part.factors = rules.clip_factors(sums[CC], group["clip_threshold"])
-            _write(part, [params[place] for place in left], arithmetic=arithmetic, seeded=seeded)
 
 
 def _seeds(tensors: TensorList) -> list[int]:
     """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
     steps = [int(step.item()) for step in tensors.steps]
     return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, tensors.offsets, strict=True)]
-
-
-def check_gradient(param: Tensor, grad: Tensor) -> None:
-    """Raise RuntimeError for a parameter or gradient that MARS cannot use."""
-    shape = param.shape
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"gradient of layout {grad.layout} for a parameter of shape {tuple(shape)}: MARS takes dense "
-            "(torch.strided) gradients only; build the embedding with sparse=False"
-        )
-    if not {grad.dtype, param.dtype} <= _FLOATS:
-        raise RuntimeError(
-            f"gradient of dtype {grad.dtype} for a parameter of shape {tuple(shape)} and dtype {param.dtype}: MARS "
-            "takes float16, bfloat16, float32 and float64 only"
-        )
-    if grad.shape != shape or grad.device != param.device:
-        raise RuntimeError(
-            f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {tuple(shape)} on "
-            f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
-        )
-    if param.is_neg():
-        raise RuntimeError(f"a parameter of shape {tuple(shape)} is a negated view; use its .resolve_neg()")
-    if 0 in param.stride() and states.is_expanded(param):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(shape)} is expanded (strides {param.stride()}): its elements share memory "
-            "and cannot be updated; use its .clone()"
-        )
-
-
-def _look(tensors: Sequence[Tensor], index: int, spans: list[tuple[int, int, int]]) -> tuple[bool, bool]:
-    """Look at the memory of a parameter, its gradient and its states, and add their spans.
-
-    Returns:
-        Whether parameter and states suit kernels: values lie in memory, aligned, without gaps, all in the order of the
-        parameter; and whether the gradient does too.
-    """
-    fits = []
-    order: list[int] | None = None
-    for tensor in tensors:
-        has_values = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
-        if not has_values or tensor._is_zerotensor():
-            fits.append(False)
-            continue
-        address, numel, itemsize = tensor.data_ptr(), tensor.numel(), tensor.element_size()
-        is_meta = tensor.device.type == "meta"
-        if address == 0 and numel and not is_meta:
-            what = "gradient" if tensor is tensors[1] else "parameter" if tensor is tensors[0] else "state"
-            raise RuntimeError(
-                f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
-            )
-        if order is None and tensor.is_contiguous():
-            dense, extent = True, numel
-        else:
-            if order is None:  # the dimensions from the largest stride to the smallest
-                first = tensors[0]
-                order = sorted(range(first.ndim), key=lambda dim: -first.stride()[dim])
-            dense = tensor.permute(order).is_contiguous()
-            sizes = zip(tensor.shape, tensor.stride(), strict=True)
-            extent = 1 + sum((size - 1) * stride for size, stride in sizes) if numel else 0
-        fits.append(dense and not tensor.is_neg() and address % itemsize == 0)
-        if extent and not is_meta:
-            spans.append((address, address + extent * itemsize, index))
-    return all(fits[:1] + fits[2:]), fits[1]
-
-
-def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """Return the indices of parameters with a tensor that shares memory with another one of the step."""
-    sharing: set[int] = set()
-    furthest, owner = 0, -1
-    for start, end, index in sorted(spans):
-        if start < furthest:
-            sharing |= {owner, index}
-        if end > furthest:
-            furthest, owner = end, index
-    return sharing

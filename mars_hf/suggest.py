@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
-from mars_hf.newton_schulz import muon_scale, shampoo_scale
-from mars_hf.settings import DEFAULTS, MARS_TYPES, ORTHOGONAL_TYPES, check
+from mars_hf.settings import DEFAULTS, MARS_TYPES, check_values
+from mars_hf.update_rules import UPDATE_RULES, first_moment_rms
 
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
@@ -29,7 +30,7 @@ def suggest(
     width: int | None = None,
 ) -> dict[str, Any]:
     """Return keywords of `create` from AdamW's tuned settings; its decay is decoupled, as in torch.optim.AdamW."""
-    orthogonal = rule in ORTHOGONAL_TYPES
+    orthogonal = UPDATE_RULES[rule].orthogonalizes
     # Published configurations that orthogonalize have beta1 0.95 where AdamW has 0.9: about twice the half-life.
     beta1 = betas[0] ** (0.5 if orthogonal else 1.0)
     rule_lr = lr * first_moment_rms(betas[0]) / update_rms(rule, beta1=beta1, gamma=DEFAULTS["gamma"], width=width)
@@ -48,27 +49,27 @@ def suggest(
 
 def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = None) -> float:
     """Return the root mean square of a matrix's update for lr = 1, from independent gradients."""
-    if rule == "mars-lion":
-        return 1.0
-    if rule == "mars-adamw":
-        k = gamma * beta1 / (1 - beta1)
-        return first_moment_rms(beta1, gamma) / math.hypot(1 + k, k)
-    if width is None and rule == "mars-shampoo":
-        raise ValueError("mars-shampoo's update depends on the width of the model; give --width")
-    width = width or 1  # mars-m's does not
-    scale = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}[rule]
-    # The matrices of a transformer's block: query, key, value and output, then an MLP four times as wide.
+    update_rule = UPDATE_RULES[rule]
+    if update_rule.scale is None:
+        return update_rule.update_rms(beta1, gamma)
+    if width is None and depends_on_width(rule):
+        raise ValueError(f"{rule}'s update depends on the width of the model; give --width")
+    return _rms_of_block(update_rule.scale, width or 1)
+
+
+def depends_on_width(rule: str) -> bool:
+    """Return whether the size of a rule's update depends on the width of the model."""
+    scale = UPDATE_RULES[rule].scale
+    return scale is not None and not math.isclose(_rms_of_block(scale, 1), _rms_of_block(scale, 2))
+
+
+def _rms_of_block(scale: Callable[[int, int], float], width: int) -> float:
+    """Return the root mean square of the orthogonalized updates of a transformer's block."""
+    # Query, key, value and output, then an MLP four times as wide.
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     squares = sum(scale(*shape) ** 2 * min(shape) for shape in shapes)
     # 0.9: RMS of the singular values that Newton-Schulz leaves of a Gaussian matrix, 0.85 to 0.95 by shape.
     return 0.9 * math.sqrt(squares / sum(rows * cols for rows, cols in shapes))
-
-
-def first_moment_rms(beta1: float, gamma: float = 0.0) -> float:
-    """Return the root mean square of m over that of g, from m = (1 - γ) e + γ g with independent g."""
-    # e weighs a gradient of age i by (1 - β₁) β₁ⁱ; the squares of these weights add up to (1 - β₁) / (1 + β₁).
-    average = (1 - gamma) ** 2 * (1 - beta1) / (1 + beta1)
-    return math.sqrt(average + 2 * gamma * (1 - gamma) * (1 - beta1) + gamma**2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,17 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adamw-lr", type=float, required=True, help="AdamW's tuned peak learning rate")
     add("--adamw-betas", type=float, nargs=2, default=(0.9, 0.95), help="its betas (default: 0.9 0.95)")
     add("--adamw-weight-decay", type=float, default=0.1, help="its decoupled weight decay (default: 0.1)")
-    add("--width", type=int, help="width of the model; mars-shampoo needs it, and is left out without")
+    needing = ", ".join(filter(depends_on_width, MARS_TYPES))
+    add("--width", type=int, help=f"width of the model; left out without: {needing}")
     add("--rule", type=lambda text: text.replace("_", "-"), choices=MARS_TYPES, help="one rule only")
 
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
-    check({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    check_values({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
-    rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if rule != "mars-shampoo" or width]
+    rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
     texts = [_forms(suggest(rule, lr, betas, options.adamw_weight_decay, width=width)) for rule in rules]
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))

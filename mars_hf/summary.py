@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from mars_hf.distributed.shards import shape_of
-from mars_hf.param_groups import rule_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.settings import GROUP_KEYS, MUON
+from mars_hf.update_rules import UPDATE_RULES, update_rule
 
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
 # Not what belongs to the loop or the matrices.
@@ -24,32 +24,43 @@ def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
 
     The table has a column of patterns if any group has one.
     """
-    with_patterns = any("pattern" in group for group in param_groups)
-    rows = [("role", "rule", "tensors", "elements", "lr", "betas", "weight decay", *["pattern"] * with_patterns)]
-    left_out: dict[str, list[str]] = {}
-    for group in param_groups:
-        rows.append(
-            (
-                group["role"],
-                rule_of(group),
-                str(len(group["params"])),
-                f"{sum(shape_of(param).numel() for param in group['params']):,}",
-                f"{float(group['lr']):g}",
-                "({:g}, {:g})".format(*group["betas"]),
-                f"{group['weight_decay']:g}",
-                *[group.get("pattern", "")] * with_patterns,
-            )
-        )
-        for name, reason in (group.get("left_out") or {}).items():
-            left_out.setdefault(reason, []).append(re.sub(r"(?<![^.])\d+(?![^.])", "*", name))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
+    rows = [header, *(_row(group) for group in param_groups)]
+    if any("pattern" in group for group in param_groups):
+        header.append("pattern")
+        for row, group in zip(rows[1:], param_groups, strict=True):
+            row.append(group.get("pattern", ""))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    left_out = _names_left_out(param_groups)
     if left_out:
         lines.append("not orthogonalized:")
     for reason, names in left_out.items():
-        counts = [f"{name} ({count})" if count > 1 else name for name, count in Counter(names).items()]
+        counts = [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
         lines.append(f"  {reason}: {', '.join(counts)}")
     return "\n".join(lines)
+
+
+def _row(group: Mapping[str, Any]) -> list[str]:
+    return [
+        group["role"],
+        update_rule(group).name,
+        str(len(group["params"])),
+        f"{sum(shape_of(param).numel() for param in group['params']):,}",
+        f"{float(group['lr']):g}",
+        "({:g}, {:g})".format(*group["betas"]),
+        f"{group['weight_decay']:g}",
+    ]
+
+
+def _names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Return by reason the names that are not orthogonalized, with `*` for the numbers of layers, and how many each."""
+    left_out: dict[str, Counter[str]] = {}
+    for group in param_groups:
+        for name, reason in (group.get("left_out") or {}).items():
+            without_numbers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            left_out.setdefault(reason, Counter())[without_numbers] += 1
+    return left_out
 
 
 def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
@@ -58,25 +69,24 @@ def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) 
     Engines put flat tensors into groups; the names that `create(model)` gave still tell the parameters apart.
     """
     sizes = {name: shape_of(param).numel() for name, param in model.named_parameters()}
-    rows = []
-    for group in param_groups:
-        names = group.get("param_names", ())
-        are_of_model = names and sizes.keys() >= set(names)
-        counts = (
-            [sizes[name] for name in names] if are_of_model else [shape_of(param).numel() for param in group["params"]]
-        )
-        rows.append(
-            {
-                "role": group["role"],
-                "rule": rule_of(group),
-                **({"pattern": group["pattern"]} if "pattern" in group else {}),
-                "tensors": len(counts),
-                "parameters": sum(counts),
-                **{key: group.get(f"initial_{key}", group[key]) for key in _SHOWN if key in group},
-                "lr": float(group.get("max_lr", group.get("initial_lr", group["lr"]))),
-            }
-        )
-    return rows
+    return [_trained_group(group, sizes) for group in param_groups]
+
+
+def _trained_group(group: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    names = group.get("param_names", ())
+    if names and sizes.keys() >= set(names):
+        counts = [sizes[name] for name in names]
+    else:
+        counts = [shape_of(param).numel() for param in group["params"]]
+    row: dict[str, Any] = {"role": group["role"], "rule": update_rule(group).name}
+    if "pattern" in group:
+        row["pattern"] = group["pattern"]
+    row |= {"tensors": len(counts), "parameters": sum(counts)}
+    for key in _SHOWN:
+        if key in group:
+            row[key] = group.get(f"initial_{key}", group[key])
+    row["lr"] = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    return row
 
 
 def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, name: str | None = None) -> str:
@@ -85,15 +95,24 @@ def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module
     `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.
     """
     groups = trained_groups(param_groups, model)
-    first = next((group for group in groups if group["rule"] != "adamw"), groups[0])
-    parts = []
-    for role in dict.fromkeys(group["role"] for group in groups):
-        members = [group for group in groups if group["role"] == role]
-        tensors, elements = (sum(group[key] for group in members) for key in ("tensors", "parameters"))
-        rates = [f"{lr:.3g}" for lr in sorted({group["lr"] for group in members})]
-        lr = "-".join(dict.fromkeys((rates[0], rates[-1])))
-        parts.append(f"{tensors} {role if tensors == 1 else _PLURALS.get(role, role)} ({elements:,}) at lr={lr}")
-    betas, form = "({:g}, {:g})".format(*first["betas"]), "approximate" if first["is_approx"] else "exact"
+    first = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
     rule = MUON if name == MUON else first["mars_type"]
+    form = "approximate" if first["is_approx"] else "exact"
+    betas = "({:g}, {:g})".format(*first["betas"])
+    roles = list(dict.fromkeys(group["role"] for group in groups))
+    parts = [_part_of_line(role, [group for group in groups if group["role"] == role]) for role in roles]
+    if UPDATE_RULES[first["mars_type"]].orthogonalizes and "matrix" not in roles:
+        parts.insert(0, "nothing is orthogonalized")
     text = f"{rule} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
     return textwrap.shorten(text, 160, placeholder="...")
+
+
+def _part_of_line(role: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    tensors = sum(group["tensors"] for group in groups)
+    elements = sum(group["parameters"] for group in groups)
+    rates = sorted({group["lr"] for group in groups})
+    lr = f"{rates[0]:.3g}"
+    if f"{rates[-1]:.3g}" != lr:
+        lr = f"{lr}-{rates[-1]:.3g}"
+    noun = role if tensors == 1 else _PLURALS.get(role, role)
+    return f"{tensors} {noun} ({elements:,}) at lr={lr}"

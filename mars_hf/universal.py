@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat, settings
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.saved_settings import write_whole
 from mars_hf.states import lacks_last_grad
@@ -31,7 +31,8 @@ __all__ = ["extend_deepspeed", "load", "to_universal"]
 WEIGHTS = "fp32"
 _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
 _MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
+_COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of all ranks alike
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -54,16 +55,19 @@ def load(folder: str | Path, model: nn.Module, optimizer: Mars) -> None:
     names = {param: name for name, param in model.named_parameters()}
     weights: dict[Tensor, Tensor] = {}
     states: dict[int, dict[str, Tensor]] = {}
-    numbered = []
+    numbered = []  # the saved groups, with the numbers of their parameters as state dicts have them
     for saved, group in zip(read_groups(zero, optimizer), optimizer.param_groups, strict=True):
-        first = len(states)
-        for index, param in enumerate(group["params"], first):
+        numbers = []
+        for param in group["params"]:
+            number = len(states)
             if type(param.data) is not Tensor or param not in names:
-                what = f"parameter {index} of the optimizer ({type(param.data).__name__}, {tuple(param.shape)})"
+                what = f"parameter {number} of the optimizer ({type(param.data).__name__}, {tuple(param.shape)})"
                 raise ValueError(f"{what} is not a plain parameter of this model; load before it is sharded or wrapped")
-            states[index] = read_parameter(zero / names[param], param, saved)
-            weights[param] = states[index].pop(WEIGHTS)
-        numbered.append({**saved, "params": list(range(first, len(states)))})
+            state = read_parameter(zero / names[param], param, saved)
+            weights[param] = state.pop(WEIGHTS)
+            states[number] = state
+            numbers.append(number)
+        numbered.append({**saved, "params": numbers})
     optimizer.load_state_dict({"state": states, "param_groups": numbered})
     with torch.no_grad():
         for param, weight in weights.items():
@@ -84,7 +88,8 @@ def read(file: Path) -> Any:
         ) from None
     except Exception as error:  # a damaged file can raise anything
         # torch adds advice to read without protection; what it raised first says what was found.
-        reason = (str(error.__context__ or error).strip() or type(error).__name__).splitlines()[0][:150]
+        text = str(error.__context__ or error).strip() or type(error).__name__
+        reason = text.splitlines()[0][:150]
         remedy = "take another checkpoint, or give a class that you trust to torch.serialization.add_safe_globals"
         raise ValueError(f"{file} cannot be read ({reason}); {remedy}") from None
 
@@ -105,12 +110,13 @@ def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
         raise ValueError(f"{zero.parent} is not a universal checkpoint (no zero/{file.name} in it); {_REMEDY}")
     with known_layout(file):
         groups: list[dict[str, Any]] = list(read(file)["param_groups"])
-        saved, roles = [group["role"] for group in groups], [group["role"] for group in optimizer.param_groups]
+        saved = [group["role"] for group in groups]
     for index, group in enumerate(groups):
         try:
-            settings.check(group)
+            settings.check_values(group)
         except ValueError as error:
             raise ValueError(f"{file}, param group {index}: {error}") from None
+    roles = [group["role"] for group in optimizer.param_groups]
     if saved != roles:
         remedy = "build it from the same parameters, with the same settings, as when it was saved"
         raise ValueError(f"the checkpoint has groups of roles {saved}, this optimizer of {roles}; {remedy}")
@@ -121,12 +127,7 @@ def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[s
     """Return a parameter's weights and states; ValueError unless all that it needs are there, in its shape."""
     if not folder.is_dir():
         raise ValueError(f"the checkpoint has no parameter {folder.name!r} (no folder {folder})")
-    values = {}
-    for file in sorted(folder.glob("*.pt")):
-        with known_layout(file):
-            saved = read(file)
-            value = saved["param"] if isinstance(saved, dict) else saved
-            values[file.stem] = step_of(value) if file.stem == "step" else value
+    values = {file.stem: _read_value(file) for file in sorted(folder.glob("*.pt"))}
     if WEIGHTS not in values:
         raise ValueError(f"{folder} holds no weights ({WEIGHTS}.pt): this universal checkpoint is incomplete")
     if lacks_last_grad(group, values):
@@ -141,16 +142,28 @@ def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[s
     return values
 
 
-def step_of(value: Any) -> Tensor:
+def _read_value(file: Path) -> Any:
+    """Return the weights or the state in one file."""
+    with known_layout(file):
+        saved = read(file)
+        value = saved["param"] if isinstance(saved, dict) else saved
+        return parse_step(value) if file.stem == "step" else value
+
+
+def parse_step(value: Any) -> Tensor:
     """Return a step counter of our own; others may keep a number. TypeError for anything else."""
-    if not isinstance(value, (int, float)) and not (is_plain(value) and value.numel() == 1):
+    is_number = isinstance(value, (int, float))
+    is_scalar = is_plain(value) and value.numel() == 1
+    if not is_number and not is_scalar:
         raise TypeError(f"a step counter is {type(value).__name__}")
     return torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
 
 
 def is_plain(value: Any) -> bool:
     """Tell whether a value is a dense tensor in memory whose every element was stored."""
-    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    if not isinstance(value, Tensor):
+        return False
+    is_dense = value.layout == torch.strided and value.device.type == "cpu"
     return is_dense and value.is_contiguous()  # an expanded one would ask for more memory than the file has
 
 
@@ -165,6 +178,10 @@ class Rank(NamedTuple):
     states: list[dict[str, Any]]
     offsets: list[dict[str, tuple[int, int]]]  # start and length
     common: dict[str, Any]
+
+    def flat(self, index: int, key: str) -> Any:
+        """Return the weights of one partition, or one of its states."""
+        return self.weights[index] if key == WEIGHTS else self.states[index][key]
 
 
 def to_universal(source: str | Path, target: str | Path) -> None:
@@ -188,81 +205,118 @@ def to_universal(source: str | Path, target: str | Path) -> None:
         with known_layout(source):
             ranks, model, shapes = _read_zero(source)
             _write_parameters(ranks, shapes, partial / "zero")
-            # Of the states ZeRO-3 asks for one step counter.
-            step = next((step_of(state["step"]) for state in ranks[0].states if "step" in state), None)
-            state = {"state": {0: {"step": step}}, "param_groups": ranks[0].common["param_groups"]}
-        torch.save({**ranks[0].common, "optimizer_state_dict": state}, partial / "zero" / "optimizer_state.pt")
+            optimizer_state = _optimizer_state(ranks[0])
+        torch.save(optimizer_state, partial / "zero" / "optimizer_state.pt")
         # ZeRO-1/2 and ZeRO-3 look for different files, which DeepSpeed unpickles: they hold what was read here.
-        torch.save(model, partial / _MODEL_FILES[ranks[0].zero3])
-        torch.save({**model, "module": {}}, partial / _MODEL_FILES[not ranks[0].zero3])
+        zero3 = ranks[0].zero3
+        torch.save(model, partial / _MODEL_FILES[zero3])
+        torch.save({**model, "module": {}}, partial / _MODEL_FILES[not zero3])
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     write_whole(target.with_name("latest_universal"), target.name)
 
 
+def _optimizer_state(rank: Rank) -> dict[str, Any]:
+    """Return what DeepSpeed reads beside the parameters' folders: groups and global state."""
+    step = None  # of the states ZeRO-3 asks for one step counter
+    for state in rank.states:
+        if "step" in state:
+            step = parse_step(state["step"])
+            break
+    state_dict = {"state": {0: {"step": step}}, "param_groups": rank.common["param_groups"]}
+    return {**rank.common, "optimizer_state_dict": state_dict}
+
+
 def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torch.Size]]:
     """Return what all ranks saved, the content of the model's file, and the shapes of all parameters."""
-    files = {}
-    for file in folder.glob("*_optim_states.pt"):
-        match = _OPTIMIZER_FILE.fullmatch(file.name)
-        if match is None or int(match[2]):
-            raise ValueError(f"{file} belongs to expert or tensor parallelism, which mars_hf does not know")
-        files[int(match[1])] = file
-    if not files:
-        remedy = "give the folder that holds them, such as checkpoint-10/global_step10"
-        raise ValueError(f"{folder} is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it; {remedy}")
-    model_file = next((folder / name for name in _MODEL_FILES.values() if (folder / name).is_file()), None)
-    if model_file is None:
-        raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
+    files = _optimizer_files(folder)
+    model_file = _model_file(folder)
     model = read(model_file)
     world = model["dp_world_size"]
-    shapes = {name: torch.Size(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    shapes = {}
+    for group in model["param_shapes"]:
+        for name, shape in group.items():
+            shapes[name] = torch.Size(shape)
     _refuse_paths(shapes, model_file)
     if len(files) != world or sorted(files) != list(range(len(files))):
         raise ValueError(f"{folder} is incomplete: *_optim_states.pt of ranks {sorted(files)} out of {world}")
     if model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
         reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"
         raise ValueError(f"{folder} was saved with {reason}; resume it with the same number of processes")
-    return [_read_rank(files[rank], rank, world, model) for rank in range(world)], model, shapes
+    ranks = [_read_rank(files[rank], rank, world, model) for rank in range(world)]
+    return ranks, model, shapes
+
+
+def _optimizer_files(folder: Path) -> dict[int, Path]:
+    """Return the file of each rank's partition."""
+    files = {}
+    for file in folder.glob("*_optim_states.pt"):
+        match = _OPTIMIZER_FILE.fullmatch(file.name)
+        if match is None or int(match["model_rank"]) > 0:
+            raise ValueError(f"{file} belongs to expert or tensor parallelism, which mars_hf does not know")
+        files[int(match["rank"])] = file
+    if not files:
+        remedy = "give the folder that holds them, such as checkpoint-10/global_step10"
+        raise ValueError(f"{folder} is not a DeepSpeed ZeRO checkpoint: no *_optim_states.pt in it; {remedy}")
+    return files
+
+
+def _model_file(folder: Path) -> Path:
+    for name in _MODEL_FILES.values():
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
 
 
 def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank:
     saved = read(file)
     state = saved["optimizer_state_dict"]
     zero3 = "fp32_flat_groups" in state
-    base = state["optimizer_state_dict" if zero3 else "base_optimizer_state"]
     if zero3:
+        base = state["optimizer_state_dict"]
         weights = state["fp32_flat_groups"]
         offsets = [_zero3_offsets(shapes, rank, world) for shapes in model["param_shapes"]]
     else:
+        base = state["base_optimizer_state"]
         weights = state["single_partition_of_fp32_groups"]
-        offsets = [
-            {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
-            for mapping in state["param_slice_mappings"]
-        ]
-    common = {
-        **{key: state[key] for key in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad") if key in state},
-        **{"ds_version": saved["ds_version"], "param_groups": base["param_groups"]},
-    }
+        offsets = [_zero12_offsets(mapping) for mapping in state["param_slice_mappings"]]
+    common = {key: state[key] for key in _COMMON_KEYS if key in state}
+    common["ds_version"] = saved["ds_version"]
+    common["param_groups"] = base["param_groups"]
     states = [base["state"].get(index, {}) for index in range(len(weights))]
-    _refuse_paths({key for state in states for key in state}, file)
+    for names_to_values in states:
+        _refuse_paths(names_to_values, file)
     return Rank(zero3, weights, states, offsets, common)
 
 
 def _refuse_paths(names: Iterable[Any], file: Path) -> None:
     """Refuse names out of a file that would lead, as part of a path, out of the folder they are written in."""
     for name in names:
-        if not isinstance(name, str) or not name.isprintable() or {"", ".", ".."} & set(re.split(r"[/\\]", name)):
+        if not _stays_inside(name):
             raise ValueError(f"{file} names a parameter or state {name!r}, which cannot be the name of a file")
+
+
+def _stays_inside(name: Any) -> bool:
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    parts = re.split(r"[/\\]", name)
+    return not any(part in ("", ".", "..") for part in parts)
+
+
+def _zero12_offsets(mapping: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """DeepSpeed saves where in a partition each parameter is."""
+    return {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
 
 
 def _zero3_offsets(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
     """Each parameter is cut into equal shares; the last ones may be padded or empty."""
-    offsets, start = {}, 0
+    offsets = {}
+    start = 0
     for name, shape in shapes.items():
         share = -(-shape.numel() // world)
-        offsets[name] = start, min(share, max(0, shape.numel() - rank * share))
+        rest = shape.numel() - rank * share  # what earlier ranks leave
+        offsets[name] = start, min(share, max(0, rest))
         start += share
     return offsets
 
@@ -271,25 +325,43 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
     """Make a folder for each parameter, with a file for its weights and each of its states."""
     from tqdm import tqdm
 
-    names = [(index, name) for index in range(len(ranks[0].offsets)) for rank in ranks for name in rank.offsets[index]]
-    for index, name in tqdm(dict.fromkeys(names), desc="parameters", delay=2):
-        (folder / name).mkdir(parents=True)
+    names: dict[tuple[int, str], None] = {}  # as a set that keeps the order
+    for index in range(len(ranks[0].offsets)):
+        for rank in ranks:
+            names |= dict.fromkeys((index, name) for name in rank.offsets[index])
+    for index, name in tqdm(names, desc="parameters", delay=2):
         holders = [rank for rank in ranks if name in rank.offsets[index]]
-        for key in (WEIGHTS, *holders[0].states[index]):
-            flat = [rank.weights[index] if key == WEIGHTS else rank.states[index][key] for rank in holders]
-            if key == "step":
-                torch.save(step_of(flat[0]), folder / name / "step.pt")
-                continue
-            if not all(is_plain(value) and value.ndim == 1 for value in flat):
+        _write_parameter(holders, index, name, shapes[name], folder / name)
+
+
+def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Size, folder: Path) -> None:
+    """Put a parameter together from the ranks that hold some of it, in their partitions of this index."""
+    folder.mkdir(parents=True)
+    places = [rank.offsets[index][name] for rank in holders]
+    for key in (WEIGHTS, *holders[0].states[index]):
+        flats = [rank.flat(index, key) for rank in holders]
+        if key == "step":
+            torch.save(parse_step(flats[0]), folder / "step.pt")
+            continue
+        for flat in flats:
+            if not is_plain(flat) or flat.ndim != 1:
                 raise ValueError(
                     f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
                 )
-            places = [rank.offsets[index][name] for rank in holders]
-            whole = torch.cat([value[start:][:numel] for value, (start, numel) in zip(flat, places, strict=True)])
-            if whole.numel() != shapes[name].numel():
-                shape = tuple(shapes[name])
-                raise ValueError(f"{key} of {name} has {whole.numel()} elements on all ranks and should have {shape}")
-            torch.save({"param": whole.view(shapes[name]), "cat_dim": 0}, folder / name / f"{key}.pt")
+        whole = _joined(flats, places)
+        if whole.numel() != shape.numel():
+            raise ValueError(
+                f"{key} of {name} has {whole.numel()} elements on all ranks and should have {tuple(shape)}"
+            )
+        torch.save({"param": whole.view(shape), "cat_dim": 0}, folder / f"{key}.pt")
+
+
+def _joined(flats: list[Tensor], places: list[tuple[int, int]]) -> Tensor:
+    """Return what partitions hold at these places, start and length, as one flat tensor."""
+    pieces = []
+    for flat, (start, numel) in zip(flats, places, strict=True):
+        pieces.append(flat[start:][:numel])
+    return torch.cat(pieces)
 
 
 # --- under DeepSpeed --------------------------------------------------------------------------------------------------
@@ -300,14 +372,15 @@ def extend_deepspeed() -> None:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    for kind, name, loader in (
-        (ZeROOptimizer, "load_hp_checkpoint_state_from_checkpoint_dir", load_zero12),
-        (DeepSpeedZeroOptimizer_Stage3, "load_hp_checkpoint_state_from_checkpoint_dir_stage3", load_zero3),
-    ):
-        _compat.replace_once(kind, name, functools.partial(_for_mars, loader))
+    zero12, zero3 = (functools.partial(_for_mars, loader) for loader in (load_zero12, load_zero3))
+    _compat.replace_once(ZeROOptimizer, "load_hp_checkpoint_state_from_checkpoint_dir", zero12)
+    name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
+    _compat.replace_once(DeepSpeedZeroOptimizer_Stage3, name, zero3)
 
 
 def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
+    """Return DeepSpeed's method, with ours in its place if the optimizer is a `Mars`."""
+
     @functools.wraps(original)
     def load(engine: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(engine.optimizer, Mars):
@@ -343,19 +416,30 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
         original(checkpoint_dir)
     finally:
         del engine.load_hp_checkpoint_state
-    zero = Path(checkpoint_dir) / "zero"
     for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
-        folders = [str(zero / engine.param_names[param]) for param in params]
-        state = engine.optimizer.state[flat] = {}
-        for key, value in states[params[0]].items():
-            if key == "step":
-                state[key] = value
-            elif key != WEIGHTS:
-                pieces = [read_state(folder, key, param=param) for folder, param in zip(folders, params, strict=True)]
-                state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
-                state[key][: sum(map(len, pieces))] = torch.cat(pieces)
+        engine.optimizer.state[flat] = _flat_state(engine, checkpoint_dir, flat, params, states[params[0]])
+
+
+def _flat_state(
+    engine: Any, checkpoint_dir: str, flat: Tensor, params: list[Tensor], first: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the state of a flat tensor of ZeRO-3, from the files of its parameters; `first` is that of the first."""
+    zero = Path(checkpoint_dir) / "zero"
+    state: dict[str, Tensor] = {}
+    for key, value in first.items():
+        if key == "step":
+            state[key] = value
+        elif key != WEIGHTS:
+            pieces = []  # this rank's
+            for param in params:
+                folder = str(zero / engine.param_names[param])
+                pieces.append(engine.load_hp_checkpoint_state(folder, key, param=param))
+            joined = torch.cat(pieces)
+            state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
+            state[key][: len(joined)] = joined
+    return state
 
 
 def _read_all(
@@ -364,5 +448,8 @@ def _read_all(
     """Check all files, which DeepSpeed reads again in its own way; return the groups and each parameter's states."""
     zero = Path(checkpoint_dir) / "zero"
     groups = read_groups(zero, engine.optimizer)
-    members = [(param, groups[index]) for params, index in zip(parts, group_of, strict=True) for param in params]
-    return groups, {param: read_parameter(zero / engine.param_names[param], param, group) for param, group in members}
+    states = {}
+    for params, index in zip(parts, group_of, strict=True):
+        for param in params:
+            states[param] = read_parameter(zero / engine.param_names[param], param, groups[index])
+    return groups, states

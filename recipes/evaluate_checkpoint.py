@@ -13,6 +13,11 @@ launch shares out the loss; tasks take one process.
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("evaluate_checkpoint")  # above the imports that take seconds: it watches the launcher
+
 import json
 import logging
 import math
@@ -24,7 +29,6 @@ import torch
 from accelerate import Accelerator
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import errors
 from tasks import models
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -180,7 +184,3 @@ def run_tasks(args: Arguments, model: Any, tokenizer: Any, names: list[str], man
     scores: Any = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, **settings)
     print(make_table(scores))
     return {key: scores[key] for key in ("results", "versions", "n-shot", "n-samples") if key in scores}
-
-
-if __name__ == "__main__":
-    errors.run(main)

@@ -15,6 +15,11 @@ is there. The learning rates to start from: for that GPT-2 STARTS, the best of a
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("finetune_lm")  # above the imports that take seconds: it watches the launcher
+
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -24,7 +29,6 @@ import datasets
 import metrics
 from peft import get_peft_model
 from pretraining.data import embedded
-from pretraining.run import errors
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, Start
 from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
@@ -48,9 +52,8 @@ STARTS = {
         "adamw_torch": Start(1.6e-2),
     },
 }
-_BASE_SETTINGS = [  # the model that STARTS was tuned on
-    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.001", "--lr_embeddings", "0.032"),
-]
+# The model that STARTS was tuned on.
+_BASE_SETTINGS = "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.001 --lr_embeddings 0.032".split()
 
 
 @dataclass
@@ -134,7 +137,3 @@ def blocks(documents: datasets.Dataset, column: str, tokenizer: Any, block: int)
         raise ValueError(f"the text has fewer than --block_size {block} tokens; give more text, or a smaller block")
     labels = [[-100, *ids[1:]] for ids in sequences]  # nothing predicts the first, and Trainer's mean counts labels
     return datasets.Dataset.from_dict({"input_ids": sequences, "labels": labels})
-
-
-if __name__ == "__main__":
-    errors.run(main)

@@ -13,6 +13,11 @@ suggest` derives from 5e-5, a common rate of AdamW for it.
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("finetune_vit")  # above the imports that take seconds: it watches the launcher
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +25,6 @@ import datasets
 import metrics
 import numpy as np
 from PIL import Image
-from pretraining.run import errors
 from sklearn.datasets import load_digits
 from tasks import finetuning
 from tasks.finetuning import RecipeArguments, Start
@@ -132,7 +136,3 @@ def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
         **names,
     )
     return ViTForImageClassification(config), ViTImageProcessor(size={"height": size, "width": size})
-
-
-if __name__ == "__main__":
-    errors.run(main)

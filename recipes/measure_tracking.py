@@ -11,6 +11,11 @@ long. The table and every number go to tracking.md and .json in the output folde
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("measure_tracking")  # above the imports that take seconds: it watches the launcher
+
 import argparse
 import os
 from pathlib import Path
@@ -21,11 +26,10 @@ from pretraining import files
 from pretraining.compare import tracking
 from pretraining.compare.tracking import TrackingProbe
 from pretraining.run import arguments
-from pretraining.run.errors import one_line_errors
 from transformers import Trainer
 
 
-@one_line_errors("measure_tracking.py")
+@errors.one_line_errors("measure_tracking.py")
 def main(argv: list[str] | None = None) -> None:
     """Train and measure; `argv` is the command line without the program's name."""
     settings, rest = parse(argv)
@@ -89,7 +93,3 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     if run.max_steps < settings.every:
         raise ValueError(f"--every {settings.every}: the run has {run.max_steps} steps; give that or fewer")
     return settings, rest
-
-
-if __name__ == "__main__":
-    main()

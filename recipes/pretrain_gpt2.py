@@ -14,6 +14,11 @@ The command line overrides any setting of a config; --help lists them all.
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("pretrain_gpt2")  # above the imports that take seconds: it watches the launcher
+
 import contextlib
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +28,7 @@ from typing import Any
 from pretraining import files
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import arguments, checkpoints, errors, model, optimizers, processes, report, resuming
+from pretraining.run import arguments, checkpoints, model, optimizers, processes, report, resuming
 from pretraining.run.arguments import RunArguments
 from pretraining.run.checkpoints import PretrainingTrainer
 from pretraining.run.torch_optimizers import GammaSchedule
@@ -186,7 +191,3 @@ def print_results(output: Path, metrics: dict[str, Any]) -> None:
         f"tokens per second {metrics['tokens_per_second']:,.0f}\n"
         f"checkpoint, model card and metrics.json are in {output}"
     )
-
-
-if __name__ == "__main__":
-    errors.run(main)

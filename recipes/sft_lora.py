@@ -14,6 +14,11 @@ for other models what `python -m mars_hf suggest` derives from 2e-4, a common ra
 
 from __future__ import annotations
 
+from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("sft_lora")  # above the imports that take seconds: it watches the launcher
+
 import ast
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +28,6 @@ from typing import Any
 
 import datasets
 from pretraining.data import embedded
-from pretraining.run import errors
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, Start
 from transformers import HfArgumentParser, set_seed
@@ -37,11 +41,11 @@ STARTS = {
     "mars_m": Start(1.6e-2, "beta1=0.95"),
     "adamw_torch": Start(1.6e-2),
 }
-_BASE_SETTINGS = [
-    *("--n_layer", "2", "--max_steps", "150", "--warmup_steps", "20", "--per_device_train_batch_size", "8"),
-    *("--eval_steps", "75", "--max_eval_blocks", "64", "--sample_tokens", "0"),
-    *("--optimizer", "mars_adamw", "--gamma", "0.025", "--learning_rate", "0.008", "--lr_embeddings", "0.008"),
-]
+_BASE_SETTINGS = (
+    "--n_layer 2 --max_steps 150 --warmup_steps 20 --per_device_train_batch_size 8 "
+    "--eval_steps 75 --max_eval_blocks 64 --sample_tokens 0 "
+    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.008 --lr_embeddings 0.008"
+).split()
 _COLUMNS = ({"prompt", "completion"}, {"messages"}, {"text"})  # what SFTTrainer reads
 
 
@@ -120,7 +124,3 @@ def described_functions(sources: Sequence[str]) -> Iterator[dict[str, str]]:
                 word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
                 prompt = f"{word} {node.name}({ast.unparse(node.args)}):\n"
                 yield {"prompt": prompt, "completion": f'    """{text.splitlines()[0]}"""\n'}
-
-
-if __name__ == "__main__":
-    errors.run(main)

@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.kernels import cpu
-from mars_hf.param_groups import rule_of
-from mars_hf.step import build_lists
+from mars_hf.lists import build_lists
+from mars_hf.update_rules import update_rule
 
 VOCAB = 64
 
@@ -89,9 +89,11 @@ def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settin
 
 def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     """The backends that a step with the present gradients takes, list by list."""
-    rules = list(map(rule_of, optimizer.param_groups))
-    _, chunk_of, _ = optimizer._locate(rules)
-    lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, chunk_of)
+    rules = list(map(update_rule, optimizer.param_groups))
+    shared = optimizer._ranks.begin(
+        optimizer.param_groups, rules, max_grad_norm=None, metrics=None, process_group=None, model=None
+    )
+    lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, shared.chunk_of)
     return [tensors.backend.name for tensors in lists]
 
 

@@ -1,16 +1,23 @@
-"""The package passes its tools, and its size and the functions that a step passes are bounded by what they are now.
+"""The package passes its tools, and stays readable and small.
 
-A change that needs more says in its message what it takes away. Lower the bounds when the package shrinks.
+The numbers are a smoke alarm: they say where to look, and reading decides. What counts most is how many things a reader
+keeps apart, so decisions are counted: an if, for, while, except or match case, a conditional expression, a
+comprehension and each of its ifs, each `and` and `or`. Where a bound is in the way of a function that reads well,
+change it, and say why in docs/decisions.md.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
 import subprocess
 import sys
-from collections.abc import Callable
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,9 +27,137 @@ import mars_hf
 from mars_hf.settings import SETTINGS
 
 PACKAGE = Path(mars_hf.__file__).parent
-FILES, LINES, STATEMENTS, MOST_SETTINGS = 37, 7_977, 4_000, 28
-# Functions and files that a step passes, and `create(model)`.
-WALKS = {"mars-adamw": (20, 6, 19, 5), "mars-m": (33, 9, 31, 7)}
+ROOT = PACKAGE.parent
+
+# Files, and lines with C++.
+ROOMS = {"mars_hf": (48, 10_000), "recipes": (38, 5_000), "tests": (95, 20_000), "benchmarks": (10, 2_200)}
+MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 30, 9
+# Files that one step enters.
+WALKS = {"mars-adamw": 12, "mars-m": 15}
+
+# Functions with more decisions than this are named below.
+NAMED_FROM = 12
+FILE_DENSITY = 0.45  # decisions a code line
+# These four may only fall: the comment has the number that the package is being unfolded to.
+MOST_DECISIONS = 19  # in one function; 20
+MOST_NAMED = 12  # functions; 15
+MOST_LINES = 60  # code lines of one function; 60
+PACKAGE_DENSITY = 0.382  # decisions a code line; 0.38
+
+# Functions with more than NAMED_FROM decisions, and how many they have; numbers may only fall.
+NAMED = {
+    "kernels/__init__.py choose_backend": 19,
+    "optimizer.py Mars._step": 19,
+    "orthogonalize.py Orthogonalizer.assign": 18,
+    "lists.py _are_ordinary": 17,
+    "kernels/gpu_device.py update": 16,
+    "orthogonalize.py _matrices": 15,
+    "orthogonalize.py Exchange._in_replica": 14,
+    "orthogonalize.py Exchange._from_replicas": 14,
+    "ranks.py Ranks.begin": 14,
+    "lists.py build_lists": 13,
+    "optimizer.py create": 13,
+    "training/hub.py _eval_results": 13,
+}
+# What is still above its bound; numbers may only fall, and both are empty when the package is unfolded.
+FOLDED_FILES = {
+    "exact.py": 0.51,
+    "kernels/memory.py": 0.50,
+    "orthogonalize.py": 0.50,
+    "param_groups.py": 0.46,
+    "release.py": 0.50,
+    "states.py": 0.48,
+    "summary.py": 0.56,
+    "training/hub.py": 0.49,
+}
+STAR_TUPLES = {"mars_hf": 5, "tests": 56, "benchmarks": 9}
+
+
+class Function(NamedTuple):
+    """A function of a file; functions inside it count by themselves."""
+
+    name: str  # with the classes and functions around it
+    decisions: int
+    lines: int  # without docstring, comments and blank lines
+
+
+class _Functions(ast.NodeVisitor):
+    """Count each function of a module by itself."""
+
+    ALWAYS_ONE = (ast.If, ast.For, ast.While, ast.IfExp, ast.ExceptHandler, ast.match_case)
+
+    def __init__(self, source: str) -> None:
+        self.found: list[Function] = []
+        self._names: list[str] = []
+        self._decisions: list[int] = []  # of the functions around a node, from the outermost one
+        self._lines: list[set[int]] = []
+        self._code_lines = _code_lines(source)
+        self.visit(ast.parse(source))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._names.append(node.name)
+        self.generic_visit(node)
+        self._names.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        inside = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        for lines in self._lines:
+            lines -= inside
+        if ast.get_docstring(node) is not None:
+            inside -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        self._names.append(node.name)
+        self._decisions.append(0)
+        self._lines.append(inside & self._code_lines)
+        self.generic_visit(node)
+        name, decisions, lines = ".".join(self._names), self._decisions.pop(), self._lines.pop()
+        self.found.append(Function(name, decisions, len(lines)))
+        self._names.pop()
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if self._decisions:
+            self._decisions[-1] += self._decisions_at(node)
+        super().generic_visit(node)
+
+    def _decisions_at(self, node: ast.AST) -> int:
+        if isinstance(node, ast.comprehension):
+            return 1 + len(node.ifs)
+        if isinstance(node, ast.BoolOp):
+            return len(node.values) - 1
+        return int(isinstance(node, self.ALWAYS_ONE))
+
+
+def _code_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that hold more than a comment."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in no_code:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return lines
+
+
+def functions_of(path: Path) -> list[Function]:
+    return _Functions(path.read_text(encoding="utf-8")).found
+
+
+def density(functions: list[Function]) -> float:
+    return sum(one.decisions for one in functions) / max(1, sum(one.lines for one in functions))
+
+
+def sources(room: str = "mars_hf") -> dict[str, Path]:
+    """Return the Python files of a room by their path in it."""
+    return {str(path.relative_to(ROOT / room)): path for path in sorted((ROOT / room).rglob("*.py"))}
+
+
+def nodes_of(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def assert_only_fallen(found: dict[str, float], known: dict[str, float]) -> None:
+    risen = {name: number for name, number in found.items() if number > known.get(name, 0)}
+    assert not risen, f"above the bound or the known number: {risen}"
+    gone = known.keys() - found.keys()
+    assert not gone, f"no longer above the bound, so remove from the list: {gone}"
 
 
 @pytest.mark.parametrize(
@@ -31,56 +166,100 @@ WALKS = {"mars-adamw": (20, 6, 19, 5), "mars-m": (33, 9, 31, 7)}
     ids=" ".join,
 )
 def test_tool(tool):
-    finished = subprocess.run([sys.executable, "-m", *tool], cwd=PACKAGE.parent, capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, "-m", *tool], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_size(capsys):
-    files = sorted(PACKAGE.rglob("*.py"))
-    lines = sum(len(path.read_text().splitlines()) for path in [*files, *PACKAGE.rglob("*.cpp")])
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
-    statements = sum(
-        not (isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)) for node in nodes
-    )
-    keywords = (inspect.signature(function).parameters for function in (mars_hf.Mars.__init__, mars_hf.create))
-    settings = len({*SETTINGS}.union(*keywords) - {"self", "params", "model_or_params", "settings"})
-    with capsys.disabled():
-        print(f"\nmars_hf: {len(files)} files, {lines} lines, {statements} statements, {settings} settings")
-    assert len(files) <= FILES and lines <= LINES and statements <= STATEMENTS and settings <= MOST_SETTINGS
-    assert len(mars_hf.__all__) <= 9
+@pytest.mark.parametrize("room", ROOMS)
+def test_room(room):
+    files = list(sources(room).values())
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in [*files, *(ROOT / room).rglob("*.cpp")])
+    most_files, most_lines = ROOMS[room]
+    assert len(files) <= most_files and lines <= most_lines, f"{len(files)} files, {lines} lines"
 
 
-def passed(function: Callable[[], object]) -> tuple[int, int]:
-    """Return the numbers of functions and files of the package that a call passes, comprehensions not counted."""
-    seen = set()
+def test_docs_words():
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    assert words <= MOST_WORDS_IN_DOCS
+
+
+def test_settings_and_names():
+    arguments = {*inspect.signature(mars_hf.Mars.__init__).parameters, *inspect.signature(mars_hf.create).parameters}
+    settings = {*SETTINGS, *arguments} - {"self", "params", "model_or_params", "settings"}
+    assert len(settings) <= MOST_SETTINGS
+    assert len(mars_hf.__all__) <= MOST_PUBLIC_NAMES
+
+
+def test_decisions_of_functions():
+    found = {}
+    for file, path in sources().items():
+        for function in functions_of(path):
+            if function.decisions > NAMED_FROM:
+                found[f"{file} {function.name}"] = function.decisions
+    assert_only_fallen(found, NAMED)
+    assert max(found.values()) <= MOST_DECISIONS and len(NAMED) <= MOST_NAMED
+
+
+def test_lines_of_functions():
+    functions = {(file, one.name): one.lines for file, path in sources().items() for one in functions_of(path)}
+    assert not {function: lines for function, lines in functions.items() if lines > MOST_LINES}
+
+
+def test_density():
+    functions = {file: functions_of(path) for file, path in sources().items()}
+    whole = density([one for of_file in functions.values() for one in of_file])
+    assert whole <= PACKAGE_DENSITY, f"{whole:.3f} decisions a code line"
+    above = {}
+    for file, of_file in functions.items():
+        has_enough_lines = sum(one.lines for one in of_file) > 30
+        if has_enough_lines and round(density(of_file), 2) > FILE_DENSITY:
+            above[file] = round(density(of_file), 2)
+    assert_only_fallen(above, FOLDED_FILES)
+
+
+def test_star_tuples():
+    """`*("a", "b"),` in a list only keeps a formatter from giving each element its line."""
+    found: Counter[str] = Counter()
+    for room in ROOMS:
+        for path in sources(room).values():
+            for node in nodes_of(path):
+                if isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List)):
+                    found[room] += 1
+    assert_only_fallen(dict(found), STAR_TUPLES)
+
+
+def test_comprehensions_of_three_loops():
+    found = []
+    for file, path in sources().items():
+        for node in nodes_of(path):
+            if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+                if len(node.generators) > 2:
+                    found.append(f"{file}:{node.lineno}")
+    assert not found
+
+
+def files_passed(function: Callable[[], object]) -> set[str]:
+    """Return the files of the package in which a call enters a function."""
+    files = set()
 
     def profile(frame, event, _):
-        code = frame.f_code
-        named = not code.co_qualname.rpartition(".")[2].startswith("<")
-        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and named:
-            seen.add((code.co_filename, code.co_qualname))
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            files.add(frame.f_code.co_filename)
 
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return len(seen), len({file for file, _ in seen})
+    return files
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have qualified names from Python 3.11 on")
 @pytest.mark.parametrize("mars_type", WALKS)
-def test_walks(monkeypatch, capsys, mars_type):
-    """Without what other tests have imported: DeepSpeed is extended once a process."""
-    monkeypatch.setattr(mars_hf.optimizer, "EXTENSIONS", {})
-    model, made = gpt2(), []
-    mars_hf.create(model)  # installs the guard, once a process
-    create = passed(lambda: made.append(mars_hf.create(model, lr=1e-3, mars_type=mars_type)))
+def test_walks(mars_type):
+    model = gpt2()
+    optimizer = mars_hf.create(model, lr=1e-3, mars_type=mars_type)
     for _ in range(3):
         for param in model.parameters():
             param.grad = torch.randn_like(param)
-        step = passed(made[0].step)
-    with capsys.disabled():
-        print(f"\n{mars_type}: a step passes {step[0]} functions in {step[1]} files", end="")
-        print(f", create {create[0]} in {create[1]}")
-    assert all(count <= bound for count, bound in zip((*step, *create), WALKS[mars_type], strict=True))
+        files = files_passed(optimizer.step)
+    assert len(files) <= WALKS[mars_type], sorted(files)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 import mars_hf
 from mars_hf import matrix_layouts
-from mars_hf.matrix_layouts import MatrixLayout
+from mars_hf.matrix_layouts import LeftOut, MatrixLayout
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 50}
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "hidden_size": 32, **SMALL}
@@ -31,7 +31,7 @@ def of(name: str, config: str, settings: dict) -> nn.Module:
     return getattr(transformers, name)(getattr(transformers, config)(**{**settings, **NO_TOKENS})).eval()
 
 
-def layouts_of(model: nn.Module, split_fused: object = "auto") -> dict[str, MatrixLayout | str]:
+def layouts_of(model: nn.Module, split_fused: object = "auto") -> dict[str, MatrixLayout | LeftOut]:
     layouts = matrix_layouts.of_model(model, split_fused)
     return {name: layouts[param] for name, param in model.named_parameters() if param in layouts}
 
@@ -113,13 +113,13 @@ def test_torch_modules():
         "attention.in_proj_weight": MatrixLayout(parts=(8, 8, 8)),
         "crossed.k_proj_weight": MatrixLayout(),
         **dict.fromkeys(["up.weight", "conv1d.weight"], MatrixLayout(transposed=True)),
-        "grouped.weight": "depthwise or grouped convolution",
-        "table.weight": "embedding",
-        "normalized.parametrizations.weight.original1": (
+        "grouped.weight": LeftOut("depthwise or grouped convolution"),
+        "table.weight": LeftOut("embedding"),
+        "normalized.parametrizations.weight.original1": LeftOut(
             "ParametrizationList is not known to multiply activations with it"
         ),
-        "recurrent.weight_ih_l0": "LSTM is not known to multiply activations with it",
-        "gate.weight": "a single row or column",
+        "recurrent.weight_ih_l0": LeftOut("LSTM is not known to multiply activations with it"),
+        "gate.weight": LeftOut("a single row or column"),
         "qkv.weight": MatrixLayout(parts=(8, 8, 8)),
         "query_key_value.weight": MatrixLayout(),
     }
@@ -152,7 +152,7 @@ def test_emptied_parameters():
         param.ds_shape = param.shape
         param.data = torch.empty(0)
     layouts = layouts_of(model, {"c.weight": (8, 16)})
-    assert layouts == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": "embedding"}
+    assert layouts == {"c.weight": MatrixLayout(parts=(8, 16)), "embed.weight": LeftOut("embedding")}
 
 
 # --- models: each part does what its name says, without the keys no query matters, and so on --------------------------

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mars_hf
 from mars_hf import Mars
 from mars_hf import orthogonalize as orthogonalize_module
-from mars_hf.distributed.shards import Slice
+from mars_hf.distributed.tensors import Slice
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
 from mars_hf.orthogonalize import Matrix, NewtonSchulz, Orthogonalizer, compute_directions, flops, plan_rounds
@@ -48,7 +48,7 @@ def close(found, expected, atol: float = 1e-6) -> None:
 
 def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> NewtonSchulz:
     plain = {"coefficients": (QUINTIC,) * 5, "eps": 1e-7, "dtype": torch.bfloat16}
-    return NewtonSchulz(rule=rule, layout=layout or MatrixLayout(), **{**plain, **changed})
+    return NewtonSchulz(scale=SCALES[rule], layout=layout or MatrixLayout(), **{**plain, **changed})
 
 
 def test_products_are_shared():
@@ -87,7 +87,7 @@ def test_chunks(monkeypatch):
     mars = Mars([{"params": [*params, double]}, {"params": fused, "layout": layout}], mars_type="mars-m")
     for param in (*params, double, *fused):
         param.grad = torch.zeros_like(param)
-    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._shards.shapes, None)
+    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._ranks.shards.shapes, None)
     chunks = [[index for index in range(9) if chunk_of[index] == chunk] for chunk in set(chunk_of.values())]
     # The third (4, 6) would make more than 64 elements, and (40, 40) has more by itself.
     assert sorted(chunks) == [[0, 2], [1, 4, 8], [3], [5], [6], [7]]

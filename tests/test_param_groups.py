@@ -12,9 +12,10 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.param_groups import embeddings_and_heads, rule_of
-from mars_hf.settings import KEYS_1D, RULE_KEYS, check, read
+from mars_hf.param_groups import embeddings_and_heads
+from mars_hf.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.summary import trained_groups
+from mars_hf.update_rules import update_rule
 
 RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
 
@@ -82,7 +83,7 @@ def test_settings_of_roles(groups, settings, expected):
     groups = [{"params": params((2, 2), (2,)), **group} for group in groups]
     made = Mars(groups, **{"lr": 6e-3, "weight_decay": 0.1, **settings}).param_groups
     for key, values in expected.items():
-        assert [rule_of(group) if key == "rule" else group[key] for group in made] == values, key
+        assert [update_rule(group).name if key == "rule" else group[key] for group in made] == values, key
 
 
 def test_partitioned_parameters():
@@ -249,7 +250,7 @@ def test_first_match_wins():
     assert {name for name, gamma in gammas.items() if gamma == 0.1} == {"wte.weight", "b.weight", "norm.weight"}
 
 
-@pytest.mark.parametrize("name", RULE_KEYS)
+@pytest.mark.parametrize("name", OVERRIDE_KEYS)
 def test_every_setting(name):
     values = {
         **{"role": "adamw", "betas": (0.5, 0.6), "betas_1d": (0.5, 0.6), "layout": layout(parts=(2, 2))},
@@ -283,7 +284,11 @@ def test_rules_of_stated_roles():
     rules = [(pattern, {"role": role}) for pattern, role in stated.items()]
     optimizer = mars_hf.create(Odd(), mars_type="mars-m", lr=1e-2, lr_1d=1e-3, param_rules=rules)
     assert [line.split()[-1] for line in str(optimizer).splitlines()[4:7]] == list(stated)
-    made = {group["pattern"]: (rule_of(group), group["lr"]) for group in optimizer.param_groups if "pattern" in group}
+    made = {
+        group["pattern"]: (update_rule(group).name, group["lr"])
+        for group in optimizer.param_groups
+        if "pattern" in group
+    }
     assert made == {"table.weight": ("mars-m", 1e-2), "*.0.weight": ("adamw", 1e-3), "*.1.weight": ("adamw", 1e-3)}
 
 
@@ -314,10 +319,10 @@ def test_update_rule():
         ([("a.*", {"role": "tensor"})], r"param_rules 'a\.\*': role='tensor' is not valid; accepted: 'matrix'"),
         ([("a.*", {"max_grad_norm": 1.0})], r"param_rules 'a\.\*': unknown 'max_grad_norm'"),
         ([("a.*", {"lr": "much"})], r"^param_rules 'a\.\*': lr='much' is not valid"),
-        ({"a.*": {"lr": 1.0}}, "is not a list of rules"),
-        (3, "is not a list of rules"),
-        ([("a.*", 1.0)], r"param_rules\[0\]=\('a\.\*', 1\.0\) is not a rule"),
-        ([{"lr": 1.0}], r"param_rules\[0\]=\{'lr': 1\.0\} is not a rule"),
+        ({"a.*": {"lr": 1.0}}, "is not a list of overrides"),
+        (3, "is not a list of overrides"),
+        ([("a.*", 1.0)], r"param_rules\[0\]=\('a\.\*', 1\.0\) is not an override"),
+        ([{"lr": 1.0}], r"param_rules\[0\]=\{'lr': 1\.0\} is not an override"),
         ([("", {})], r"param_rules\[0\]: pattern='' is not a shell pattern"),
         ([(None, {})], r"param_rules\[0\]: pattern=None is not a shell pattern"),
     ],
@@ -344,15 +349,15 @@ def test_files(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
     for value in (text, *(str(tmp_path / name) for name in contents)):
-        assert check({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
+        assert check_values({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [", "cannot be read"),
-        ("a: 1", "is not a list of rules"),
-        ("", "None is not a list of rules"),
+        ("a: 1", "is not a list of overrides"),
+        ("", "None is not a list of overrides"),
         ("- {lr: 1}", r"param_rules\[0\]="),
         ("- {pattern: x, gama: 1}", "unknown 'gama'"),
         ("- {pattern: x, lr: much}", "lr='much' is not valid"),
@@ -363,7 +368,7 @@ def test_wrong_files(tmp_path, text, message):
     if text is not None:
         (tmp_path / "rules.yaml").write_text(text)
     with pytest.raises(ValueError, match=message) as raised:
-        check({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
+        check_values({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
     assert "\n" not in str(raised.value)
 
 

@@ -17,11 +17,11 @@ from mars_hf.settings import (
     GROUP_KEYS,
     KEYS_1D,
     MODEL_DEFAULTS,
+    OVERRIDE_KEYS,
     PAIR_KEYS,
-    RULE_KEYS,
     SETTINGS,
     UnknownHyperparameterError,
-    check,
+    check_values,
     parse_optim_args,
 )
 
@@ -95,10 +95,10 @@ def test_wrong_values(name, door):
                 Mars(matrix(), **{name: value})
             elif door == "group":
                 Mars([{"params": matrix(), name: value}])
-            elif name in RULE_KEYS and not isinstance(value, str):  # strings of rules are read
+            elif name in OVERRIDE_KEYS and not isinstance(value, str):  # strings of overrides are read
                 mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})])
             else:
-                check({name: value})
+                check_values({name: value})
         line = str(refused.value)
         assert line.isprintable() and len(line) < 600
         assert "accepted: " in line or "param_rules" in line
@@ -120,12 +120,14 @@ def test_long_values():
 
 
 def test_plain_types():
-    checked = check({"lr": np.float64(0.5), "betas": [np.float32(0.5), 1 / 3], "fused": None, "layout": MatrixLayout()})
+    checked = check_values(
+        {"lr": np.float64(0.5), "betas": [np.float32(0.5), 1 / 3], "fused": None, "layout": MatrixLayout()}
+    )
     assert [type(value) for value in checked.values()] == [float, tuple, type(None), dict]
     assert [type(beta) for beta in checked["betas"]] == [float, float]
     lr = torch.tensor([0.1])
-    assert check({"lr": lr})["lr"] is lr
-    assert check({"somebody's": lr}) == {"somebody's": lr}
+    assert check_values({"lr": lr})["lr"] is lr
+    assert check_values({"somebody's": lr}) == {"somebody's": lr}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def test_labels():
 def test_optim_args(name):
     value = parse_optim_args(f"{name}={TEXTS[name]}")[name]
     default = DEFAULTS[PAIR_KEYS[name][0]] if name in PAIR_KEYS else SETTINGS[name].default
-    assert check({name: value})[name] not in (default, TEXTS[name] if TEXTS[name][0].isdigit() else default)
+    assert check_values({name: value})[name] not in (default, TEXTS[name] if TEXTS[name][0].isdigit() else default)
 
 
 def test_several_optim_args():
@@ -181,7 +183,7 @@ def test_several_optim_args():
         ("betas=0.9", "unknown 'betas'.*beta1"),
         ("layout=none", "unknown 'layout'"),
         ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
-        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not a rule"),
+        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not an override"),
         ("gamma=much", "gamma='much' is not valid; accepted: a finite number >= 0"),
         ("gamma=" + 6000 * "9", "gamma='999.*accepted"),
         ("gamma=1e999", "gamma=inf is not valid"),
@@ -195,4 +197,4 @@ def test_several_optim_args():
 )
 def test_wrong_optim_args(text, message):
     with pytest.raises(ValueError, match=message):
-        check(parse_optim_args(text))
+        check_values(parse_optim_args(text))

@@ -57,6 +57,14 @@ def test_one_line_of_muon():
     assert one_line(model, mars_type="muon").startswith("mars-m (")
 
 
+def test_one_line_says_that_nothing_is_orthogonalized():
+    """Under mars-m and the like; a user of an unknown kind of adapter would not notice."""
+    model = torch.nn.ModuleList([torch.nn.Embedding(5, 4)])
+    starts = {"mars-m": "nothing is orthogonalized, 1 adamw (20) ", "mars-lion": "1 matrix (20) "}
+    for mars_type, start in starts.items():
+        assert one_line(model, mars_type=mars_type).partition("): ")[2].startswith(start)
+
+
 def test_one_line_has_the_rate_before_any_schedule():
     model = torch.nn.Linear(2, 2)
     mars = mars_hf.create(model, lr=1e-2)

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.distributed.shards import Group, ranks_of
+from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
 
 
-class WholeSums:
-    """The sums of one step: one column per parameter of the optimizer, one set of rows per process group."""
+class GroupSums:
+    """The sums of one step over each process group: one column per parameter of the optimizer."""
 
     def __init__(self, count: int, rows: int, device: torch.device) -> None:
         """Start with nothing, for `rows` sums of `count` parameters, the same number on every rank."""
@@ -27,11 +27,23 @@ class WholeSums:
         self._sums: dict[Group, Tensor] = {}
         self._present: dict[Group, list[float]] = {}
 
-    def join(self, group: Group) -> None:
+    def register(self, group: Group) -> None:
         """Take part in the sums of a process group, even if this rank holds nothing."""
         if group not in self._sums:
             self._sums[group] = self._empty.clone()
             self._present[group] = [0.0] * self._empty.shape[1]
+
+    def register_shards(self, spec: ShardSpec, *, has_gradient: bool) -> None:
+        """Take part in the sums of the ranks that hold a parameter's other shards or copies; say what is here."""
+        self.register(spec.group)
+        if spec.replicas is not None:
+            self.register(spec.replicas)
+        if not has_gradient:
+            return
+        for shard in spec.shards:
+            self.add_present(spec.group, shard.param_index, shard.numel / shard.whole)
+            if spec.replicas is not None:
+                self.add_present(spec.replicas, shard.param_index, 1 / dist.get_world_size(spec.replicas))
 
     def add_present(self, group: Group, index: int, fraction: float) -> None:
         """Say that this rank has the gradient of a fraction of a parameter."""
@@ -39,7 +51,7 @@ class WholeSums:
 
     def add(self, group: Group, indices: Sequence[int], sums: Tensor) -> None:
         """Add sums over shards: one column per index."""
-        self._sums[group][: len(sums)].index_add_(1, _on(self._empty.device, indices), sums.to(self._empty))
+        self._sums[group][: len(sums)].index_add_(1, _to_device(indices, self._empty.device), sums.to(self._empty))
 
     def reduce(self, error: Exception | None = None) -> None:
         """Add up the sums of all ranks. Collective.
@@ -54,31 +66,33 @@ class WholeSums:
             present[-1] = float(message is not None)
             total[-1] = torch.tensor(present, dtype=total.dtype).to(total.device)
             total.copy_(all_reduce(total, group))
-            *fractions, flag = self._present[group] = total[-1].tolist()
-            if flag:
+            self._present[group] = total[-1].tolist()
+            *fractions, has_error = self._present[group]
+            if has_error:
                 messages: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(messages, message, group=group)
                 message = next(filter(None, messages))
-            partly = [(i, part) for i, part in enumerate(fractions) if min(abs(part), abs(part - 1)) > 1e-3]
+            partly = [index for index, part in enumerate(fractions) if min(abs(part), abs(part - 1)) > 1e-3]
             if partly and message is None:
+                first = partly[0]
                 message = (
-                    f"{len(ranks_of(group))} ranks bring gradients for {partly[0][1]:.4f} of parameter {partly[0][0]} "
+                    f"{len(ranks_of(group))} ranks bring gradients for {fractions[first]:.4f} of parameter {first} "
                     f"(and part of {len(partly) - 1} others). Give every rank gradients for the same parameters in "
                     "every step; if they have them, the engine's sharding is not supported"
                 )
         if message is not None:
             raise RuntimeError(message) from error
 
-    def present(self, group: Group) -> set[int]:
+    def present_in(self, group: Group) -> set[int]:
         """Return the indices of the parameters whose gradients are present, on any of the ranks."""
         return {index for index, fraction in enumerate(self._present[group][:-1]) if fraction}
 
-    def of(self, group: Group, indices: Sequence[int]) -> Tensor:
+    def select(self, group: Group, indices: Sequence[int]) -> Tensor:
         """Return the sums over whole parameters, one column per index."""
-        return self._sums[group][:-1, _on(self._empty.device, indices)]
+        return self._sums[group][:-1, _to_device(indices, self._empty.device)]
 
-    def total(self, row: int) -> Tensor:
-        """Return the sum of a row over all parameters, 0-d."""
+    def sum_of_row(self, row: int) -> Tensor:
+        """Return the sum of a row over all parameters and process groups, 0-d."""
         return torch.stack([sums[row, :-1].sum() for sums in self._sums.values()]).sum()
 
 
@@ -104,5 +118,5 @@ def wire_device(device: torch.device, group: Group) -> torch.device:
     return device
 
 
-def _on(device: torch.device, indices: Sequence[int]) -> Tensor:
+def _to_device(indices: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)

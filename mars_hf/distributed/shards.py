@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,98 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf import _compat
-
-# ProcessGroup, or None for no group.
-Group = Any
-# Types of tensors that are no DTensors, for a fast test.
-PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-class Slice(NamedTuple):
-    """The part of a whole parameter that a rank holds.
-
-    `dim=None`: elements [start, start + length) of the parameter flattened in row-major order. Otherwise indices
-    [start, start + length) along dimension `dim`, of those only what `inner` says of later dimensions. With `stripes`,
-    dimension `dim` consists of that many equal blocks, and the part is [start, start + length) of each.
-    """
-
-    dim: int | None
-    start: int
-    length: int
-    inner: Slice | None = None
-    stripes: int = 1
-
-    @property
-    def offset(self) -> int:
-        """Return a number that two parts of one parameter have in common only if they are the same part."""
-        return self.start if self.inner is None else self.start + (self.inner.offset + 1 << 32)
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this part of a whole parameter as a view; stripes have a dimension before that of their indices."""
-        if self.dim is None:
-            return whole.view(-1)[self.start : self.start + self.length]
-        if self.inner is not None:
-            whole = self.inner.of(whole)
-        if self.stripes == 1:
-            return whole.narrow(self.dim, self.start, self.length)
-        return whole.unflatten(self.dim, (self.stripes, -1)).narrow(self.dim + 1, self.start, self.length)
-
-    def shape(self, whole: torch.Size) -> torch.Size:
-        """Return the shape of this part as a rank holds it: its stripes follow each other."""
-        if self.dim is None:
-            return torch.Size([self.length])
-        shape = whole if self.inner is None else self.inner.shape(whole)
-        return torch.Size([*shape[: self.dim], self.stripes * self.length, *shape[self.dim + 1 :]])
-
-
-class Shard(NamedTuple):
-    """One parameter's part of a local tensor: `numel` of its `whole` elements, from element `start` of the tensor on.
-
-    `param_index` is the parameter's index among all parameters of the optimizer, the same on every rank.
-    """
-
-    param_index: int
-    start: int
-    numel: int
-    whole: int
-    slice: Slice
-
-
-class ShardSpec(NamedTuple):
-    """The shards in a local tensor (none if it is all padding), and the ranks that hold the others.
-
-    `replicas` are ranks that hold the same shards; None means none.
-    """
-
-    shards: tuple[Shard, ...]
-    group: Group
-    replicas: Group = None
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Return whether a tensor is sharded or replicated by torch.distributed.tensor; imports nothing."""
-    if type(tensor) in PLAIN:
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor; shares its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def ranks_of(group: Group) -> Sequence[int]:
-    """Return the global ranks of a process group; empty for one that has been destroyed."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return []
-
-
-def shape_of(param: Tensor) -> torch.Size:
-    """Return the parameter's own shape, also if DeepSpeed's `zero.Init` has left an empty tensor in its place."""
-    return torch.Size(getattr(param, "ds_shape", param.shape))
+from mars_hf.distributed.tensors import Group, Shard, ShardSpec, Slice, is_dtensor, ranks_of, shape_of
 
 
 def reject_parts(param: Tensor) -> None:
@@ -172,31 +80,31 @@ class Shards:
             RuntimeError: a tensor is a part of something unknown; the message describes it.
         """
         specs = {}
-        groups = zip(param_groups, wanted, strict=True)
-        params = ((param, is_wanted) for group, is_wanted in groups for param in group["params"])
-        for index, (param, is_wanted) in enumerate(params):
-            known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
-            is_whole = known is not None and self.shapes[known] == param.shape
-            needs_spec = is_wanted and not (is_whole and (type(param) in PLAIN or not is_dtensor(param)))
-            if needs_spec and (spec := self.spec_of(param, index, model)) is not None:
-                specs[param] = spec
+        index = -1
+        for group, is_wanted in zip(param_groups, wanted, strict=True):
+            for param in group["params"]:
+                index += 1
+                if not is_wanted or self._is_whole(param):
+                    continue
+                spec = self.spec_of(param, index, model)
+                if spec is not None:
+                    specs[param] = spec
         return specs
+
+    def _is_whole(self, param: Tensor) -> bool:
+        """Return whether the optimizer was made from this very parameter, and no engine has sharded it."""
+        known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
+        return known is not None and self.shapes[known] == param.shape and not is_dtensor(param)
 
     def spec_of(self, param: Any, index: int, model: weakref.ref[nn.Module] | None = None) -> ShardSpec | None:
         """Return the spec of a DTensor, or of a tensor that the optimizer was not made from; as `locate`."""
         if is_dtensor(param):
-            known: dict[Any, ShardSpec | None] = self._meshes.setdefault(param.device_mesh, {})
-            key = (index, param.placements, param.shape, param.to_local().shape)
-            if key not in known:
-                known[key] = spec_of_dtensor(param, index)
-            return known[key]
+            return self._spec_of_dtensor(param, index)
         reject_parts(param)
         is_known = index < len(self.shapes)
         if param.ndim < 2:
-            # Where its parameters are now.
-            originals = [(index, part) for index, ref in self._originals.items() if (part := ref()) is not None]
-            originals = originals or self._find_originals(model)
-            if spec := _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals):
+            spec = self._spec_of_flat(param, model)
+            if spec is not None:
                 return spec
             # An unknown engine would have flattened matrices too.
             if self._originals or (is_known and self._roles[index] != "vector"):
@@ -211,6 +119,27 @@ class Shards:
         if is_known:
             self.shapes[index] = param.shape
         return None
+
+    def _spec_of_dtensor(self, param: Any, index: int) -> ShardSpec | None:
+        known: dict[Any, ShardSpec | None] = self._meshes.setdefault(param.device_mesh, {})
+        key = (index, param.placements, param.shape, param.to_local().shape)
+        if key not in known:
+            known[key] = spec_of_dtensor(param, index)
+        return known[key]
+
+    def _spec_of_flat(self, param: Tensor, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
+        """Return the spec of a flat tensor of DeepSpeed; None if it is not one."""
+        originals = self._living_originals() or self._find_originals(model)
+        # Parameters say where they are now.
+        return _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals)
+
+    def _living_originals(self) -> list[tuple[int, Tensor]]:
+        living = []
+        for index, reference in self._originals.items():
+            param = reference()
+            if param is not None:
+                living.append((index, param))
+        return living
 
     def _find_originals(self, model: weakref.ref[nn.Module] | None) -> list[tuple[int, Tensor]]:
         """Find the parameters that DeepSpeed has flattened: those of the model, else among all objects, in 50 ms."""
@@ -270,23 +199,24 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     Raises:
         RuntimeError: partial sums, or a placement that mars_hf does not know.
     """
-    mesh, cuts = tensor.device_mesh, _cuts(tensor)
-    if not cuts:
+    mesh, splits = tensor.device_mesh, _splits_of(tensor)
+    if not splits:
         return None
-    part = _slice(tensor, cuts, mesh.get_coordinate())
-    numel, shape = part.shape(tensor.shape).numel(), tensor.to_local().shape
-    if shape != part.shape(tensor.shape) if numel else shape.numel():
-        raise _unsupported(tensor, f"a part of shape {tuple(shape)} on this rank")
-    shards = (Shard(index, 0, numel, tensor.numel(), part),) if numel else ()
-    return ShardSpec(shards, _group_over(mesh, _mesh_dims(cuts)), replicas_in_mesh(tensor))
+    part = _slice(tensor, splits, mesh.get_coordinate())
+    expected, held = part.shape(tensor.shape), tensor.to_local().shape
+    are_empty = expected.numel() == held.numel() == 0  # torch gives empty parts other shapes
+    if held != expected and not are_empty:
+        raise _unsupported(tensor, f"a part of shape {tuple(held)} on this rank")
+    shards = () if are_empty else (Shard(index, 0, expected.numel(), tensor.numel(), part),)
+    return ShardSpec(shards, _group_over(mesh, _mesh_dims(splits)), replicas_in_mesh(tensor))
 
 
 def slices_of(tensor: Any) -> Callable[[int], Slice]:
     """Return a function from a rank in the group of a DTensor's spec to the part that it holds."""
-    cuts = _cuts(tensor)
-    group = _group_over(tensor.device_mesh, _mesh_dims(cuts))
+    splits = _splits_of(tensor)
+    group = _group_over(tensor.device_mesh, _mesh_dims(splits))
     coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
-    return lambda rank: _slice(tensor, cuts, coordinates[rank])
+    return lambda rank: _slice(tensor, splits, coordinates[rank])
 
 
 def replicas_in_mesh(tensor: Any) -> Group:
@@ -302,27 +232,27 @@ def replicas_in_mesh(tensor: Any) -> Group:
 
 # Dimensions of a tensor to the mesh dimensions of several ranks that divide them, in the order of the mesh, each with
 # the split factor of torch's strided shard, else 1.
-_Cuts = Mapping[int, Sequence[tuple[int, int]]]
+_Splits = Mapping[int, Sequence[tuple[int, int]]]
 
 
-def _cuts(tensor: Any) -> _Cuts:
+def _splits_of(tensor: Any) -> _Splits:
     """Return how the mesh dimensions divide a DTensor."""
-    cuts: dict[int, list[tuple[int, int]]] = {}
+    splits: dict[int, list[tuple[int, int]]] = {}
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_replicate() or tensor.device_mesh.size(mesh_dim) == 1:
             continue
         shard = _compat.shard_of(placement)
         if shard is None:
             raise _unsupported(tensor, "a placement other than Shard and Replicate")
-        cuts.setdefault(shard[0] % tensor.ndim, []).append((mesh_dim, shard[1]))
-    return cuts
+        splits.setdefault(shard[0] % tensor.ndim, []).append((mesh_dim, shard[1]))
+    return splits
 
 
-def _mesh_dims(cuts: _Cuts) -> tuple[int, ...]:
-    return tuple(sorted(mesh_dim for pairs in cuts.values() for mesh_dim, _ in pairs))
+def _mesh_dims(splits: _Splits) -> tuple[int, ...]:
+    return tuple(sorted(mesh_dim for pairs in splits.values() for mesh_dim, _ in pairs))
 
 
-def _slice(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Slice:
+def _slice(tensor: Any, splits: _Splits, coordinate: Sequence[int]) -> Slice:
     """Return the part of a DTensor that the rank at a coordinate of the mesh holds.
 
     Along one dimension, each mesh dimension cuts what the ones before have left, but for strided shards, which come
@@ -331,14 +261,14 @@ def _slice(tensor: Any, cuts: _Cuts, coordinate: Sequence[int]) -> Slice:
     as transformers cuts fused projections.
     """
     mesh, part = tensor.device_mesh, None
-    for dim in sorted(cuts, reverse=True):  # from the last one on: each holds the later ones
+    for dim in sorted(splits, reverse=True):  # from the last one on: each holds the later ones
         stripes, in_order = 1, list[int]()
-        for mesh_dim, factor in reversed(cuts[dim]):
+        for mesh_dim, factor in reversed(splits[dim]):
             later = math.prod(map(mesh.size, in_order))
             if factor == 1:
                 in_order.insert(0, mesh_dim)
-            elif factor == later or len(cuts[dim]) == 1:
-                stripes = factor if len(cuts[dim]) == 1 else 1
+            elif factor == later or len(splits[dim]) == 1:
+                stripes = factor if len(splits[dim]) == 1 else 1
                 in_order.append(mesh_dim)
             else:
                 raise _unsupported(tensor, f"a strided shard of factor {factor} with {later} later shards")
@@ -418,12 +348,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
             "which is not supported"
         )
     group = next(iter(groups.values())) or dist.group.WORLD
-    address = tensor.untyped_storage().data_ptr()
-    buffers = {
-        param.untyped_storage().data_ptr()
-        for _, param in linked
-        if (mapping := param._hp_mapping) is not None and mapping.hp_fragment.untyped_storage().data_ptr() == address
-    }
+    buffers = _buffers_of(tensor, [param for _, param in linked])
     shards = []
     first = dist.get_rank(group) * tensor.numel()
     for index, param in linked:
@@ -435,19 +360,34 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     return ShardSpec(tuple(shards), group)
 
 
+def _buffers_of(tensor: Tensor, params: Iterable[Any]) -> set[int]:
+    """Return the addresses of the flat buffers, of parameters, whose high-precision copy is in a tensor."""
+    address = tensor.untyped_storage().data_ptr()
+    buffers = set()
+    for param in params:
+        mapping = param._hp_mapping
+        if mapping is not None and mapping.hp_fragment.untyped_storage().data_ptr() == address:
+            buffers.add(param.untyped_storage().data_ptr())
+    return buffers
+
+
 def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> ShardSpec | None:
     """Return the spec of a flat tensor of ZeRO-3; None if it is not one.
 
     `_z3_optimizer` knows each parameter's sub-group and its place there.
     """
-    shards, group = [], None
+    shards = []
+    group = None
     for index, param in originals:
         engine: Any = getattr(param, "_z3_optimizer", None)
-        position = None if engine is None else engine.grad_position.get(engine.get_param_id(param))
-        # None: frozen.
-        if position is None or engine.fp32_partitioned_groups_flat[position[0]] is not tensor:
+        if engine is None:
             continue
-        _, start, partition = position
+        position = engine.grad_position.get(engine.get_param_id(param))
+        if position is None:  # frozen
+            continue
+        sub_group, start, partition = position
+        if engine.fp32_partitioned_groups_flat[sub_group] is not tensor:
+            continue
         group = param.ds_process_group
         first = dist.get_rank(group) * partition
         numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded

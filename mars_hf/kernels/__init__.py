@@ -79,7 +79,7 @@ def choose_backend(
     group: dict[str, Any],
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
-    rule: str,
+    arithmetic: str,
     numel: int,
     *,
     dense: bool,
@@ -90,7 +90,7 @@ def choose_backend(
         group: the parameter group; its `fused`, `amsgrad`, `rounding` and `second_moment` decide.
         device: device of the tensors.
         dtypes: dtypes of all tensors, by the name of their list; "params" is what the update writes into.
-        rule: the arithmetic, one of `rules.RULES`.
+        arithmetic: a name in `rules.ARITHMETICS`; each module of kernels states those that it has.
         numel: number of elements in all parameters of the step.
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
@@ -104,12 +104,13 @@ def choose_backend(
     kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes.values()
     if group["fused"] is False or small or not dense or group["amsgrad"] or kahan:
         return plain
-    if not (kernels := kernels_of(device)).DTYPES.issuperset(dtypes.values()):
+    kernels = kernels_of(device)
+    if arithmetic not in kernels.ARITHMETICS or not kernels.DTYPES.issuperset(dtypes.values()):
         return plain
     problem = f"no kernels run on {device.type}: {NEEDS}"
     if kernels.is_available(device):
         problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels)
-        problem = problem or check(backend, device, tuple(dtypes.items()), rule, group["second_moment"])
+        problem = problem or check(backend, device, tuple(dtypes.items()), arithmetic, group["second_moment"])
         if not problem:
             return backend
         if not group["fused"] and device not in _failures:
@@ -126,7 +127,7 @@ def kernels_of(device: torch.device) -> ModuleType:
 
 
 @functools.cache
-def check(backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, second_moment: str) -> str:
+def check(backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str) -> str:
     """Return what kernels compute otherwise than `rules`, "" if nothing; once a process for each set of arguments.
 
     They take the sums and the update of a few small tensors, with and without scales; tensors and random numbers are
@@ -141,7 +142,7 @@ def check(backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, sec
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             for scaled in (False, True):
                 results = [
-                    _compute(one, device, dtypes, rule, second_moment, scaled)
+                    _compute(one, device, dtypes, arithmetic, second_moment, scaled)
                     for one in (backend, Backend("foreach", foreach=True))
                 ]
                 for (name, ours), (_, plain) in zip(*results, strict=True):
@@ -155,12 +156,12 @@ def check(backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, sec
     except Exception as error:
         names = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in dtypes}))
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"{backend.name} kernels fail on {device} for {rule} in {names}: {reason[:300]}"
+        return f"{backend.name} kernels fail on {device} for {arithmetic} in {names}: {reason[:300]}"
     return ""
 
 
 def _compute(
-    backend: Backend, device: torch.device, dtypes: Dtypes, rule: str, second_moment: str, scaled: bool
+    backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str, scaled: bool
 ) -> list[tuple[str, Tensor]]:
     """Return the tensors of a check after an update, and their sums, by name."""
     generator = torch.Generator("cpu").manual_seed(0)
@@ -179,7 +180,7 @@ def _compute(
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
     sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
     options = rules.Options(
-        rule=rule, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+        arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
         scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         seeds=[1, 2, 3] if scaled and lists["params"][0].dtype == torch.bfloat16 else (),

@@ -28,13 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.rules import RULES, Options
+from mars_hf.rules import Options
 
 logger = logging.getLogger(__name__)
 
 NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Must match cpu.cpp, as `RULES` must: types by number; 0 means no tensor.
+# These two must match cpu.cpp. Types by number; 0 means no tensor.
+ARITHMETICS = ("adamw", "lion", "momentum")
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
 _COLUMNS = 11  # fields of Scalars in cpu.cpp
@@ -92,7 +93,7 @@ def update(
     With `limits` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
     """
     lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
-    corrects = options.rule == "adamw"  # other rules ignore the counts, which may be 0 then
+    corrects = options.arithmetic == "adamw"  # other rules ignore the counts, which may be 0 then
     roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
     rates = {t: lr / (1 - beta1**t) if corrects else lr for t in set(steps)}
     scalars = _scalars(
@@ -104,7 +105,7 @@ def update(
     limits, squares = array("d", options.limits), options.squares
     squares = torch.zeros(len(params), dtype=torch.float64, device="cpu") if squares is None else squares.contiguous()
     _library().mars_update(
-        len(params), table.buffer_info()[0], scalars.buffer_info()[0], RULES.index(options.rule),
+        len(params), table.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
         options.second_moment == "gradient", bool(options.seeds), limits.buffer_info()[0] if limits else None,
         options.squares is not None, squares.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

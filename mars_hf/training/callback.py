@@ -46,16 +46,19 @@ class LastGradientCallback(TrainerCallback):
     Raises:
         RuntimeError: at train begin, if another optimizer would step, if Mars lacks trainable parameters of the model,
             if trainable adapters of PEFT are merged, or for exact MARS without MarsTrainer. Also before a step, if
-            adapters have been merged, or others made active that the optimizer lacks.
+            adapters have been merged, or others made active that the optimizer lacks; and at a log line, if layers have
+            been unfrozen that an optimizer of the Trainer's own making lacks.
     """
 
     trainer: Trainer | None = None  # where it is a Trainer's first callback
+    optimizer_is_given = False  # to the Trainer, by its user
 
     def __init__(self, optimizer: Mars | None = None, *, required: bool = True) -> None:
         """See the class."""
         self.optimizer = optimizer
         self.required = required
         self._mars: Mars | None = None
+        self._known_missing = ""
         self._active: list[Any] | None = None  # adapters of each layer for which the parameters have been checked
 
     def on_train_begin(
@@ -109,10 +112,17 @@ class LastGradientCallback(TrainerCallback):
             self._mars.update_last_grad()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         """Put the metrics of the last step where trackers and the history see them."""
         if self._mars is not None and "loss" in logs:
+            self._check_unfrozen(optimizer, state)
             metrics = self._mars.pop_metrics()
             logs.update(metrics)
             if state.is_world_process_zero and math.isnan(logs.get("grad_norm", 0)):  # losses are logged without NaN
@@ -132,6 +142,21 @@ class LastGradientCallback(TrainerCallback):
             hub.write_card(self.trainer)
 
     on_train_end = on_push_begin
+
+    def _check_unfrozen(self, optimizer: Any, state: TrainerState) -> None:
+        """Stop a run whose optimizer lacks layers that have been unfrozen; the owner of an instance is warned, once."""
+        missing = guard.missing_parameters(optimizer, self._model)
+        if not missing or missing == self._known_missing:
+            return
+        message = (
+            f"step {state.global_step}: {missing}: they were unfrozen in training, and have not moved. Unfreeze them "
+            "before, or hand them to optimizer.add_param_group"
+        )
+        if not self.optimizer_is_given:
+            raise RuntimeError(message)
+        self._known_missing = missing
+        if state.is_world_process_zero:
+            log.warning(message)
 
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
@@ -156,6 +181,7 @@ def attach_callback(trainer: Trainer) -> None:
         # Noted now, because DeepSpeed drops an instance before training begins.
         callback = LastGradientCallback(required=isinstance(trainer.optimizer, Mars))
     callback.trainer = trainer
+    callback.optimizer_is_given = isinstance(trainer.optimizer, Mars)
     handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
 
 

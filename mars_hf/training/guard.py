@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mars_hf import saved_settings
-from mars_hf.distributed.shards import shape_of
+from mars_hf.distributed.tensors import shape_of
 from mars_hf.optimizer import Mars
 from mars_hf.settings import check_arguments
 
@@ -122,17 +122,26 @@ def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
 
 def require_parameters(optimizer: Any, model: nn.Module) -> None:
     """Raise RuntimeError unless Trainer's optimizer has every trainable parameter of the model; it may have others."""
+    missing = missing_parameters(optimizer, model)
+    if missing:
+        raise RuntimeError(
+            f"{missing}. Make it after LoRA or other changes to the model: create(model) last, or "
+            "optimizer_cls_and_kwargs=mars_hf.factory(...). Freeze what is not to be trained"
+        )
+
+
+def missing_parameters(optimizer: Any, model: nn.Module) -> str:
+    """Return which trainable parameters of the model Trainer's optimizer lacks, in words; empty if it has all."""
     param_ids = _ids_of_parameters(optimizer)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in param_ids]
     if not missing:
-        return
+        return ""
     name, shape = missing[0]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    raise RuntimeError(
+    return (
         f"the optimizer holds {len(trainable) - len(missing)} of the model's {len(trainable)} trainable parameters "
-        f"(missing: {name} of shape {shape}{more}). Make it after LoRA or other changes to the model: create(model) "
-        "last, or optimizer_cls_and_kwargs=mars_hf.factory(...). Freeze what is not to be trained"
+        f"(missing: {name} of shape {shape}{more})"
     )
 
 

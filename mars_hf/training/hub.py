@@ -24,6 +24,7 @@ from mars_hf.optimizer import Mars
 from mars_hf.summary import trained_groups
 from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
+from mars_hf.update_rules import UPDATE_RULES
 
 CARD = "README.md"
 TAGS = ("mars", "mars_hf")
@@ -122,7 +123,7 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     path = Path(str(trainer.args.output_dir)) / CARD
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     groups = trained_groups(mars.param_groups, trainer.model)
-    main = next((group for group in groups if group["rule"] != "adamw"), groups[0])
+    main = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
     card = ModelCard.load(path, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model, dataset)
 
@@ -210,7 +211,8 @@ def _values(group: Mapping[str, Any]) -> list[Any]:
         name = f"{name} `{group['pattern']}`"
     values = [name, group["rule"]]
     values += [group[column] for column in _COLUMNS]
-    values += ["" if group["rule"] == "adamw" else group[column] for column in _MARS_COLUMNS]
+    corrects = UPDATE_RULES[group["rule"]].corrects
+    values += [group[column] if corrects else "" for column in _MARS_COLUMNS]
     return values
 
 

@@ -13,7 +13,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.tensors import local
 from mars_hf.training import log
 
 

@@ -16,7 +16,6 @@ from mars_hf.param_groups import param_groups
 from mars_hf.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
-    ORTHOGONAL_TYPES,
     PAIR_KEYS,
     SETTINGS,
     check_arguments,
@@ -26,6 +25,7 @@ from mars_hf.settings import (
 )
 from mars_hf.training import log
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
+from mars_hf.update_rules import UPDATE_RULES
 
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
@@ -87,7 +87,7 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
             TrainingArguments; also when the optimizer is made.
     """
     if "param_rules" in settings:
-        settings["param_rules"] = list(settings["param_rules"])  # rules are read twice, an iterator once
+        settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
     resolve(settings, args)  # complains here, where the caller can see it
     return MarsFactory(args, settings), {}
 
@@ -98,6 +98,11 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     like = settings.get("like")
     saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
     given = split_beta_pairs(check_arguments({name: value for name, value in settings.items() if name != "like"}))
+    if args.optim_target_modules:
+        raise ValueError(
+            f"optim_target_modules={args.optim_target_modules!r} is for GaLore, APOLLO and the like, and MARS has no "
+            "use for it; remove it, and choose parameters with param_rules"
+        )
     in_arguments = _settings_in_arguments(args)
     for name, (key, value) in in_arguments.items():
         if key in given and float(given[key]) != value:
@@ -152,7 +157,7 @@ def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict
     expanded = expand(arguments)
     mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
     if model is None:
-        if mars_type in ORTHOGONAL_TYPES:
+        if UPDATE_RULES[mars_type].orthogonalizes:
             log.warning(
                 f"mars_type={mars_type!r} from plain parameter groups orthogonalizes every matrix, embeddings and "
                 "heads included: nothing but their shapes is known; pass model=... to leave those to AdamW"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback
 
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
@@ -54,6 +55,7 @@ class TrainerWithMars(_Base):
         mars = self._given_optimizer if isinstance(self._given_optimizer, Mars) else None
         callback: LastGradientCallback = self._callbacks_of(LastGradientCallback)[0]
         callback.required |= self._makes_mars or mars is not None
+        callback.optimizer_is_given |= mars is not None
         if self._makes_mars:
             self._resolve_settings()  # complains at once of what it cannot read
         callback.optimizer = callback.optimizer or mars
@@ -164,7 +166,9 @@ class TrainerWithMars(_Base):
 
     def _can_clip_in_step(self, mars: Mars, model: Any) -> bool:
         # Exact MARS clips two gradients, and both the same way.
-        if mars.is_exact or self.accelerator.scaler is not None or self._overrides_clipping():
+        if mars.is_exact or self.accelerator.scaler is not None:
+            return False
+        if self._overrides_clipping() or self._somebody_sees_gradients(mars):
             return False
         of_mars = {id(param) for group in mars.param_groups for param in group["params"] if param.grad is not None}
         # Trainer's norm is that of the model: not of weights in a loss.
@@ -174,6 +178,14 @@ class TrainerWithMars(_Base):
         """Return whether a class between this one and Trainer, or the instance, clips itself, and sees the result."""
         classes = [kind for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer)]
         return any("_clip_grad_norm" in vars(owner) for owner in [self, *classes])
+
+    def _somebody_sees_gradients(self, mars: Mars) -> bool:
+        """Return whether a callback or a hook of the optimizer comes between Trainer's clipping and the step."""
+        if mars._optimizer_step_pre_hooks:
+            return True
+        callbacks = [type(callback) for callback in self.callback_handler.callbacks]
+        others = [kind for kind in callbacks if not issubclass(kind, (NonFiniteCallback, StalePass))]
+        return any(kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for kind in others)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
@@ -204,7 +216,8 @@ class MarsTrainer(TrainerWithMars, Trainer):
 
     A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway: callbacks see
     unclipped gradients. Trainer's own clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode,
-    and if the optimizer lacks some of the model's trainable parameters. After `train()` the optimizer's own settings
+    if a callback has `on_pre_optimizer_step` or the optimizer a hook before its step, which may look at gradients, and
+    if the optimizer lacks some of the model's trainable parameters. After `train()` the optimizer's own settings
     are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.

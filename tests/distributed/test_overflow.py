@@ -22,7 +22,7 @@ from transformers import default_data_collator
 from workload import ACCUMULATION, CASES, MICRO_BATCH, Case, TinyGPT2, Tokens, build_model
 
 import mars_hf
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.tensors import local
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 

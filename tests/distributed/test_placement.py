@@ -25,8 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mars_hf
 from mars_hf.distributed import norms, shards
-from mars_hf.distributed.norms import WholeSums, group_order, wire_device
-from mars_hf.distributed.shards import Shards, ShardSpec
+from mars_hf.distributed.norms import GroupSums, group_order, wire_device
+from mars_hf.distributed.shards import Shards
+from mars_hf.distributed.tensors import ShardSpec
 
 # --- which part of a parameter each rank of a mesh holds, compared with torch's own local tensors -------------------
 #
@@ -310,9 +311,9 @@ def test_parameters_moved_in_their_buffer(partitioned):
     for starts in ((0, 12), (10, 0)):
         for param, start in zip(params, starts, strict=True):
             param.data = torch.empty(0).set_(buffer, start, param.shape)
-        spec = mars._shards.spec_of(flat, 0)
+        spec = mars._ranks.shards.spec_of(flat, 0)
         assert [(shard.param_index, shard.start) for shard in spec.shards] == list(enumerate(starts))
-        assert mars._shards.spec_of(flat, 0) == spec
+        assert mars._ranks.shards.spec_of(flat, 0) == spec
 
 
 def test_padding_of_zero3_is_no_part_of_a_parameter(alone):
@@ -459,11 +460,11 @@ def test_sums_travel_in_float64(alone, monkeypatch):
     sent = []
     monkeypatch.setattr(norms, "all_reduce", lambda values, group: sent.append(values.dtype) or values)
     group = dist.group.WORLD
-    sums = WholeSums(3, 1, torch.device("cpu"))
-    sums.join(group)
+    sums = GroupSums(3, 1, torch.device("cpu"))
+    sums.register(group)
     sums.add(group, [2], torch.full((1, 1), 1e300, dtype=torch.float64))
     sums.add(group, [1], torch.ones(1, 1, dtype=torch.float32))
     sums.reduce()
     assert sent == [torch.float64]
-    assert sums.of(group, [2]).item() == sums.total(0).item() == 1e300
-    assert sums.of(group, [1]).item() == 1
+    assert sums.select(group, [2]).item() == sums.sum_of_row(0).item() == 1e300
+    assert sums.select(group, [1]).item() == 1

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from transformers import TrainerControl, TrainerState
 
 from mars_hf import Mars, NonFiniteCallback, NonFiniteError, orthogonalize
-from mars_hf.distributed.shards import local
+from mars_hf.distributed.tensors import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
 

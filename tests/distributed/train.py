@@ -38,8 +38,7 @@ from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Cas
 
 import mars_hf
 from mars_hf import orthogonalize, universal
-from mars_hf.param_groups import rule_of
-from mars_hf.settings import ORTHOGONAL_TYPES
+from mars_hf.update_rules import update_rule
 
 STATES = ("exp_avg", "exp_avg_sq", "last_grad")
 Results = dict[str, Tensor]
@@ -81,8 +80,8 @@ class Watched:
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
             # DeepSpeed calls once per group, or part of one, and hides the others from the optimizer.
-            mars_rule = any(rule_of(group) != "adamw" and group["params"] for group in mars.param_groups)
-            matrices = any(rule_of(group) in ORTHOGONAL_TYPES and group["params"] for group in mars.param_groups)
+            mars_rule = any(update_rule(group).corrects and group["params"] for group in mars.param_groups)
+            matrices = any(update_rule(group).orthogonalizes and group["params"] for group in mars.param_groups)
             damage = mock.patch.object(dist, "all_reduce", forgetful)
             orthogonalized: list[int] = []
 
@@ -365,7 +364,7 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
     DeepSpeed has no last gradient to give, since vectors have none, and loses its way with round_robin_gradients.
     """
     order = {id(param): name for name, param in model.named_parameters()}
-    shards = mars._shards
+    shards = mars._ranks.shards
     assert shards is not None
     names = {index: order[key] for key, index in shards._indices.items() if key in order}
     here = []

@@ -22,7 +22,8 @@ from PIL import Image
 
 import mars_hf
 from mars_hf.__main__ import main
-from mars_hf.suggest import first_moment_rms, suggest, update_rms
+from mars_hf.suggest import suggest, update_rms
+from mars_hf.update_rules import first_moment_rms
 
 PROSE = PAGES | {"CHANGELOG.md": ROOT / "CHANGELOG.md"}
 RULED_OUT = [
@@ -146,6 +147,90 @@ def test_measured_sizes_of_updates(index, beta1, tolerance):
     predicted = first_moment_rms(beta1) if rule == "adamw" else update_rms(rule, beta1=beta1, gamma=0.025, width=WIDTH)
     assert measured == pytest.approx(predicted, rel=tolerance)
     assert f"| {rule} | {predicted:.3f} | {measured:.3f} | {measured / predicted:.2f} |" in CHOOSING.splitlines()
+
+
+# --- docs/speed.md and README.md: numbers of an H100 -----------------------------------------------------------------
+
+
+def measured_on_h100(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_h100.json").read_text(encoding="utf-8"))
+
+
+def words_of(path):
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+def times(ratio):
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def test_steps_on_h100():
+    page = PAGES["speed.md"].read_text(encoding="utf-8").splitlines()
+    sizes = [result["contenders"] for result in measured_on_h100("step_cost")["sizes"].values()]
+    shares = ", ".join(f"{rows['AdamW fused']['of_copy']:.0%}" for rows in sizes)
+    took = " | ".join(f"{rows['AdamW fused']['ms']:.2f} ms" for rows in sizes)
+    assert f"| AdamW fused | {took} | {shares} |" in page
+    for label, name in {
+        "mars-adamw": "Mars",
+        "mars-adamw, bfloat16, stochastic": "Mars bfloat16, stochastic",
+        "mars-adamw, bfloat16, states too": "Mars bfloat16, states too",
+        "mars-adamw, no last gradient": "Mars without last_grad",
+        "mars-lion": "mars-lion",
+        "mars-adamw, `fused=False`": "Mars fused=False",
+        "mars-adamw, bfloat16, Kahan": "Mars bfloat16, kahan",
+        "timm's MARS": "timm Mars",
+        "mars-m": "mars-m",
+        "Muon, AdamW for the rest": "Muon, AdamW for the rest",
+    }.items():
+        ratios = " | ".join(times(rows[name]["against_adamw"]) for rows in sizes)
+        shares = ", ".join(f"{rows[name]['of_copy']:.0%}" for rows in sizes if "of_copy" in rows[name])
+        assert f"| {label} | {ratios} | {shares} |".replace("  ", " ") in page
+    clipped = [f"{rows['Mars max_grad_norm']['against_clipped_adamw']:.2f}" for rows in sizes]
+    text = f"a step takes {clipped[0]}, {clipped[1]} and {clipped[2]} times as long"
+    assert text in words_of(PAGES["speed.md"])
+    _, small, _ = sizes
+    of_muon = small["mars-m"]["ms"] / small["Muon, AdamW for the rest"]["ms"]
+    for cell in (
+        f"| {small['Mars']['against_adamw']:.2f} ({small['AdamW fused']['ms']:.2f} ms) |",
+        f"| {small['mars-lion']['against_adamw']:.2f} |",
+        f"| {small['mars-m']['against_adamw']:.2f}; {of_muon:.2f} of Muon's |",
+        f"| {clipped[1]} |",
+    ):
+        assert cell in words_of(ROOT / "README.md")
+
+
+def test_training_on_h100():
+    page = PAGES["speed.md"].read_text(encoding="utf-8")
+    runs = [measured_on_h100(name)["result"]["contenders"] for name in ("train_cost", "train_cost_default")]
+    took = [f"{rows['AdamW fused']['step_ms']:.1f} ms" for rows in runs]
+    assert f"| AdamW fused | {' | '.join(took)} |" in page
+    for label, name in {"mars-adamw": "Mars", "mars-m": "mars-m", "mars-adamw, exact": "Mars exact"}.items():
+        ratios = [f"{rows[name]['against']['AdamW fused']:.3f}x" for rows in runs]
+        assert f"| {label} | {' | '.join(ratios)} |" in page
+    mars, mars_m = (f"{runs[0][name]['against']['AdamW fused']:.2f}" for name in ("Mars", "mars-m"))
+    assert f"takes {mars} times AdamW's with mars-adamw, {mars_m} with mars-m" in words_of(ROOT / "README.md")
+
+
+def test_kernels_and_memory_on_h100():
+    words = words_of(PAGES["speed.md"])
+    small, large = (measured_on_h100("gpu_kernels")["sizes"][size] for size in ("small", "large"))
+    mars, fused, foreach = (small["launches"][name]["launches"] for name in ("Mars", "AdamW fused", "AdamW foreach"))
+    assert f"launches {mars:.0f} kernels and copies, AdamW fused {fused:.0f}, AdamW foreach {foreach:.0f}" in words
+    forms = [small["newton_schulz"], large["newton_schulz"]]
+    share = {name: [f"{form[name]['of_product']:.0%}" for form in forms] for name in forms[0]}
+    product = small["newton_schulz"]["matrix product"]["tflops"]
+    assert f"reaches {share['batched'][0]} of a large product's {product:.0f} TFLOP/s" in words
+    assert f"and {share['batched'][1]} with GPT-2 large's" in words
+    assert f"matrix by matrix {' and '.join(share['one by one'])}" in words
+    assert f"a plain loop {' and '.join(share['plain loop'])}" in words
+    for dtype in ("torch.float32", "torch.bfloat16"):
+        rows = [row for row in small["blocks"] if row["dtype"] == dtype]
+        took = {row["today"]: row["sums_ms"] + row["update_ms"] for row in rows}
+        assert took[True] <= 1.02 * min(row["sums_ms"] + row["update_ms"] for row in rows)
+    memory = measured_on_h100("memory")
+    names = ("AdamW fused", "mars-adamw", "mars-m")
+    peaks = [memory["forms"][name]["plain loop"]["peak"] / memory["parameters"] for name in names]
+    assert "AdamW {:.1f} bytes a parameter, mars-adamw {:.1f}, mars-m {:.1f}".format(*peaks) in words
 
 
 # --- docs/pretraining.md: hours and memory are estimates, by the counts that the page states --------------------------

@@ -87,7 +87,7 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 
 
 def expected_update(
-    lists: dict[str, list[Tensor]], *, rule: str, steps: list[float], lr: float, k: float, nesterov: float,
+    lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, nesterov: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
     factors: Any = None, second_moment: str = "corrected",
 ) -> dict[str, list[Tensor]]:  # fmt: skip
@@ -100,11 +100,11 @@ def expected_update(
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))
         m = e + nesterov * (c - e) if nesterov else e
-        if rule == "momentum":
+        if arithmetic == "momentum":
             x.copy_(m)
             continue
         direction = torch.where(m.isnan(), m, m.sign())
-        if rule == "adamw":
+        if arithmetic == "adamw":
             v, s = wide["exp_avg_sqs"][i], g if second_moment == "gradient" else c
             v.copy_(beta2 * v + (1 - beta2) * s * s)
             if wide["max_exp_avg_sqs"]:
@@ -125,7 +125,7 @@ def assert_close(lists: dict[str, list[Tensor]], expected: dict[str, list[Tensor
 def run_update(backend: str, lists: dict[str, list[Tensor]], **settings: Any) -> dict[str, Any]:
     """Update; return all settings."""
     steps = [float(t) for t in range(1, len(lists["params"]) + 1)]
-    settings = {**STEP, "rule": "adamw", "steps": steps, "lr": 1e-2, **settings}
+    settings = {**STEP, "arithmetic": "adamw", "steps": steps, "lr": 1e-2, **settings}
     BACKENDS[backend]().run_update(*(lists[name] for name in NAMES), options=Options(**settings))
     return settings
 

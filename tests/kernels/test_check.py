@@ -118,7 +118,7 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
 @every_kernel
 def test_command(backend, device, kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
-    monkeypatch.setattr(check.rules, "RULES", ("adamw",))
+    monkeypatch.setattr(kernels, "ARITHMETICS", ("adamw",))
     monkeypatch.setattr(check.multiprocessing, "spawn", lambda *args, **settings: None)
     first = 2 if device == "cpu" else 3  # after the versions, and behind the CPU's row
     for row, module, name in [

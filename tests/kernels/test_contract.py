@@ -42,10 +42,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw, second moment of the gradient": (("max_exp_avg_sqs",), {**FACTORS, "second_moment": "gradient"}),
     "adamw, without last gradients": (("max_exp_avg_sqs", "last_grads"), {**FACTORS}),
     "adamw, recursive": (("max_exp_avg_sqs", "last_grads"), {"second_moment": "gradient", "nesterov": 0.3}),
-    "lion": (PLAIN, {"rule": "lion", **SCALES, **FACTORS}),
-    "lion, recursive": (ALONE, {"rule": "lion", "nesterov": 0.3}),
-    "momentum": (PLAIN, {"rule": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
-    "momentum, recursive": (ALONE, {"rule": "momentum", "nesterov": 0.3}),
+    "lion": (PLAIN, {"arithmetic": "lion", **SCALES, **FACTORS}),
+    "lion, recursive": (ALONE, {"arithmetic": "lion", "nesterov": 0.3}),
+    "momentum": (PLAIN, {"arithmetic": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
+    "momentum, recursive": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3}),
     "beta1 of 0": (("max_exp_avg_sqs",), {"beta1": 0.0}),
 }
 
@@ -138,7 +138,7 @@ def test_momentum_does_not_read_its_target(backend, device, dtype):
     lists = problem(SMALL, device, without=PLAIN, params=dtype)
     for param in lists["params"]:
         param.fill_(torch.nan)
-    check_update(backend, lists, rule="momentum")
+    check_update(backend, lists, arithmetic="momentum")
 
 
 @every_kernel
@@ -207,7 +207,7 @@ def test_nan_and_inf_spread_as_in_the_formulas(backend, device, rule):
     lists = problem([len(g)], device, without=without)
     lists |= {"gradients": [g], "exp_avgs": [m], "last_grads": [last]}
     before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
-    settings = run_update(backend, lists, rule=rule)
+    settings = run_update(backend, lists, arithmetic=rule)
     expected = expected_update(before, **settings)
     torch.testing.assert_close(lists, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_dtype=False)
 
@@ -231,7 +231,7 @@ def rounded(backend: str, device: str, sizes: list[int], seeds: list[int], *, va
     lists = problem(sizes, device, without=ALONE, params=torch.bfloat16)
     for param, gradient, average in zip(lists["params"], lists["gradients"], lists["exp_avgs"], strict=True):
         param.fill_(value), gradient.fill_(-1.0), average.zero_()
-    run_update(backend, lists, rule="lion", lr=lr, weight_decay=0.0, seeds=seeds)
+    run_update(backend, lists, arithmetic="lion", lr=lr, weight_decay=0.0, seeds=seeds)
     return lists["params"]
 
 
@@ -278,7 +278,7 @@ def test_stochastic_rounding_keeps_nan_of_all_ones(backend, device):
     """What NVIDIA GPUs produce; a carry would make it -0."""
     lists = problem([700], device, without=ALONE, params=torch.bfloat16)
     lists["params"][0].view(torch.int16).fill_(0x7FFF)
-    run_update(backend, lists, rule="lion", lr=0.0, seeds=[1])
+    run_update(backend, lists, arithmetic="lion", lr=0.0, seeds=[1])
     assert lists["params"][0].isnan().all()
 
 

@@ -29,7 +29,7 @@ pytestmark = needs_compiler
 def run(lists, **settings):
     """Run `update` on the lists of a problem."""
     count = len(lists["params"])
-    settings = {**STEP, "rule": "adamw", "steps": [1.0] * count, "lr": 0.01, **settings}
+    settings = {**STEP, "arithmetic": "adamw", "steps": [1.0] * count, "lr": 0.01, **settings}
     compiled.update(*(lists[name] for name in NAMES if name != "max_exp_avg_sqs"), rules.Options(**settings))
     return [tensor for tensors in lists.values() for tensor in tensors]
 
@@ -37,7 +37,7 @@ def run(lists, **settings):
 def convert(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Convert values by the momentum rule, which can copy; return the first moment."""
     average = torch.zeros(len(values))
-    numbers = {**STEP, "beta1": 0.0, "rule": "momentum", "steps": [1.0], "lr": 0.0}
+    numbers = {**STEP, "beta1": 0.0, "arithmetic": "momentum", "steps": [1.0], "lr": 0.0}
     compiled.update([target], [values], [average], [], [], rules.Options(**numbers))
     return average
 
@@ -84,7 +84,14 @@ def test_limits(known, threads, monkeypatch):
     squares = torch.stack([(0.5 * gradient.double()).square().sum() for gradient in lists["gradients"]])
     limits = (squares * torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, 1.01, 0, -1], dtype=torch.float64)).tolist()
     run(updated, scale=scale)
-    settings = {**STEP, "rule": "adamw", "steps": [1.0] * len(sizes), "lr": 0.01, "scale": scale, "limits": limits}
+    settings = {
+        **STEP,
+        "arithmetic": "adamw",
+        "steps": [1.0] * len(sizes),
+        "lr": 0.01,
+        "scale": scale,
+        "limits": limits,
+    }
     arguments = [lists[name] for name in NAMES if name != "max_exp_avg_sqs"]
     taken = compiled.update(*arguments, rules.Options(**settings, squares=squares if known else None))
     torch.testing.assert_close(taken, squares, rtol=1e-6, atol=0, equal_nan=True)
@@ -141,7 +148,7 @@ def test_update_beyond_31_bits():
     marked = [0, 2**31 - 1, 2**31, 2**31 + ROW, LARGE - 1]
     g[marked] = 1.0
     param, average = (torch.zeros(LARGE, dtype=torch.bfloat16) for _ in range(2))
-    numbers = {**STEP, "weight_decay": 0.0, "rule": "lion", "steps": [1.0], "lr": 0.5}
+    numbers = {**STEP, "weight_decay": 0.0, "arithmetic": "lion", "steps": [1.0], "lr": 0.5}
     compiled.update([param], [g], [average], [], [], rules.Options(**numbers))
     assert torch.nonzero(param).flatten().tolist() == marked
     assert (param[marked] == -0.5).all()
@@ -163,7 +170,7 @@ def test_failure_is_logged_once(monkeypatch, caplog):
 
 def test_enums_of_the_source():
     source = compiled.SOURCE.read_text()
-    assert f"enum Rule {{ {', '.join(rules.RULES).upper()} }};" in source
+    assert f"enum Rule {{ {', '.join(compiled.ARITHMETICS).upper()} }};" in source
     types = [str(dtype).removeprefix("torch.").upper() for dtype in compiled.TYPES]
     assert f"enum Type {{ ABSENT, {', '.join(types)} }};" in source and list(compiled.TYPES.values()) == [1, 2, 3]
 

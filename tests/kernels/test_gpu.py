@@ -95,7 +95,7 @@ def test_update_beyond_31_bits(device):
     """The tile at element 2**33 belongs to tensors whose address is 2**33 elements before real memory."""
     start, length = 2**33, 1300
     lists = problem([length], device)
-    expected = expected_update(lists, **STEP, steps=[1.0], lr=1e-2, rule="adamw")
+    expected = expected_update(lists, **STEP, steps=[1.0], lr=1e-2, arithmetic="adamw")
     order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
     addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
     numbers = (0.475, 0.0, 0.95, math.log(0.95), 0.99, math.log(0.99), 1e-8, 0.1)
@@ -213,7 +213,7 @@ def test_a_step_on_another_stream(device):
         current.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(current):
             factors = rules.clip_factors(kernels.sums(lists["gradients"], lists["last_grads"], k=STEP["k"])[3], 1.0)
-            settings = {**STEP, "rule": "adamw", "steps": [1.0, 1.0], "lr": 1e-2, "factors": factors}
+            settings = {**STEP, "arithmetic": "adamw", "steps": [1.0, 1.0], "lr": 1e-2, "factors": factors}
             kernels.update(*(lists[name] for name in names), rules.Options(**settings))
         torch.cuda.current_stream().wait_stream(current)
         results.append(lists["params"])

@@ -286,8 +286,12 @@ def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
 
 
 ENDING = """
-import atexit
 from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("ending")
+
+import atexit
 
 class Kept:
     def __del__(self):
@@ -295,13 +299,17 @@ class Kept:
 
 kept = Kept()
 atexit.register(print, "at exit")
-errors.run(lambda: print("done"))
+
+def main():
+    print("done")
 """
 
 
 @pytest.mark.parametrize(("processes", "last"), [("1", "the interpreter ends\n"), ("2", "")])
-def test_a_process_of_several_ends_before_the_interpreter(processes, last):
+def test_a_process_of_several_ends_before_the_interpreter(processes, last, tmp_path):
     """Threads of gloo abort an interpreter that ends; what is registered to run at exit runs, and no output is lost."""
     environment = {"WORLD_SIZE": processes, "PYTHONPATH": str(SCRIPT.parent)}
-    ended = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, env=environment)
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert (ended.returncode, ended.stdout) == (0, f"done\nat exit\n{last}"), ended.stderr

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
 import shutil
 import signal
-import sys
-import time
+import textwrap
 from pathlib import Path
 
 import pretrain_gpt2
-import psutil
 import pytest
 import test_pretrain_gpt2
 import torch
@@ -21,6 +21,7 @@ from pretraining import files
 from pretraining.run import checkpoints, resuming
 from pretraining.run.checkpoints import PretrainingTrainer
 from test_pretrain_gpt2 import SCRIPT, equal_weights, launch, metrics_of, weights
+from transformers import Trainer
 
 TINY = [*test_pretrain_gpt2.TINY, "--n_layer", "1", "--sample_tokens", "0", "--save_strategy", "steps"]
 TINY += ["--save_steps", "3"]
@@ -204,6 +205,23 @@ def test_rotation_keeps_the_best_and_what_is_newer_than_the_last_sealed(tmp_path
     assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 5, 6)]
 
 
+def names_of_itself(tree: ast.AST) -> set[str]:
+    """Return the private names that a class reads from `self` and `super()`, sets there, or defines."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()"):
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_private_names_of_trainer_are_listed():
+    """And none that the class gives itself is one of Trainer's."""
+    ours, theirs = (
+        names_of_itself(ast.parse(textwrap.dedent(inspect.getsource(kind)))) for kind in (PretrainingTrainer, Trainer)
+    )
+    assert ours & theirs == checkpoints.PRIVATE_NAMES.keys()
+
+
 # --- signals, and the end --------------------------------------------------------------------------------------------
 
 
@@ -329,9 +347,13 @@ def test_one_run_a_folder(tmp_path, tokens):
 
 
 STOPPED = """
-import os, signal, sys
-import pretrain_gpt2
 from pretraining.run import errors
+
+if __name__ == "__main__":
+    errors.run("stopped")
+
+import os, signal, sys
+from pretrain_gpt2 import main
 from pretraining.run.checkpoints import PretrainingTrainer
 
 original = PretrainingTrainer.training_step
@@ -343,7 +365,6 @@ def training_step(trainer, *args, **kwargs):
 
 if "--resume_from_checkpoint" not in sys.argv:
     PretrainingTrainer.training_step = training_step
-errors.run(lambda: pretrain_gpt2.main(sys.argv[1:]))
 """
 
 
@@ -375,20 +396,3 @@ def test_two_processes_give_the_weights_of_one_and_resume_to_the_bit(tokens, tmp
         expected["eval_loss"], 1e-5
     )
     assert "- total_train_batch_size: 8\n" in (whole / "README.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_killed_launcher_leaves_no_workers(tokens, tmp_path):
-    """They are killed while they import torch, after which they would wait for the launcher's store for minutes."""
-    config = SCRIPT.parents[1] / "accelerate_configs" / "cpu_ddp.yaml"
-    words = ["-m", "accelerate.commands.launch", "--config_file", config, SCRIPT, *TINY, "--data_dir", tokens]
-    launcher = psutil.Popen([sys.executable, *map(str, words), "--output_dir", str(tmp_path / "run")])
-    while len(workers := launcher.children(recursive=True)) < 2:
-        time.sleep(0.05)
-    time.sleep(1)
-    launcher.kill()
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    for worker in alive:
-        worker.kill()
-    assert not alive and not (tmp_path / "run" / "metrics.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Watch(TrainerCallback):
         if state.global_step == self.breaks_at:
             raise InterruptedError
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
         self.norms.append(optimizer.optimizer.max_grad_norm)
 
 
@@ -84,6 +85,57 @@ def test_parity_with_trainer(tmp_path, max_grad_norm, unfreeze, norms):
         tmp_path, unfreeze, max_grad_norm=max_grad_norm, gradient_accumulation_steps=micro_batches
     )
     assert watch.norms == norms
+
+
+class ClipByValue(TrainerCallback):
+    """Clip each element, and record the largest norm that it has seen."""
+
+    seen = 0.0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        grads = [param.grad for param in model.parameters()]
+        self.seen = max(self.seen, torch.nn.utils.get_total_norm(grads).item())
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("how", ["callback", "hook"])
+def test_whoever_comes_before_the_step_sees_clipped_gradients(tmp_path, how):
+    """As in Trainer; the weights are its, too."""
+    weights, callbacks = [], []
+    for make in (trainer, mars_trainer):
+        model, clip, watch = gpt2(), ClipByValue(), Watch()
+        mars = mars_hf.create(model, lr=1e-2, eps=1e-6)
+        if how == "hook":
+            mars.register_step_pre_hook(lambda *_, c=clip, m=model: c.on_pre_optimizer_step(None, None, None, model=m))
+        args = arguments(tmp_path / make.__name__, max_grad_norm=0.1)
+        make(args, model, optimizers=(mars, None), callbacks=[watch, *([clip] if how == "callback" else [])]).train()
+        weights.append([param.detach() for param in model.parameters()])
+        callbacks.append(clip)
+        assert watch.norms == [None] * 4
+    assert [clip.seen for clip in callbacks] == pytest.approx([0.1, 0.1], rel=1e-4)
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("door", ["MarsTrainer", "factory", "instance"])
+def test_layers_unfrozen_in_training(tmp_path, door, caplog):
+    """They never move: the run stops, or warns once where the optimizer is the user's own."""
+    model = gpt2()
+    model.transformer.h[1].requires_grad_(False)
+    args = arguments(tmp_path, max_steps=6)
+    settings = {"callbacks": [Unfreeze(told=False)]}
+    if door == "factory":
+        settings["optimizer_cls_and_kwargs"] = mars_hf.factory(args)
+    if door == "instance":
+        settings["optimizers"] = (mars_hf.create(model), None)
+    run = (trainer if door == "factory" else mars_trainer)(args, model, **settings)
+    message = "step 3: the optimizer holds 16 of the model's 28 trainable parameters (missing: transformer.h.1.ln_1."
+    if door != "instance":
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            run.train()
+        return
+    with caplog.at_level("WARNING"):
+        run.train()
+    assert [record.message.startswith(message) for record in caplog.records if "unfrozen" in record.message] == [True]
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
     ("stated", "given", "message"),
     [
         ({}, {"lr": 2e-3}, r"learning_rate=5e-05 .* lr=0\.002 .* give learning_rate alone"),
+        ({"optim_target_modules": ["attn"]}, {}, r"optim_target_modules=\['attn'\] .* param_rules"),
         ({"adam_beta1": 0.8}, {"betas": (0.95, 0.99)}, r"adam_beta1=0\.8 .* beta1=0\.95"),
         ({}, {"betas": (0.9, 0.99), "beta1": 0.9}, "give one"),
         ({}, {"clip_threshold": -1}, "clip_threshold=-1 is not valid"),

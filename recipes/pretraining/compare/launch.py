@@ -29,10 +29,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt2.py"
 DIVERGED = re.compile(r"\d+ steps in a row with a non-finite loss or gradient; |the held-out loss is non-finite; ")
 # Long enough that the first steps, which compile and warm up, weigh little.
 _SPEED_STEPS, _SPEED_RUNS = 60, 3
-_SHORT = [
-    *("--max_steps", str(_SPEED_STEPS), "--warmup_steps", "0", "--eval_on_start", "false"),
-    *("--eval_strategy", "steps", "--eval_steps", str(_SPEED_STEPS), "--overwrite_output_dir", "true"),
-]
+_SPEED_SETTINGS = (
+    f"--max_steps {_SPEED_STEPS} --warmup_steps 0 --eval_on_start false "
+    f"--eval_strategy steps --eval_steps {_SPEED_STEPS} --overwrite_output_dir true"
+).split()
 
 
 class Diverged(Exception):
@@ -108,7 +108,7 @@ def equal_seconds(preset: Preset, shared: Sequence[str], output: Path, launcher:
         measured: dict[str, list[float]] = {arm: [] for arm in preset.arms}
         for repeat, arm in tqdm([(repeat, arm) for repeat in range(_SPEED_RUNS) for arm in measured], "speeds"):
             folder = output / "speeds" / f"{folder_name(arm)}-{repeat}"
-            measured[arm].append(run_recipe([*argv[arm], *_SHORT], folder, launcher)["tokens_per_second"])
+            measured[arm].append(run_recipe([*argv[arm], *_SPEED_SETTINGS], folder, launcher)["tokens_per_second"])
         saved = {"commands": commands, "speeds": {arm: statistics.median(runs) for arm, runs in measured.items()}}
         files.write_json(file, saved)
     budgets = {}

@@ -56,13 +56,12 @@ def write(
     rows = comparison.summarize(compared, preset.baseline)
     gaps = comparison.differences(compared, preset.baseline, preset.pairs)
     lines = lines_of(compared, preset)
-    text = "\n\n".join(
-        [
-            *([grid_table(lines, str(preset.axis))] if lines else []),
-            rows_table(rows, preset.baseline),
-            *([differences_table(gaps)] if gaps else []),
-        ]
-    )
+    tables = [rows_table(rows, preset.baseline)]
+    if lines:
+        tables.insert(0, grid_table(lines, str(preset.axis)))
+    if gaps:
+        tables.append(differences_table(gaps))
+    text = "\n\n".join(tables)
     machine = describe_machine()
     names = dict.fromkeys(f" Data: {one['dataset']}, SHA-256 {str(one['train tokens'])[:12]}." for one in data)
     about = (
@@ -153,9 +152,11 @@ def grid_table(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axi
         means = [column.get(place) for column in columns.values()]
         texts = ["" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "diverged" for mean in means]
         cells.append((f"{place:g}", *texts))
-    return "\n\n".join(
-        [markdown(cells), *([grid_table(dict(list(lines.items())[3:]), axis)] if len(lines) > 3 else [])]
-    )
+    table = markdown(cells)
+    if len(lines) <= 3:
+        return table
+    others = dict(list(lines.items())[3:])
+    return f"{table}\n\n{grid_table(others, axis)}"
 
 
 def markdown(cells: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -30,8 +30,15 @@ NAMES = {"stdlib": "python-standard-library", "torch-headers": "torch-headers"} 
 _HELD_OUT_OF = 20
 # Folders of tables rather than library code, and such as some systems lack (Linux distributions package tests apart).
 _NOT_LIBRARY = {
-    *("encodings", "test", "tests", "idle_test", "site-packages", "dist-packages"),
-    *("__pycache__", "lib2to3", "pydoc_data"),
+    "__pycache__",
+    "dist-packages",
+    "encodings",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
 }
 _GENERATED_HEADERS = {"ops", "google"}
 _LARGEST_HEADER = 200_000  # bytes; larger ones are generated too

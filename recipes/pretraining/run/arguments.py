@@ -15,7 +15,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 
-from mars_hf.settings import ORTHOGONAL_KEYS, ORTHOGONAL_TYPES, PAIR_KEYS, SETTINGS
+from mars_hf.settings import MARS_TYPES, ORTHOGONAL_KEYS, PAIR_KEYS, SETTINGS
+from mars_hf.update_rules import UPDATE_RULES
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -95,13 +96,13 @@ else:
     OptimizerArguments.__doc__ = _Optimizer.__doc__
 
 _MARS = (*(name for name, _, _ in _mars_fields()), "gamma_schedule")
+_ELEMENTWISE = tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS)
 _ADAM = ("beta1", "beta2", "eps", "param_rules", "lr_embeddings")
 _MUON = ("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps", "ns_steps", "param_rules", "lr_embeddings")
 # Optimizer to the settings that it has.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "mars_adamw": tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS),
-    "mars_lion": tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS),
-    **{rule.replace("-", "_"): _MARS for rule in (*ORTHOGONAL_TYPES, "mars-muon")},
+    **{name.replace("-", "_"): _MARS if UPDATE_RULES[name].orthogonalizes else _ELEMENTWISE for name in MARS_TYPES},
+    "mars_muon": _MARS,
     "adamw": _ADAM,
     "nadamw": _ADAM,
     "muon": (*_MUON, "adjust_lr_fn"),

@@ -2,8 +2,8 @@
 
 Trainer writes a checkpoint file by file, so a kill leaves a part of one under a final name. The manifest, written last,
 tells them apart: a folder without it, or with other files than it lists, is no checkpoint. A run logs what an
-uninterrupted one logs, because the manifest also holds Trainer's sums of losses that are not logged yet (`_tr_loss`,
-`_total_loss_scalar`, `_globalstep_last_logged`), which no checkpoint of Trainer's has.
+uninterrupted one logs, because the manifest also holds Trainer's sums of losses that are not logged yet, which no
+checkpoint of Trainer's has; see `PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ import mars_hf
 from pretraining import files
 
 MANIFEST = "manifest.json"
+
+# The private names of Trainer that `PretrainingTrainer` uses, and what breaks without each; seen in transformers 5.19
+# to 5.23. A test compares them with what the class accesses, and with what the installed Trainer has.
+PRIVATE_NAMES = {
+    "_save_checkpoint": "No checkpoint is sealed, so none is resumed.",
+    "_run_epoch": "Nothing below is restored, and resuming a run at its end makes one step more.",
+    "_tr_loss": "The first loss logged after a resume lacks the steps before the checkpoint.",
+    "_globalstep_last_logged": "The first loss logged after a resume is divided by too few steps.",
+    "_total_loss_scalar": "The mean training loss of a resumed run lacks the steps before the checkpoint.",
+    "_initial_global_step": "The mean training loss of a resumed run is divided by too few steps.",
+}
 
 
 class Manifest(NamedTuple):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NoReturn
+
+from pretraining.run import launcher
 
 
 @contextlib.contextmanager
@@ -34,15 +38,23 @@ def one_line_errors(program: str) -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from error
 
 
-def run(main: Callable[[], object]) -> None:
-    """Call a recipe's `main` as a program.
+def run(recipe: str) -> NoReturn:
+    """Run a recipe as a program: import its module, call its `main`, and end.
+
+    A recipe calls this above its imports. They take seconds, in which the launcher may be killed; the watch for that
+    starts here, and never where a recipe is imported.
 
     DDP leaks a reference to its gloo process group, whose threads abort the process if they need the interpreter while
     it ends (torch 2.9 to 2.13). A process of several that has succeeded therefore ends before the interpreter does.
+
+    Args:
+        recipe: name of the module, which is the file that calls this.
     """
-    main()
+    launcher.watch()
+    importlib.import_module(recipe).main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         atexit.register(_leave)
+    sys.exit()
 
 
 def _leave() -> None:

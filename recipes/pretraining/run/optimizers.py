@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.settings import check, read
+from mars_hf.settings import check_values, read
+from mars_hf.update_rules import UPDATE_RULES
 from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
 from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
 
-_RULE_OF_TORCH = {"role", "lr", "weight_decay"}  # what a rule of param_rules may state there
+_OVERRIDE_OF_TORCH = {"role", "lr", "weight_decay"}  # what an override of param_rules may state there
 # NAdam takes half of beta1 at first; momentum_decay is how fast that share grows. With this one it takes all of it from
 # the first step, as optax does.
 _WHOLE_MOMENTUM = 1e6
@@ -47,18 +48,8 @@ class TorchFactory:
         else:
             settings |= {"lr_1d": lr, "betas_1d": settings["betas"], "weight_decay_1d": 0.0}
         eps = settings["eps"]
-        groups = [
-            {
-                "params": list(zip(group["param_names"], group["params"], strict=True)),
-                "role": group["role"],
-                "rule": optimizer if group["role"] == "matrix" or optimizer != "muon" else "adamw",
-                "lr": group["lr"],
-                "weight_decay": group["weight_decay"],
-                **({"transposed": _is_transposed(group)} if optimizer == "muon" else {}),
-                **({"betas": group["betas"]} if optimizer != "muon" or group["role"] != "matrix" else {}),
-            }
-            for group in mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
-        ]
+        sorted_by_mars = mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
+        groups = [_group_of(group, optimizer) for group in sorted_by_mars]
         if optimizer == "muon":
             own = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
             return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **own)
@@ -66,6 +57,24 @@ class TorchFactory:
             settings = {"momentum_decay": _WHOLE_MOMENTUM, "decoupled_weight_decay": True}
             return torch.optim.NAdam(groups, lr=lr, eps=eps, **settings)
         return torch.optim.AdamW(groups, lr=lr, eps=eps, fused=fused)
+
+
+def _group_of(group: dict[str, Any], optimizer: str) -> dict[str, Any]:
+    """Return the group of torch's optimizer for a group of `mars_hf.create`."""
+    takes_muon = optimizer == "muon" and group["role"] == "matrix"
+    settings = {
+        "params": list(zip(group["param_names"], group["params"], strict=True)),
+        "role": group["role"],
+        "rule": optimizer,
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+    }
+    if optimizer == "muon":
+        settings["transposed"] = _is_transposed(group)
+        settings["rule"] = "muon" if takes_muon else "adamw"
+    if not takes_muon:
+        settings["betas"] = group["betas"]
+    return settings
 
 
 def _is_transposed(group: dict[str, Any]) -> bool:
@@ -86,22 +95,24 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     settings = {key: read(key, value) if isinstance(value, str) else value for key, value in settings.items()}
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
-    settings = check(settings)
+    settings = check_values(settings)
     shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if name.startswith("mars_"):
-        keeps_last_gradient = name == "mars_adamw" and settings.get("second_moment") != "gradient"
+        mars_type = "muon" if name == "mars_muon" else name.replace("_", "-")
+        squares_corrected = mars_type != "muon" and UPDATE_RULES[mars_type].has_second_moment
+        keeps_last_gradient = squares_corrected and settings.get("second_moment") != "gradient"
         if schedule != "constant" and settings.get("clip_threshold", 1.0) is None and not keeps_last_gradient:
             raise ValueError(
                 f"--gamma_schedule: without clipping {name} keeps no last gradient, so gamma cannot change; leave out "
                 "--clip_threshold 0"
             )
-        return mars_hf.factory(
-            training, mars_type="muon" if name == "mars_muon" else name.replace("_", "-"), **shared, **settings
-        )
-    if unknown := {key for rule in settings.get("param_rules", ()) for key in rule.settings} - _RULE_OF_TORCH:
+        return mars_hf.factory(training, mars_type=mars_type, **shared, **settings)
+    overridden = {key for override in settings.get("param_rules", ()) for key in override.settings}
+    unknown = overridden - _OVERRIDE_OF_TORCH
+    if unknown:
         raise ValueError(
             f"param_rules: optimizer {name} has no {', '.join(sorted(unknown))} of its own by name; it takes "
-            f"{', '.join(sorted(_RULE_OF_TORCH))}"
+            f"{', '.join(sorted(_OVERRIDE_OF_TORCH))}"
         )
     return TorchFactory, {"optimizer": name, **shared, **_torch_settings(name, settings, training)}
 

@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainingArguments
 
-import pretraining
+from pretraining.run import launcher
 
-# Of a scheduler, of a user, and of `pretraining`, whose SIGUSR2 may follow one of the others.
+# Of a scheduler, of a user, and of `launcher.watch`, whose SIGUSR2 may follow one of the others.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def set_threads(training: TrainingArguments, threads: int | None) -> None:
     Launchers give OMP_NUM_THREADS to their workers unasked, but not to themselves.
     """
     environment: Any = os.environ
-    if pretraining.IS_LAUNCHED:
+    if launcher.is_launched():
         with contextlib.suppress(psutil.Error):
             environment = psutil.Process(os.getppid()).environ()
     if training.device.type == "cpu" and (threads or "OMP_NUM_THREADS" not in environment):

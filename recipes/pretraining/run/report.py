@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
 
-from mars_hf.param_groups import rule_of
+from mars_hf.update_rules import update_rule
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
@@ -50,20 +50,22 @@ def summarize(
 
 def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that trained each parameter group, with the peak of its learning rate."""
-    return [
-        {
-            "role": group["role"],
-            "rule": rule_of(group) if "mars_type" in group else group.get("rule", "adamw"),
-            "learning_rate": float(group.get("initial_lr", group["lr"])),
-            **{key: group[key] for key in ("betas", "momentum", "eps", "weight_decay") if key in group},
-            **(
-                {"gamma": group.get("initial_gamma", group["gamma"])}
-                if "mars_type" in group and rule_of(group) != "adamw"
-                else {}
-            ),
-        }
-        for group in param_groups
-    ]
+    return [_settings_of(group) for group in param_groups]
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    rule = update_rule(group) if "mars_type" in group else None
+    settings = {
+        "role": group["role"],
+        "rule": group.get("rule", "adamw") if rule is None else rule.name,
+        "learning_rate": float(group.get("initial_lr", group["lr"])),
+    }
+    for key in ("betas", "momentum", "eps", "weight_decay"):
+        if key in group:
+            settings[key] = group[key]
+    if rule is not None and rule.corrects:
+        settings["gamma"] = group.get("initial_gamma", group["gamma"])
+    return settings
 
 
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:

@@ -20,16 +20,39 @@ from pretraining.run.arguments import RunArguments
 RUN = "run.json"
 # What a run writes there, for Hub and resume; all of it moves when another run begins.
 _WRITTEN = (
-    *(RUN, "metrics*.json", "trainer_state.json", "README.md", "mars.json", "training_args.bin", "runs"),
-    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "checkpoint-*"),
+    RUN,
+    "checkpoint-*",
+    "metrics*.json",
+    "trainer_state.json",
+    "training_args.bin",
+    "runs",
+    "README.md",
+    "mars.json",
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
 )
 # A resume takes these from the checkpoint: state, group settings and base rates are loaded.
 OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # A resume takes these as given, and says so.
 TRAINING = (
-    *("max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "bf16", "fp16", "tf32"),
+    "max_steps",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "max_grad_norm",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "data_seed",
+    "bf16",
+    "fp16",
+    "tf32",
 )
 _FREE_MODEL = ("dropout", "attn_implementation")
 

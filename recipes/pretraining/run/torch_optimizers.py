@@ -43,15 +43,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adjust_lr_fn: str = SCALES[0],
     ) -> None:
         """Build both optimizers over the groups."""
-        matrices = [
-            part
-            for group in groups
-            if group["role"] == "matrix"
-            for part in (_by_scale(group) if adjust_lr_fn == "original" else [group])
-        ]
+        matrices = [group for group in groups if group["role"] == "matrix"]
+        if adjust_lr_fn == "original":
+            matrices = [part for group in matrices for part in _by_scale(group)]
         rest = [group for group in groups if group["role"] != "matrix"]
         muon = torch.optim.Muon(matrices, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
-        self._parts = [muon, *([torch.optim.AdamW(rest, eps=eps)] if rest else [])]
+        self._parts: list[torch.optim.Optimizer] = [muon]
+        if rest:
+            self._parts.append(torch.optim.AdamW(rest, eps=eps))
         super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()

@@ -1,0 +1,49 @@
+"""Norms of last gradients that a step has taken, for the next one: they bound ||c|| without reading a last gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class _Remembered(NamedTuple):
+    address: int
+    version: int  # changes with the values, but for writes through `.data`
+    norm: float
+
+
+class LastNorms:
+    """Remember the norms of tensors, each for as long as its tensor stays as it is."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._remembered = WeakTensorKeyDictionary()
+
+    def remember(self, last_grads: Sequence[Tensor], squares: Tensor) -> None:
+        """Remember the squares of the norms of last gradients."""
+        for last, norm in zip(last_grads, squares.sqrt().tolist(), strict=True):
+            self._remembered[last] = _Remembered(last.data_ptr(), last._version, norm)
+
+    def limits(self, last_grads: Sequence[Tensor], clip_threshold: float, k: float) -> list[float]:
+        """Return, for each last gradient, the largest <g, g> at which c is surely not clipped; -1 if nothing is sure.
+
+        From ||c|| <= (1 + k) ||g|| + k ||last||.
+        """
+        limits = []
+        for last in last_grads:
+            # The margin is for last gradients that a state has rounded.
+            slack = min(clip_threshold, 1e150) / 1.01 - k * self._norm_of(last)
+            limits.append((slack / (1 + k)) ** 2 if slack >= 0 else -1.0)
+        return limits
+
+    def _norm_of(self, last: Tensor) -> float:
+        """Return the norm of a last gradient, infinity if it is not known."""
+        known = self._remembered.get(last)
+        if known is None:
+            return math.inf
+        is_unchanged = known.address == last.data_ptr() and known.version == last._version
+        return known.norm if is_unchanged else math.inf
