@@ -387,6 +387,25 @@ def test_noise_is_of_each_tensor_and_step(fused, implementation):
     assert equal(moved[1:5], moved_by_noise([2, 2, 1], 1, missing=True, **fused)[1:])
 
 
+def test_kahan_keeps_what_rounding_has_lost():
+    """A bfloat16 parameter and its compensation together follow a float32 one, to the unit of the compensation."""
+    start = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
+    kahan, wide = Mars(params[:1], lr=1e-3, rounding="kahan"), Mars(params[1:], lr=1e-3)
+    for step in range(30):
+        params[0].grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        params[1].grad = params[0].grad.float()
+        kahan.step()
+        wide.step()
+    compensation = kahan.state[params[0]]["compensation"]
+    assert compensation.dtype == torch.bfloat16 and compensation.any()
+    found, expected = params[0].float() + compensation.float(), params[1]
+    assert ((found - expected).abs() <= 30 * 2**-16 * expected.abs().clamp(min=1e-2)).all()
+    assert (
+        (params[0].float() - expected).abs() > 2**-12 * expected.abs()
+    ).float().mean() > 0.5  # rounded alone it is not
+
+
 @pytest.mark.parametrize(("mars_type", "lr", "end"), [("mars-lion", 0.05, 97.5), ("mars-m", 2.0, None)])
 @here_and_on_a_gpu
 def test_small_steps_add_up(fused, implementation, mars_type, lr, end):

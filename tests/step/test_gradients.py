@@ -108,6 +108,47 @@ def test_negated_stale_gradients(dtype, strides):
     assert torch.equal(ends[0][1], gradient(param, 0).float())
 
 
+RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}, {"clip_threshold": None}], ids=str)
+@pytest.mark.parametrize("mars_type", RULES)
+@fused_and_plain
+def test_maximize_is_a_step_on_negated_gradients(mars_type, settings, fused):
+    """To the bit, in parameters and states."""
+    runs = []
+    for maximize in (False, True):
+        params = parameters()
+        mars = Mars(params, mars_type=mars_type, maximize=maximize, weight_decay=0.1, fused=fused, **settings)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(param, step) * (1 if maximize else -1)
+            mars.step()
+        runs.append([params, [dict(mars.state[param]) for param in params]])
+    assert equal(*runs)
+
+
+@fused_and_plain
+def test_grad_norm_is_that_of_torch(fused):
+    """Of all gradients together, before scaling, in one tensor for the optimizer's whole life; NaN before any."""
+    params = parameters()
+    mars = Mars(params, max_grad_norm=0.5, fused=fused)
+    norm = mars.grad_norm
+    assert norm.isnan() and norm.shape == ()
+    for step in range(3):
+        for param in params[step % 2 :]:  # some have none
+            fresh(param, step)
+        grads = [param.grad for param in params if param.grad is not None]
+        expected = nn.utils.get_total_norm([grad.double() for grad in grads]).item()
+        mars.step()
+        assert mars.grad_norm is norm and norm.item() == pytest.approx(expected, rel=1e-6)
+        mars.zero_grad()
+    mars.max_grad_norm = None
+    fresh(params[0], 9)
+    mars.step()
+    assert norm.item() == pytest.approx(expected, rel=1e-6)  # that of the last gradients that were clipped
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, Any] = {

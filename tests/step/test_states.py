@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import re
 from typing import Any
 
@@ -173,6 +174,38 @@ def test_step_of_shape_1_becomes_a_number(loaded):
     steps = [state["step"] for state in optimizer.state.values()]
     assert all(step.shape == () and step == 5 for step in steps)
     assert equal(list(model.parameters()), list(twin_model.parameters()))
+
+
+RESUMED = [
+    *({}, {"mars_type": "mars-m"}, {"mars_type": "mars-lion", "clip_threshold": None}, {"amsgrad": True}),
+    *({"rounding": "kahan"}, {"rounding": "stochastic"}, {"max_grad_norm": 0.1}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", RESUMED, ids=str)
+@pytest.mark.parametrize("way", ["state_dict", "pickle"])
+def test_state_dict_and_pickle_go_on_to_the_bit(way, settings, dtype):
+    """Where training stopped, also with a group that is added afterwards."""
+    ends = []
+    for stops in (False, True):
+        model = model_of(4, 3, 2, dtype=dtype)
+        optimizer = Mars(model.named_parameters(), lr=0.01, **settings)
+        train(model, optimizer, 3)
+        if stops and way == "pickle":
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        elif stops:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = Mars(model.named_parameters(), lr=0.01, **settings)
+            optimizer.load_state_dict(saved)
+        model.append(nn.Linear(2, 5).to(dtype))
+        with torch.no_grad():
+            for param in model[-1].parameters():
+                param.fill_(0.5)
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        train(model, optimizer, 3, start=3)
+        ends.append([list(model.parameters()), optimizer.state_dict()["state"], optimizer.max_grad_norm])
+    assert equal(*ends)
 
 
 # --- parameters that are converted, swapped, replaced ---------------------------------------------------------------
