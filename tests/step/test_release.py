@@ -146,13 +146,3 @@ def test_trainers(own, tmp_path):
         (mars_trainer if own else trainer)(args, model, **given).train()
         ends.append(model.state_dict())
     assert equal(*ends)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_grad_norm": 1.0}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}], ids=str
-)
-def test_trainers_that_need_whole_gradients(wrong, tmp_path):
-    model = gpt2()
-    mars = mars_hf.create(model, release_gradients=True)
-    with pytest.raises(RuntimeError, match="use max_grad_norm=0, gradient_accumulation_steps=1 and no fp16"):
-        trainer(arguments(tmp_path, **wrong), model, optimizers=(mars, None)).train()

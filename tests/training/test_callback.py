@@ -331,9 +331,3 @@ def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
         assert [row["learning_rate"] for row in rows] == [0.0, 5e-4, 1e-3, 1e-3][: len(steps)]
         state = guard.unwrap_optimizer(run.optimizer).state[run.model.transformer.wte.weight]
         assert state["step"] == len(steps) and state["last_grad"].any()
-
-
-def test_half_precision_of_deepspeed_0_18():
-    """Its wrapper without ZeRO has a scale and no settings of it, in bf16 too."""
-    with pytest.raises(RuntimeError, match=r"without ZeRO \(bf16 too before 0\.19\)"):
-        guard.require_scaled_losses(type("FP16_Optimizer", (), {"cur_scale": 2.0})())
