@@ -469,7 +469,8 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
     panels = {text: names for text, names in panels.items() if {*names} - {ADAMW, CLIPPED_ADAMW}} or panels
     heights = [len(names) + 0.5 for names in panels.values()]
     figure, grid = plt.subplots(
-        *(len(panels), len(sizes)),
+        nrows=len(panels),
+        ncols=len(sizes),
         figsize=(2.2 + 2.2 * len(sizes), 0.7 + 0.45 * len(panels) + 0.24 * sum(heights)),
         height_ratios=heights,
         sharey="row",

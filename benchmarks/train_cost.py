@@ -106,18 +106,31 @@ def make_trainer(name: str, options: argparse.Namespace, output: str) -> Metered
     """Return a trainer; each `train()` takes the same number of further steps."""
     sizes = vars(SIZES[options.size])
     device = torch.device(options.device)
-    run = arguments.parse(
-        [
-            *("--config", f"gpt2-{options.size}" if options.size in ("medium", "large", "xl") else "gpt2-small"),
-            *CONTENDERS[name],
-            *(text for key in ("n_layer", "n_head", "n_embd", "vocab_size") for text in (f"--{key}", str(sizes[key]))),
-            *("--block_size", str(options.block), "--per_device_train_batch_size", str(options.batch)),
-            *("--gradient_accumulation_steps", str(options.accumulation), "--max_steps", str(options.steps)),
-            *("--bf16", str(options.bf16), "--tf32", str(device.type == "cuda"), "--max_grad_norm", "1.0"),
-            *("--use_cpu", str(device.type == "cpu"), "--dataloader_num_workers", "0", "--output_dir", output),
-            *("--eval_strategy", "no", "--logging_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
-        ]
-    )
+    flags = {
+        "config": f"gpt2-{options.size}" if options.size in ("medium", "large", "xl") else "gpt2-small",
+        "n_layer": sizes["n_layer"],
+        "n_head": sizes["n_head"],
+        "n_embd": sizes["n_embd"],
+        "vocab_size": sizes["vocab_size"],
+        "block_size": options.block,
+        "per_device_train_batch_size": options.batch,
+        "gradient_accumulation_steps": options.accumulation,
+        "max_steps": options.steps,
+        "bf16": options.bf16,
+        "tf32": device.type == "cuda",
+        "max_grad_norm": 1.0,
+        "use_cpu": device.type == "cpu",
+        "dataloader_num_workers": 0,
+        "output_dir": output,
+        "eval_strategy": "no",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    argv = list(CONTENDERS[name])
+    for flag, value in flags.items():
+        argv += [f"--{flag}", str(value)]
+    run = arguments.parse(argv)
     make, settings = optimizers.for_trainer(run.optimizer, run.training)
     if name == ADAMW:
         settings["fused"] = True
@@ -215,8 +228,14 @@ def exact_bound(blocks: list[Any]) -> float:
 def table(result: Mapping[str, Any]) -> str:
     """Return the results as a Markdown table."""
     header = [
-        *("optimizer", "tokens/s", "MFU", "step (ms)", "clipping and update (ms)", "of the step"),
-        *("time / AdamW's (quartiles)", "time / Mars's"),
+        "optimizer",
+        "tokens/s",
+        "MFU",
+        "step (ms)",
+        "clipping and update (ms)",
+        "of the step",
+        "time / AdamW's (quartiles)",
+        "time / Mars's",
     ]
     rows = []
     for name, row in result["contenders"].items():

@@ -286,8 +286,9 @@ def _make_list(
     """Choose a backend for some members, and put their tensors into columns."""
     names = ("params", "grads", *key.buffers)
     dtypes = dict(zip(names, key.dtypes, strict=True))
-    if rule.orthogonalizes:  # kernels write first moments
+    if rule.orthogonalizes:  # kernels write first moments, and round no parameters
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
+        dtypes.pop("compensation", None)
     backend = choose_backend(group, key.device, dtypes, rule.arithmetic, step_numel, dense=key.state_fits)
     rows = [_tensors_of(member, backend) for member in members]
     columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))

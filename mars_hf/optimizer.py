@@ -121,7 +121,7 @@ class Mars(torch.optim.Optimizer):
         maximize: ascend instead of descend.
         fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False plain PyTorch.
             None takes the kernels where they run and, on CPU, compiling pays (see `backends`). Plain PyTorch takes what
-            kernels do not: amsgrad, Kahan's rounding, float16 on CPU, tensors with gaps in memory.
+            kernels do not: amsgrad, Kahan's rounding and float16 on CPU, tensors with gaps in memory.
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients,
             such as those of DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each
             rank work alone; a Trainer under DistributedDataParallel gives it. Not saved.
@@ -609,18 +609,27 @@ def create(
         groups = param_groups(model_or_params, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
         mars = Mars(groups, process_group=process_group, **hyperparameters)
         mars._model = weakref.ref(model_or_params)
-        mars._unsharded = frozenset(
-            name for name, param in model_or_params.named_parameters() if param.requires_grad and not is_dtensor(param)
-        )
-    elif stated := [
-        f"{name}={shown(settings[name])}"
-        for name in settings.keys() & MODEL_DEFAULTS
-        if settings[name] != MODEL_DEFAULTS[name]
-    ]:
-        raise ValueError(f"{', '.join(stated)}: plain parameters have neither names nor modules; pass the model")
+        mars._unsharded = _names_unsharded(model_or_params)
     else:
+        _reject_options_of_models(settings)
         mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **settings}
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _names_unsharded(model: nn.Module) -> frozenset[str]:
+    """Return the names of trainable parameters that `fully_shard` has not sharded yet."""
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return frozenset(name for name, param in trainable if not is_dtensor(param))
+
+
+def _reject_options_of_models(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings that ask for names or modules, which plain parameters do not have."""
+    stated = []
+    for name, default in MODEL_DEFAULTS.items():
+        if name in settings and settings[name] != default:
+            stated.append(f"{name}={shown(settings[name])}")
+    if stated:
+        raise ValueError(f"{', '.join(stated)}: plain parameters have neither names nor modules; pass the model")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -66,6 +66,22 @@ def sums(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How bfloat16 parameters take up values of a higher precision."""
+
+    kind: str = "nearest"  # or "stochastic", "kahan"
+    seeds: Sequence[int] = ()  # stochastic: one per tensor, new at each step
+    compensations: Sequence[Tensor] = ()  # Kahan's: what was lost, one per tensor; modified
+
+    def select(self, part: slice) -> Rounding:
+        """Return the rounding of some tensors."""
+        return replace(self, seeds=self.seeds[part], compensations=self.compensations[part])
+
+
+NEAREST = Rounding()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What one call of `update` does to its lists, here and in kernels."""
 
@@ -81,7 +97,7 @@ class Options:
     factors: Tensor | None = None  # multiply c, one per tensor; None means 1
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
-    seeds: Sequence[int] = ()  # kernels alone: one per tensor, new at each step, to round bfloat16 stochastically
+    rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
     limits: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
 
@@ -97,7 +113,8 @@ def update(
 ) -> None:
     """Update parameters and states in place.
 
-    Arithmetic is in float32, or float64 if any tensor is; results of lower precision are rounded once. With g, last
+    Arithmetic is in float32, or float64 if any tensor is; results of lower precision are rounded once, parameters as
+    `options.rounding` says. With g, last
     and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
@@ -157,11 +174,11 @@ def _write_adamw(
     denominators = torch._foreach_sqrt(peak or v)
     torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
     torch._foreach_add_(denominators, options.eps)
-    x = [param.to(moment.dtype) for param, moment in zip(params, m, strict=True)]
+    x = _wide(params, m[0].dtype, options.rounding)
     # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
     torch._foreach_mul_(x, 1 - lr * options.weight_decay)
     torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
-    _write_back(x, params)
+    _write_params(x, params, options.rounding)
 
 
 def _write_lion(
@@ -169,7 +186,7 @@ def _write_lion(
 ) -> None:
     # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
     signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
-    apply(params, signs, lr=float(options.lr), weight_decay=options.weight_decay)
+    apply(params, signs, lr=float(options.lr), weight_decay=options.weight_decay, rounding=options.rounding)
 
 
 def _write_momentum(
@@ -200,7 +217,33 @@ def _write_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-def apply(params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+def _wide(params: Sequence[Tensor], dtype: torch.dtype, rounding: Rounding) -> list[Tensor]:
+    """Return parameters in the dtype of the arithmetic, with what earlier roundings have lost."""
+    x = [param.to(dtype) for param in params]
+    if rounding.compensations:
+        torch._foreach_add_(x, [lost.to(dtype) for lost in rounding.compensations])
+    return x
+
+
+def _write_params(values: Sequence[Tensor], params: Sequence[Tensor], rounding: Rounding) -> None:
+    """Round new values into parameters."""
+    if rounding.kind != "stochastic":
+        _write_back(values, params)
+    for value, param, seed in zip(values, params, rounding.seeds, strict=False):
+        generator = torch.Generator(param.device).manual_seed(seed)
+        param.copy_(round_stochastically(value.float(), generator))
+    for value, param, lost in zip(values, params, rounding.compensations, strict=False):
+        lost.copy_(value - param)
+
+
+def apply(
+    params: list[Tensor],
+    directions: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    rounding: Rounding = NEAREST,
+) -> None:
     """Step along given directions, in place: x = x (1 - lr weight_decay) - lr direction.
 
     The arithmetic is that of `update`.
@@ -210,14 +253,15 @@ def apply(params: list[Tensor], directions: Sequence[Tensor], *, lr: float, weig
         directions: shapes of `params`; not modified.
         lr: step size.
         weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
+        rounding: of the parameters.
     """
     is_double = any(tensor.dtype == torch.float64 for tensor in (*params, *directions))
     dtype = torch.float64 if is_double else torch.float32
-    x = [param.to(dtype) for param in params]
+    x = _wide(params, dtype, rounding)
     # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
     torch._foreach_mul_(x, 1 - lr * weight_decay)
     torch._foreach_add_(x, [direction.to(dtype) for direction in directions], alpha=-lr)
-    _write_back(x, params)
+    _write_params(x, params, rounding)
 
 
 def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:

@@ -247,7 +247,7 @@ def _directions_of_ranks(
 def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
     """Advance the first moments of a list, and return them in the dtype of the iteration."""
     momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
-    _write(tensors, momenta, arithmetic="momentum")
+    _write(tensors, momenta, "momentum")
     return momenta
 
 
@@ -268,24 +268,15 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
         directions: one per entry if the rule orthogonalizes; None if not.
         metrics: receives the change, entry by entry, which copies one at a time; None skips it.
     """
-    rounding = tensors.group["rounding"] if tensors.params[0].dtype == torch.bfloat16 else "nearest"
-    kernel_rounds = rounding == "stochastic" and tensors.backend.kernels is not None and directions is None
-    is_one_call = rounding == "nearest" or kernel_rounds
-    if not tensors.rule.corrects:
-        metrics = None
-    if is_one_call and metrics is None:
-        _write(tensors, tensors.params, directions, seeded=kernel_rounds)
+    if metrics is None or not tensors.rule.corrects:
+        _move(tensors, directions)
         return
     for single, direction in _one_by_one(tensors, directions):
         (param,) = single.params
-        before = None if metrics is None else param.clone()
-        if is_one_call:
-            _write(single, [param], direction, seeded=kernel_rounds)
-        else:
-            _write_rounded(single, direction, rounding)
-        if metrics is not None and before is not None:
-            dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
-            metrics.add_update(param.to(dtype) - before.to(dtype), _measured_by(tensors))
+        before = param.clone()
+        _move(single, direction)
+        dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
+        metrics.add_update(param.to(dtype) - before.to(dtype), _measured_by(tensors))
 
 
 def _one_by_one(
@@ -296,34 +287,21 @@ def _one_by_one(
         yield tensors.select([position]), None if directions is None else [directions[position]]
 
 
-def _write_rounded(single: TensorList, direction: list[Tensor] | None, rounding: str) -> None:
-    """Update a float32 copy of one entry, then round it into the bfloat16 parameter."""
-    (param,) = single.params
-    values = param.float()
-    if rounding == "kahan":
-        values += single.compensation[0]
-    _write(single, [values], direction)
-    if rounding == "kahan":
-        param.copy_(values)
-        single.compensation[0].copy_(values - param.float())  # what rounding has lost (Kahan)
+def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
+    """Write the moved parameters of a list."""
+    group = tensors.group
+    rounding = _rounding(tensors)
+    if directions is None:
+        _write(tensors, tensors.params, tensors.rule.arithmetic, rounding)
     else:
-        generator = torch.Generator(param.device).manual_seed(_seeds(single)[0])
-        param.copy_(rules.round_stochastically(values, generator))
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        rules.apply(tensors.params, directions, lr=lr, weight_decay=weight_decay, rounding=rounding)
 
 
 def _write(
-    tensors: TensorList,
-    params: list[Tensor],
-    directions: list[Tensor] | None = None,
-    *,
-    arithmetic: str | None = None,
-    seeded: bool = False,
+    tensors: TensorList, params: list[Tensor], arithmetic: str, rounding: rules.Rounding = rules.NEAREST
 ) -> None:
-    """Write what a list's rule gives into `params`: the moved parameters, or for "momentum" the first moments."""
-    group = tensors.group
-    if directions is not None:
-        rules.apply(params, directions, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
-        return
+    """Write what an arithmetic gives into `params`: the moved parameters, or for "momentum" the first moments."""
     squares = tensors.backend.run_update(
         params,
         tensors.grads,
@@ -331,14 +309,14 @@ def _write(
         tensors.exp_avg_sq,
         tensors.max_exp_avg_sq,
         tensors.last_grad,
-        options=_options(tensors, arithmetic or tensors.rule.arithmetic, seeded=seeded),
+        options=_options(tensors, arithmetic, rounding),
     )
     if tensors.limits:
         tensors.squares = squares
-        _write_left_out(tensors, params, arithmetic=arithmetic, seeded=seeded)
+        _write_left_out(tensors, params, arithmetic)
 
 
-def _write_left_out(tensors: TensorList, params: list[Tensor], *, arithmetic: str | None, seeded: bool) -> None:
+def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) -> None:
     """Update the entries above their limits, which may be clipped: now their norms are taken."""
     assert tensors.squares is not None and tensors.clip_threshold is not None
     positions = []
@@ -350,10 +328,16 @@ def _write_left_out(tensors: TensorList, params: list[Tensor], *, arithmetic: st
     left = replace(tensors.select(positions), limits=[], squares=None)
     sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
     left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
-    _write(left, [params[position] for position in positions], arithmetic=arithmetic, seeded=seeded)
+    moves_params = params is tensors.params
+    _write(
+        left,
+        [params[position] for position in positions],
+        arithmetic,
+        _rounding(left) if moves_params else rules.NEAREST,
+    )
 
 
-def _options(tensors: TensorList, arithmetic: str, *, seeded: bool) -> rules.Options:
+def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> rules.Options:
     group = tensors.group
     averages_gradients = tensors.rule.corrects and not tensors.last_grad
     return rules.Options(
@@ -369,10 +353,20 @@ def _options(tensors: TensorList, arithmetic: str, *, seeded: bool) -> rules.Opt
         factors=tensors.factors,
         nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
-        seeds=_seeds(tensors) if seeded else (),
+        rounding=rounding,
         limits=tensors.limits,
         squares=tensors.squares,
     )
+
+
+def _rounding(tensors: TensorList) -> rules.Rounding:
+    """Return how a list's parameters are rounded."""
+    kind = tensors.group["rounding"]
+    if kind == "nearest" or tensors.params[0].dtype != torch.bfloat16:
+        return rules.NEAREST
+    if kind == "kahan":
+        return rules.Rounding(kind=kind, compensations=tensors.compensation)
+    return rules.Rounding(kind=kind, seeds=_seeds(tensors))
 
 
 def _seeds(tensors: TensorList) -> list[int]:

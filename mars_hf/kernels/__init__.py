@@ -70,6 +70,7 @@ class Backend:
                 options,
                 steps=options.steps[part],
                 factors=None if options.factors is None else options.factors[part],
+                rounding=options.rounding.select(part),
             )
             params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads = (tensors[part] for tensors in lists)
             rules.update(params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, part_options)
@@ -97,28 +98,46 @@ def choose_backend(
     Raises:
         RuntimeError: `fused=True` where no kernels run, or where they compute something else than the plain rules.
     """
+    on_cpu = device.type == "cpu"
     # Whole lists save calls; large ones leave a CPU's cache.
-    on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
+    on_lists = not on_cpu or (dense and numel < COMPILED_FROM)
     plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
-    small = device.type == "cpu" and not group["fused"] and numel < COMPILED_FROM
-    kahan = group["rounding"] == "kahan" and torch.bfloat16 in dtypes.values()
-    if group["fused"] is False or small or not dense or group["amsgrad"] or kahan:
+    pays_off = not on_cpu or numel >= COMPILED_FROM
+    is_wanted = group["fused"] or (group["fused"] is None and pays_off)
+    if not is_wanted or not dense or not _can_compute(kernels_of(device), group, dtypes, arithmetic):
         return plain
-    kernels = kernels_of(device)
-    if arithmetic not in kernels.ARITHMETICS or not kernels.DTYPES.issuperset(dtypes.values()):
-        return plain
-    problem = f"no kernels run on {device.type}: {NEEDS}"
-    if kernels.is_available(device):
-        problem, backend = _failures.get(device, ""), Backend(kernels.NAME, kernels)
-        problem = problem or check(backend, device, tuple(dtypes.items()), arithmetic, group["second_moment"])
-        if not problem:
-            return backend
-        if not group["fused"] and device not in _failures:
-            logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
-            _failures[device] = problem
+    backend, problem = _kernels_that_work(device, dtypes, arithmetic, group["second_moment"])
+    if backend is not None:
+        return backend
     if group["fused"]:
         raise RuntimeError(f"fused=True, and {problem}; use fused=None")
+    if kernels_of(device).is_available(device) and device not in _failures:
+        logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
+        _failures[device] = problem
     return plain
+
+
+def _can_compute(
+    kernels: ModuleType, group: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], arithmetic: str
+) -> bool:
+    """Return whether kernels have what a list needs."""
+    if group["amsgrad"] or arithmetic not in kernels.ARITHMETICS:
+        return False
+    if "compensation" in dtypes and not kernels.HAS_KAHAN:
+        return False
+    return kernels.DTYPES.issuperset(dtypes.values())
+
+
+def _kernels_that_work(
+    device: torch.device, dtypes: Mapping[str, torch.dtype], arithmetic: str, second_moment: str
+) -> tuple[Backend | None, str]:
+    """Return the kernels of a device if they run there and are right, or else None and the reason."""
+    kernels = kernels_of(device)
+    if not kernels.is_available(device):
+        return None, f"no kernels run on {device.type}: {NEEDS}"
+    backend = Backend(kernels.NAME, kernels)
+    problem = _failures.get(device) or check(backend, device, tuple(dtypes.items()), arithmetic, second_moment)
+    return (None, problem) if problem else (backend, "")
 
 
 def kernels_of(device: torch.device) -> ModuleType:
@@ -166,7 +185,7 @@ def _compute(
     """Return the tensors of a check after an update, and their sums, by name."""
     generator = torch.Generator("cpu").manual_seed(0)
     lists: dict[str, list[Tensor]] = {
-        name: [] for name in ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
+        name: [] for name in ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation")
     }
     for name, dtype in dtypes:
         lists[name] = [
@@ -179,11 +198,17 @@ def _compute(
     lists["exp_avg_sq"] = [tensor.abs() for tensor in lists["exp_avg_sq"]]
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
     sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
+    rounding = rules.NEAREST
+    if lists["compensation"]:
+        rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
+    elif scaled and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
+        rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
     options = rules.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
         scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
-        seeds=[1, 2, 3] if scaled and lists["params"][0].dtype == torch.bfloat16 else (),
+        rounding=rounding,
     )  # fmt: skip
-    backend.run_update(*lists.values(), options=options)
+    *tensors, _ = lists.values()
+    backend.run_update(*tensors, options=options)
     return [(name, tensor) for name, tensors in (("sums", list(sums.T)), *lists.items()) for tensor in tensors]

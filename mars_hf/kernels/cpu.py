@@ -38,6 +38,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 ARITHMETICS = ("adamw", "lion", "momentum")
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
+HAS_KAHAN = False
 _COLUMNS = 11  # fields of Scalars in cpu.cpp
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -101,12 +102,12 @@ def update(
         *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
         *([rates[t] for t in steps], [roots[t] for t in steps], options.eps),
     )
-    table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.seeds)
+    table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.rounding.seeds)
     limits, squares = array("d", options.limits), options.squares
     squares = torch.zeros(len(params), dtype=torch.float64, device="cpu") if squares is None else squares.contiguous()
     _library().mars_update(
         len(params), table.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
-        options.second_moment == "gradient", bool(options.seeds), limits.buffer_info()[0] if limits else None,
+        options.second_moment == "gradient", bool(options.rounding.seeds), limits.buffer_info()[0] if limits else None,
         options.squares is not None, squares.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return squares

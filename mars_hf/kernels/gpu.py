@@ -41,6 +41,7 @@ TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 OPTIONS_OF_TOTALS = {**OPTIONS, "num_warps": 8}
 ARITHMETICS = ("adamw", "lion", "momentum")  # of gpu_device.update
+HAS_KAHAN = True
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 KEPT_TABLES = 256
 
@@ -92,13 +93,14 @@ def update(
     options: Options,
 ) -> None:
     """Update dense tensors as `rules.update` does, in memory order; a learning rate in a tensor is not waited for."""
-    lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs]
-    names = ("GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ")
+    rounding = options.rounding
+    lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, list(rounding.compensations)]
+    names = ("GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ", "LOST")
     types = dict(zip(names, map(_triton_type, lists), strict=True))
     device, lr = params[0].device, options.lr
     counts = _to_device(options.steps, device, torch.float32)
     rate = lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
-    keys = _to_device(options.seeds, device) if options.seeds else None
+    keys = _to_device(rounding.seeds, device) if rounding.seeds else None
     betas = [[beta, math.log(beta) if beta else -math.inf] for beta in (options.beta1, options.beta2)]
     with torch.cuda.device_of(counts):
         words, tiles = _table(

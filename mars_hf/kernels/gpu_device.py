@@ -24,7 +24,7 @@ import triton.language as tl
 
 HEADER = tl.constexpr(8)
 STARTS_ROW, SIZES_ROW, ALIGNED_ROW = map(tl.constexpr, range(3))
-GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW = map(tl.constexpr, range(3, 8))
+GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW, LOST_ROW = map(tl.constexpr, range(3, 9))
 
 
 @triton.jit
@@ -97,6 +97,25 @@ def _store(pointer, offsets, value, mask, VECTOR: tl.constexpr):
         tl.store(_aligned(pointer, offsets, VECTOR), value)
     else:
         tl.store(pointer + offsets, value, mask=mask)
+
+
+@triton.jit
+def _load_param(param, lost, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """Return parameters, with what Kahan's rounding has kept beside them."""
+    p = _load(param, offsets, mask, COMPUTE, VECTOR)
+    if lost is not None:
+        p += _load(lost, offsets, mask, COMPUTE, VECTOR)
+    return p
+
+
+@triton.jit
+def _store_param(param, lost, offsets, p, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """Store parameters, and for Kahan's rounding beside them what bfloat16 cannot hold."""
+    if lost is not None:
+        rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
+        _store(lost, offsets, p - rounded, mask, VECTOR)
+        p = rounded
+    _store(param, offsets, p, mask, VECTOR)
 
 
 @triton.jit
@@ -224,7 +243,7 @@ def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl
 def update(
     table, count, steps, lr, scale, factors, seeds,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
-    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
+    LOST: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once; a block is read before it is written.
@@ -238,6 +257,7 @@ def update(
     exp_avg = _pointer(table, count, EXP_AVGS_ROW, tensor, start, EXP_AVG)
     exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
     last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    lost = _pointer(table, count, LOST_ROW, tensor, start, LOST)
 
     k = _number(table, 0).to(COMPUTE)
     nesterov = _number(table, 1).to(COMPUTE)
@@ -271,7 +291,7 @@ def update(
             g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
             e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
             if RULE != "momentum":
-                p = _load(param, offsets, mask, COMPUTE, VECTOR) * decay
+                p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR) * decay
             c = c * factor
             # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
             difference = c - e
@@ -293,6 +313,6 @@ def update(
             if key is not None:
                 p = _round_stochastically(p, offsets, key)
             _store(exp_avg, offsets, e, mask, VECTOR)
-            _store(param, offsets, p, mask, VECTOR)
+            _store_param(param, lost, offsets, p, mask, COMPUTE, VECTOR)
             if last is not None:
                 _store(last, offsets, g, mask, VECTOR)

@@ -164,17 +164,19 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     if not _has_ended(trainer):
         return results
     known_types = {result.metric_type for result in results}
+    task = data.pipeline_tag or "other"
     datasets = _listed(data.datasets)
     hub_name = datasets[0] if len(datasets) == 1 else "unknown"
     name = ", ".join(dataset or datasets) or "unknown"
     for metric, value in _final_metrics(trainer).items():
         metric_type = metric.lower().replace(" ", "_")
-        is_finite = isinstance(value, (int, float)) and math.isfinite(value)
-        if is_finite and metric_type not in known_types:
-            results.append(
-                EvalResult(data.pipeline_tag or "other", hub_name, name, metric_type, value, metric_name=metric)
-            )
+        if metric_type not in known_types and _is_finite_number(value):
+            results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
     return results
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _final_metrics(trainer: Any) -> dict[str, Any]:

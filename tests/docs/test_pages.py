@@ -177,7 +177,7 @@ def test_steps_on_h100():
         "mars-adamw, no last gradient": "Mars without last_grad",
         "mars-lion": "mars-lion",
         "mars-adamw, `fused=False`": "Mars fused=False",
-        "mars-adamw, bfloat16, Kahan": "Mars bfloat16, kahan",
+        "mars-adamw, bfloat16, Kahan, without a kernel": "Mars bfloat16, kahan",
         "timm's MARS": "timm Mars",
         "mars-m": "mars-m",
         "Muon, AdamW for the rest": "Muon, AdamW for the rest",

@@ -226,12 +226,16 @@ def test_gradient_may_be_the_parameter():
 # --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 
+def stochastic(seeds: list[int]) -> rules.Rounding:
+    return rules.Rounding(kind="stochastic", seeds=seeds)
+
+
 def rounded(backend: str, device: str, sizes: list[int], seeds: list[int], *, value: float = 1.0, lr: float = 2.0**-10):
     """Return bfloat16 parameters that Lion has moved up by lr from `value`."""
     lists = problem(sizes, device, without=ALONE, params=torch.bfloat16)
     for param, gradient, average in zip(lists["params"], lists["gradients"], lists["exp_avgs"], strict=True):
         param.fill_(value), gradient.fill_(-1.0), average.zero_()
-    run_update(backend, lists, arithmetic="lion", lr=lr, weight_decay=0.0, seeds=seeds)
+    run_update(backend, lists, arithmetic="lion", lr=lr, weight_decay=0.0, rounding=stochastic(seeds))
     return lists["params"]
 
 
@@ -263,6 +267,29 @@ def test_stochastic_rounding_keeps_exact_values(backend, device, value):
     torch.testing.assert_close(param, torch.full_like(param, value), rtol=0, atol=0, equal_nan=True)
 
 
+@every_implementation
+@pytest.mark.parametrize("arithmetic", ["adamw", "lion"])
+def test_kahan_keeps_what_rounding_loses(backend, device, arithmetic):
+    """Parameter and compensation together are those of float64, to the parameter's and the compensation's bits."""
+    if backend == "compiled":
+        pytest.skip("compiled kernels leave Kahan's rounding to plain PyTorch")
+    sizes = EDGES[:11]
+    lists = problem(
+        sizes, device, without=PLAIN if arithmetic == "lion" else ("max_exp_avg_sqs",), params=torch.bfloat16
+    )
+    lost = [0.003 * tensor for tensor in draw(sizes, torch.bfloat16, device, seed=9)]
+    before = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
+    before["params"] = [param + each.double() for param, each in zip(before["params"], lost, strict=True)]
+    kahan = rules.Rounding(kind="kahan", compensations=lost)
+    settings = run_update(backend, lists, arithmetic=arithmetic, rounding=kahan)
+    del settings["rounding"]
+    expected = expected_update(before, **settings)
+    for param, each, whole in zip(lists["params"], lost, expected["params"], strict=True):
+        assert (param.double() - whole).abs().le(2.0**-7 * whole.abs() + 1e-6).all()
+        assert (param.double() + each.double() - whole).abs().le(2.0**-14 * whole.abs() + 2e-6).all()
+        assert each.numel() < 9 or each.any()
+
+
 def test_plain_stochastic_rounding_keeps_nan_of_all_ones():
     values = torch.full((700,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     assert rules.round_stochastically(values, torch.Generator()).isnan().all()
@@ -278,7 +305,7 @@ def test_stochastic_rounding_keeps_nan_of_all_ones(backend, device):
     """What NVIDIA GPUs produce; a carry would make it -0."""
     lists = problem([700], device, without=ALONE, params=torch.bfloat16)
     lists["params"][0].view(torch.int16).fill_(0x7FFF)
-    run_update(backend, lists, arithmetic="lion", lr=0.0, seeds=[1])
+    run_update(backend, lists, arithmetic="lion", lr=0.0, rounding=stochastic([1]))
     assert lists["params"][0].isnan().all()
 
 

@@ -106,7 +106,7 @@ def test_update_beyond_31_bits(device):
     gpu_device.update[(1,)](
         torch.tensor(words, device=device), 1, steps, lr, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
-        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True,
+        LOST=None, COMPUTE=tl.float32, RULE="adamw", CORRECTED=True,
         TILE=kernels.TILE, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
@@ -303,7 +303,7 @@ def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
 
 def update(param, gradient, state, last, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
-    flags = {"RULE": "adamw", "CORRECTED": True, "VECTOR": 4, **flags}
+    flags = {"RULE": "adamw", "CORRECTED": True, "LOST": None, "VECTOR": 4, **flags}
     return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
 
 
@@ -345,6 +345,12 @@ def test_division_and_root_are_rounded_correctly():
     code = update(*WIDE).asm["ptx"]
     assert "div.rn.f32" in code and "sqrt.rn.f32" in code
     assert not re.search(r"(div\.full|div\.approx|sqrt\.approx)(\.ftz)?\.f32", code)
+
+
+@compiles
+def test_kahan_compiles():
+    code = update(tl.bfloat16, tl.bfloat16, tl.float32, tl.float32, LOST=tl.bfloat16)
+    assert accesses(code, "v2.b32") == (6, 4) and code.metadata.shared == 0
 
 
 @compiles
