@@ -80,7 +80,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 # Tests that train, a second or two each: the quick set takes one case of each.
-ONE_CASE_EACH = (*("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py"),)
+ONE_CASE_EACH = ("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py")
+ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -91,7 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
         name, bracket, _ = item.nodeid.partition("[")
-        if bracket and name.startswith(ONE_CASE_EACH) and not item.get_closest_marker("slow"):
+        trains = name.startswith(ONE_CASE_EACH) and not name.startswith(ALL_CASES)
+        if bracket and trains and not item.get_closest_marker("slow"):
             if name in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(name)

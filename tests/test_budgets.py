@@ -30,7 +30,7 @@ PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (48, 10_000), "recipes": (38, 5_000), "tests": (95, 20_000), "benchmarks": (10, 2_200)}
+ROOMS = {"mars_hf": (48, 10_000), "recipes": (38, 5_000), "tests": (95, 20_500), "benchmarks": (10, 2_200)}
 MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 30, 9
 # Files that one step enters.
 WALKS = {"mars-adamw": 12, "mars-m": 15}
@@ -68,7 +68,7 @@ FOLDED_FILES = {
     "summary.py": 0.56,
     "training/hub.py": 0.49,
 }
-STAR_TUPLES = {"mars_hf": 5, "tests": 56}
+STAR_TUPLES = {"mars_hf": 5}
 
 
 class Function(NamedTuple):

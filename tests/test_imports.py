@@ -188,7 +188,14 @@ def test_unsafe_reads_are_noticed():
 
 def test_public_names():
     assert set(mars_hf.__all__) == {
-        *("LastGradientCallback", "Mars", "MarsTrainer", "NonFiniteCallback", "NonFiniteError"),
-        *("create", "factory", "register", "with_mars"),
+        "LastGradientCallback",
+        "Mars",
+        "MarsTrainer",
+        "NonFiniteCallback",
+        "NonFiniteError",
+        "create",
+        "factory",
+        "register",
+        "with_mars",
     }
     assert all(getattr(mars_hf, name).__doc__ for name in mars_hf.__all__)

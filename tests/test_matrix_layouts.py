@@ -126,6 +126,15 @@ def test_torch_modules():
     assert expected.items() <= layouts_of(nn.ModuleDict(modules)).items()
 
 
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")], ids="-".join)
+def test_tied_weights_multiply_activations_in_one_place(order):
+    """Whichever name comes first: a table that is a projection too is orthogonalized as that."""
+    modules = {"first": nn.Linear(6, 5, bias=False), "second": nn.Embedding(5, 6)}
+    modules["second"].weight = modules["first"].weight
+    model = nn.ModuleDict({name: modules[name] for name in order})
+    assert list(layouts_of(model).values()) == [MatrixLayout()]
+
+
 def test_stated_parts():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mixed": nn.Linear(8, 24)})
     layouts = layouts_of(model, {"mixed.*": (8, 2, 2)})

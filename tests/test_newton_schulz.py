@@ -69,6 +69,13 @@ def test_rounding_to_bf16(official, shape):
     assert distance(newton_schulz(matrix), exact) < 0.75 * distance(official(matrix, 1e-7), exact)
 
 
+@pytest.mark.parametrize("cols", range(2, 40, 3))
+def test_norm_is_not_rounded_to_bf16(cols):
+    """One step that only divides by it: each element is the nearest bfloat16 to the quotient."""
+    (found,) = ns.orthogonalize([torch.ones(1, cols)], coefficients=[(1.0, 0.0, 0.0)], dtype=torch.bfloat16, eps=0.0)
+    assert torch.equal(found, torch.full((1, cols), 1 / math.sqrt(cols)).bfloat16().float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_input_and_dtypes(dtype):
     matrix = torch.randn(4, 6, dtype=dtype)
@@ -162,6 +169,22 @@ def test_batches(max_elements, products):
     with CountProducts():
         ns.orthogonalize(matrices, max_elements=max_elements)
     assert counted == products * 5 * 3
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 2), (torch.bfloat16, 12)], ids=str)
+def test_products_with_the_matrix_itself(dtype, large):
+    """Float32 takes six slow steps on the Gram matrix; bfloat16, where that is less accurate, each on X."""
+    seen = []
+
+    class WatchProducts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket in PRODUCTS:
+                seen.append(max(max(arg.shape) for arg in args if isinstance(arg, torch.Tensor)))
+            return func(*args, **(kwargs or {}))
+
+    with WatchProducts():
+        ns.orthogonalize([torch.randn(8, 64)], coefficients=[(1.5, -0.5, 0.0)] * 6, dtype=dtype)
+    assert seen.count(64) == large
 
 
 def test_chunks():

@@ -143,8 +143,12 @@ def test_directions_of_any_strides(shape, layout, strides, rule):
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
-        *(((0, 4), MatrixLayout()), ((4, 0), MatrixLayout(transposed=True)), ((0, 3, 4), MatrixLayout(batched=True))),
-        *(((0, 4), MatrixLayout(parts=(2, 2))), ((4, 0, 3, 3), MatrixLayout()), ((0, 0), MatrixLayout())),
+        ((0, 4), MatrixLayout()),
+        ((4, 0), MatrixLayout(transposed=True)),
+        ((0, 3, 4), MatrixLayout(batched=True)),
+        ((0, 4), MatrixLayout(parts=(2, 2))),
+        ((4, 0, 3, 3), MatrixLayout()),
+        ((0, 0), MatrixLayout()),
     ],
     ids=str,
 )
@@ -195,6 +199,34 @@ def test_options_of_the_iteration(mars_type, options, coefficients):
     eps = 1e-7 if mars_type == "mars-m" else 1e-3 * (1 - 0.9)
     direction = straight_line(m, options.get("layout", MatrixLayout()), SCALES[mars_type], eps, coefficients)
     close(param, start - 0.5 * direction, 1e-11)
+
+
+@every_type
+@pytest.mark.parametrize(
+    "different",
+    [
+        [{"eps": 1e-3}, {"eps": 1.0}],
+        [{"ns_coefficients": "quintic"}, {"ns_coefficients": "polar-express"}],
+        [{"ns_dtype": "float32"}, {"ns_dtype": "bfloat16"}],
+        [{"betas": (0.9, 0.99)}, {"betas": (0.5, 0.99)}],  # which scale mars-shampoo's eps
+        [{"layout": MatrixLayout()}, {"layout": MatrixLayout(parts=(3, 3))}],
+    ],
+    ids=lambda groups: next(iter(groups[0])),
+)
+def test_matrices_of_one_shape_with_different_settings(mars_type, different):
+    """Each goes through Newton-Schulz with those of its own group, as in an optimizer of its own."""
+    together, apart = make((6, 6), (6, 6)), make((6, 6), (6, 6))
+    settings = {"mars_type": mars_type, "lr": 0.5, "eps": 1e-2, "ns_dtype": "float32"}
+    optimizers = [
+        Mars([{"params": [param], **own} for param, own in zip(together, different, strict=True)], **settings)
+    ]
+    optimizers += [Mars([{"params": [param], **own}], **settings) for param, own in zip(apart, different, strict=True)]
+    for param, twin, size in zip(together, apart, (1e-2, 1e-1), strict=True):
+        param.grad = size * random((6, 6), 5)
+        twin.grad = param.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    close([param.detach() for param in together], [param.detach() for param in apart])
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import re
@@ -13,10 +14,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import mutations
 import pytest
 import yaml
 from helpers import needs_compiler
-from mutations import copy_tree
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -28,6 +29,82 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
+
+
+# --- mutations.yaml ---------------------------------------------------------------------------------------------------
+
+
+def test_every_mutation_applies() -> None:
+    """After a change of a symbol's name or code, mutations.yaml names the new one; the list says which are stale."""
+    assert mutations.stale() == []
+
+
+CODE = """
+RATE = 0.1
+
+class Optimizer:
+    @property
+    def rate(self):
+        return RATE
+
+    @rate.setter
+    def rate(self, value):
+        check(value)
+        self._rate = value
+
+    def step(self, params):
+        \"\"\"Step.\"\"\"
+        self.begin(len(params), eps=1e-8)
+        if params and self.ready and len(params) > 1:
+            rules.update(params, 3)
+        return [p for p in params if p.grad is not None]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "old", "new"),
+    [
+        ("RATE", "replace `0.1` by `0.2`", "RATE = 0.1", "RATE = 0.2"),
+        ("Optimizer.rate", "replace `RATE` by `-RATE`", "return RATE", "return -RATE"),
+        ("Optimizer.rate.setter", "delete the call of check", "check(value)", "pass"),
+        ("Optimizer.rate.setter", "delete `self._rate = value`", "self._rate = value", "pass"),
+        ("Optimizer.step", "delete the call of rules.update", "rules.update(params, 3)", "pass"),
+        ("Optimizer.step", "drop `self.ready`", "params and self.ready and", "params and"),
+        ("Optimizer.step", "drop `p.grad is not None`", " if p.grad is not None]", "]"),
+        ("Optimizer.step", "drop `3`", "(params, 3)", "(params)"),
+        ("Optimizer.step", "give begin `0` as argument 0", "len(params), eps", "0, eps"),
+        ("Optimizer.step", "give self.begin `0.0` as eps", "1e-08", "0.0"),
+        ("Optimizer.step", "compare `1` by >=", "> 1", ">= 1"),
+        ("Optimizer.step", "negate the comparison with `p.grad`", "if p.grad is not None", "if not p.grad is not None"),
+        ("Optimizer", "replace `self._rate = value` by `self._rate = 1`", "_rate = value", "_rate = 1"),
+        ("Optimizer.step", "return `[]` at once", '"""Step."""', '"""Step."""\n        return []'),
+    ],
+)
+def test_operators_of_mutations(tmp_path: Path, name: str, what: str, old: str, new: str) -> None:
+    (tmp_path / "mars_hf").mkdir()
+    path = tmp_path / "mars_hf" / "toy.py"
+    path.write_text(CODE)
+    file, text = mutations.mutated(tmp_path, f"toy.{name}", {"do": what})
+    plain = ast.unparse(ast.parse(CODE))
+    assert file == path and plain.count(old) == 1
+    assert text == ast.unparse(ast.parse(plain.replace(old, new))) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "what", "reason"),
+    [
+        ("toy.Optimizer.end", "delete the call of check", "0 definitions of end"),
+        ("toy.Optimizer.step", "delete the call of check", "0 times: a statement that calls check"),
+        ("toy.Optimizer.step", "replace `params` by `()`", "5 times: params"),
+        ("toy.RATE", "drop `0.1`", "not one of several: 0.1"),
+        ("gone.step", "drop `0.1`", "no module for gone.step"),
+    ],
+)
+def test_stale_mutations(tmp_path: Path, place: str, what: str, reason: str) -> None:
+    (tmp_path / "mars_hf").mkdir()
+    (tmp_path / "mars_hf" / "toy.py").write_text(CODE)
+    with pytest.raises(mutations.StaleError, match=reason):
+        mutations.mutated(tmp_path, place, {"do": what})
 
 
 # --- workflows --------------------------------------------------------------------------------------------------------
@@ -148,7 +225,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    copy_tree(source)
+    mutations.copy_tree(source)
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     run("build", "--no-isolation", "--outdir", out, source, folder=out)
     sdist, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)

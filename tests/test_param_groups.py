@@ -66,6 +66,8 @@ BETAS, BETAS_1D, OTHERS = (0.95, 0.99), (0.9, 0.95), (0.7, 0.8)
         ([{}, {"lr": 1e-4}], {}, {"lr": [6e-3, 3e-3, 1e-4, 5e-5]}),
         ([{}, {"lr": 1e-4}], {"mars_type": "mars-m"}, {"lr": [6e-3, 6e-3, 1e-4, 1e-4]}),
         ([{"lr": 1e-3}, {"lr_1d": 7e-4}], {"lr": 4e-3, "lr_1d": 1e-3}, {"lr": [1e-3, 2.5e-4, 4e-3, 7e-4]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {"lr_1d": 1e-3}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
         ([{"weight_decay": 0.0}, {"weight_decay": 0.2}, {"weight_decay_1d": 0.3}], {"weight_decay_1d": 0.4},
          {"weight_decay": [0.0, 0.0, 0.2, 0.2, 0.1, 0.3]}),
         ([{"betas": OTHERS}, {"betas_1d": OTHERS}], {}, {"betas": [OTHERS, OTHERS, BETAS, OTHERS]}),
@@ -164,23 +166,6 @@ def test_reasons():
     assert left_out(mars_type="mars-m", param_rules=[("layers.1.weight", {"role": "adamw"})]) == excluded
     vouched = {name: reason for name, reason in REASONS.items() if name != "latents"}
     assert left_out(mars_type="mars-m", split_fused={"latents": (1, 2)}) == vouched
-
-
-def test_summary():
-    lines = str(mars_hf.create(gpt2(), lr=6e-3, weight_decay=0.1)).splitlines()
-    assert lines[0] == "Mars" and len(lines) == 4
-    assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]
-    assert lines[3].split()[:2] == ["vector", "adamw"]
-    text = str(mars_hf.create(Odd(), mars_type="mars-m"))
-    assert text[text.index("not orthogonalized:") :].splitlines() == [
-        "not orthogonalized:",
-        "  Odd is not known to multiply activations with it: latents",
-        "  embedding: table.weight",
-        "  depthwise or grouped convolution: grouped.*.weight (2)",
-        "  a single row or column: gate.weight",
-        "  head: score.weight",
-        "  bias or norm: r_w_bias, norm.weight, norm.bias",
-    ]
 
 
 # --- embeddings and heads ---------------------------------------------------------------------------------------------

@@ -120,7 +120,14 @@ def run(spec: str, file: Path) -> None:
 BAR = 5e-5
 ORTHOGONALIZED = ("ddp-2-m", "ddp-2-shampoo", "fsdp2-2-m", "fsdp2-2-shampoo")
 RUNS = (
-    *("ddp-1", "ddp-4", "ddp_view-2", "ddp_static-1", "fsdp2-1", "fsdp2-4", "ddp-4-resumed", "fsdp2-1-resumed"),
+    "ddp-1",
+    "ddp-4",
+    "ddp_view-2",
+    "ddp_static-1",
+    "fsdp2-1",
+    "fsdp2-4",
+    "ddp-4-resumed",
+    "fsdp2-1-resumed",
     "tp-2",
 )
 

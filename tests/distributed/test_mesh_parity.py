@@ -269,12 +269,16 @@ def test_placements(trained):
     alone = trained(2, "tp/adamw").notes
     assert set(alone["placements"].values()) == {
         "None",
-        *("(Shard(dim=0),)", "(Shard(dim=1),)", "(Replicate(),)"),
+        "(Shard(dim=0),)",
+        "(Shard(dim=1),)",
+        "(Replicate(),)",
     }
     both = trained(4, "fsdp2_tp/adamw").notes
     assert set(both["placements"].values()) == {
         "(Shard(dim=0),)",
-        *("(_StridedShard(dim=0, sf=2), Shard(dim=0))", "(Shard(dim=0), Shard(dim=1))", "(Shard(dim=0), Replicate())"),
+        "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
+        "(Shard(dim=0), Shard(dim=1))",
+        "(Shard(dim=0), Replicate())",
     }
     assert both["empty"] > 0
 

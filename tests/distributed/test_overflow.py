@@ -213,10 +213,19 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
 RUNS = {
     "torch": ("ddp/adamw", "ddp/lion_1d", "ddp/m", "fsdp2/adamw_1d", "fsdp2/lion", "fsdp2/m"),
     "deepspeed": (
-        *("zero1/adamw", "zero1/lion", "zero2/adamw_1d", "zero2/lion", "zero3/adamw", "zero3/lion_1d"),
-        *("zero2_offload/adamw", "zero3_offload/adamw"),
+        "zero1/adamw",
+        "zero1/lion",
+        "zero2/adamw_1d",
+        "zero2/lion",
+        "zero3/adamw",
+        "zero3/lion_1d",
+        "zero2_offload/adamw",
+        "zero3_offload/adamw",
         # The rules that orthogonalize: a momentum with an overflow in it would never recover.
-        *("zero1/m", "zero2/shampoo", "zero3/m", "zero2_offload/m"),
+        "zero1/m",
+        "zero2/shampoo",
+        "zero3/m",
+        "zero2_offload/m",
     ),
 }
 POISONED_RUNS = {

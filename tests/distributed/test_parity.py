@@ -105,7 +105,9 @@ FURTHER: dict[tuple[str, int], list[str]] = {  # local norms are wrong on purpos
         *(f"{engine}/adamw_1d/metrics" for engine in ("ddp", "fsdp2")),
     ],
     ("deepspeed", 2): [
-        *(*BF16_RUNS, "zero2_bf16/adamw/local_norms", "zero2_bf16/lion/local_norms"),
+        *BF16_RUNS,
+        "zero2_bf16/adamw/local_norms",
+        "zero2_bf16/lion/local_norms",
         *(f"{engine}/{run}" for engine in ZERO for run in ("adamw/local_norms", "adamw_1d/metrics")),
     ],
     ("ways", 2): RESUMED,

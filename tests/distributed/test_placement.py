@@ -172,6 +172,31 @@ def test_groups_of_placements(dim, mesh, group, replicas):
     assert (held.group, held.replicas) == (group, replicas)
 
 
+def test_work_is_shared_over_the_longest_dimension_of_replicas():
+    placed = distributed(Replicate(), Replicate(), Shard(0))
+    for held in from_all_ranks((8, 8), (2, 3, 2), placed):
+        assert len(held.replicas) == 3 and len(held.group) == 2
+    for held in from_all_ranks((8, 8), (3, 2, 2), placed):
+        assert len(held.replicas) == 3
+
+
+def test_sums_are_reduced_in_one_order_of_groups(monkeypatch):
+    """Whatever parameter a rank meets first; two ranks would wait for each other in different groups."""
+    orders = []
+    monkeypatch.setattr(norms, "all_reduce", lambda values, group: orders[-1].append(group) or values)
+    with one_of(4, 0):
+        mesh = make_mesh(2, 2)
+        placed = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]]
+        for order in itertools.permutations(placed):
+            params = [distributed(*placements)(count_to((4, 4)), mesh) for placements in order]
+            for param in params:
+                param.grad = param.detach().clone()
+            orders.append([])
+            with pytest.raises(RuntimeError, match="bring gradients for"):  # the other ranks of a fake group bring none
+                mars_hf.Mars(params).step()
+    assert len(orders) == 6 and len(orders[0]) > 2 and all(order == orders[0] for order in orders)
+
+
 def test_group_over_several_dimensions():
     orders = []
     for rank in range(8):
@@ -289,6 +314,26 @@ def test_parameters_moved_in_their_buffer(partitioned):
         spec = mars._ranks.shards.spec_of(flat, 0)
         assert [(shard.param_index, shard.start) for shard in spec.shards] == list(enumerate(starts))
         assert mars._ranks.shards.spec_of(flat, 0) == spec
+
+
+def test_padding_of_zero3_is_no_part_of_a_parameter(alone):
+    """A rank's partition is as long as that of the others; what a parameter does not fill may hold anything."""
+    param, twin = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
+    mars, plain = mars_hf.Mars([param]), mars_hf.Mars([twin])
+    flat = nn.Parameter(torch.ones(20))
+    engine = SimpleNamespace(
+        grad_position={0: (0, 0, 20)}, get_param_id=lambda param: 0, fp32_partitioned_groups_flat=[flat]
+    )
+    param.ds_shape, param.ds_numel, param.ds_process_group = param.shape, param.numel(), alone
+    param._z3_optimizer, param.data = engine, torch.empty(0)
+    mars.param_groups[0]["params"] = [flat]
+    for step in range(2):
+        flat.grad = torch.cat([torch.linspace(1, 2 + step, 12), torch.full((8,), 100.0)])
+        twin.grad = flat.grad[:12].view(4, 3).clone()
+        mars.step()
+        plain.step()
+    torch.testing.assert_close(flat[:12].detach(), twin.detach().flatten(), rtol=1e-6, atol=0)
+    assert torch.equal(flat[12:], torch.ones(8))
 
 
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", "model_parallel"])

@@ -11,13 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg
+from transformers import TrainerControl, TrainerState
 
-from mars_hf import Mars, orthogonalize
+from mars_hf import Mars, NonFiniteCallback, NonFiniteError, orthogonalize
 from mars_hf.distributed.tensors import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
@@ -125,6 +127,84 @@ def test_shared_matrices(layout, mars_type, ns_dtype):
     assert sorted(made) == sorted(steps)
 
 
+def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(tensor, mesh, placements, src_data_rank=None))
+
+
+def set_gradient(param: Any, tensor: Tensor) -> None:
+    """Give a parameter its part of a whole gradient."""
+    if isinstance(param, DTensor):
+        param.grad = distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
+    else:
+        param.grad = tensor.clone()
+
+
+def test_parameters_of_one_shape_over_different_process_groups():
+    """Each is clipped by the norm over its own ranks: they share no list, whose sums go to one group."""
+    settings = {"lr": 0.1, "clip_threshold": 0.5}
+    shape = (8, 4)
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+    twins = [nn.Parameter(tensor.clone()) for tensor in wholes[:2]]
+    expected = Mars(twins, **settings)
+
+    def run(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2))
+        placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)]]
+        params = [sharded(tensor, mesh, placed) for tensor, placed in zip(wholes, placements, strict=False)]
+        mars = Mars(params, **settings)
+        for step in range(2):
+            for index, param in enumerate(params):
+                set_gradient(param, 10**index * wholes[2 + 2 * step + index])
+            mars.step()
+        return max((param.full_tensor() - twin).abs().max().item() for param, twin in zip(params, twins, strict=True))
+
+    for step in range(2):
+        for index, twin in enumerate(twins):
+            twin.grad = 10**index * wholes[2 + 2 * step + index]
+        expected.step()
+    assert max(run_ranks(4, run)) < 1e-6
+
+
+def test_noise_of_shards_differs():
+    """Each rank rounds its part of a parameter by noise of its own: equal parts with equal gradients part ways."""
+
+    def run(rank: int) -> Tensor:
+        param = sharded(torch.ones(60, 40, dtype=torch.bfloat16), init_device_mesh("cpu", (2,)), [Shard(0)])
+        mars = Mars([param], lr=1e-3, rounding="stochastic")
+        set_gradient(param, torch.ones(60, 40, dtype=torch.bfloat16))
+        mars.step()
+        return (local(param.detach()) != 1).float()
+
+    one, other = run_ranks(2, run)
+    independent = 2 * one.mean() * (1 - one.mean())
+    assert 0.05 < one.mean() < 0.95 and 0.8 < (one != other).float().mean() / independent < 1.25
+
+
+def test_metrics_count_each_parameter_once():
+    """One divided over the ranks, another one whole on each; and once when they are read."""
+    shapes, sizes = ((6, 4), (3, 4), (8, 2)), (10.0, 0.01, 0.01)
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes)]
+
+    def run(params: list[Any]) -> list[dict[str, float]]:
+        mars, rows = Mars(params), []
+        for step in range(3):
+            mars.collect_metrics(True)
+            for param, whole, size in zip(params, wholes, sizes, strict=True):
+                set_gradient(param, size * (whole + step))
+            mars.step()
+            rows.append(mars.pop_metrics())
+        return rows
+
+    def on_rank(rank: int) -> list[dict[str, float]]:
+        mesh = init_device_mesh("cpu", (2,))
+        return run([sharded(wholes[0], mesh, [Shard(0)]), nn.Parameter(wholes[1].clone()), nn.Parameter(wholes[2] + 0)])
+
+    expected = run([nn.Parameter(whole.clone()) for whole in wholes])
+    assert expected[2]["mars/clip_fraction"] == pytest.approx(1 / 3)
+    for rows in run_ranks(2, on_rank):
+        assert rows == [pytest.approx(row, rel=1e-5) for row in expected]
+
+
 WRONG = {
     "gradient": lambda param, state: setattr(param, "grad", None),
     "state": lambda param, state: state.update(exp_avg=torch.zeros(3)),
@@ -167,3 +247,22 @@ def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type)
     step, message = results[0]
     assert step == 1
     assert ("rank 1: " in message) or "bring gradients for" in message
+
+
+def test_a_bad_loss_of_one_rank_stops_all(tmp_path, caplog):
+    """NonFiniteCallback takes the largest flag over ranks, so that no rank waits for one that has stopped."""
+    args, state, control = arguments(tmp_path), TrainerState(is_world_process_zero=True), TrainerControl()
+
+    def run(rank: int) -> list[str]:
+        callback, ends = NonFiniteCallback(patience=2), []
+        for losses in ((1.0, 1.0), (1.0, float("nan")), (1.0, 1.0), (float("inf"), 1.0), (1.0, float("nan"))):
+            callback.watch("loss", losses[rank])
+            try:
+                callback.on_optimizer_step(args, state, control)
+                ends.append("")
+            except NonFiniteError as error:
+                ends.append(str(error).split(";")[0])
+        return ends
+
+    stopped = "2 steps in a row with a non-finite loss or gradient"
+    assert run_ranks(2, run) == [["", "", "", "", stopped]] * 2

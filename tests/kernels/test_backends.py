@@ -47,6 +47,15 @@ def test_choice(monkeypatch, settings, numel, expected):
     assert names(Mars(two(numel), **settings)) == [expected] * 2
 
 
+@needs_compiler
+def test_choice_by_all_elements_of_a_step(monkeypatch):
+    """Compiling pays by what all kernels of a step do, not by the largest tensor."""
+    monkeypatch.setattr(backends, "COMPILED_FROM", 64)
+    for rows, expected in ((3, "foreach"), (4, "compiled")):
+        params = [nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(rows, 8))]
+        assert names(Mars(params)) == [expected]
+
+
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     monkeypatch.setattr(compiled, "_library", lambda: None)
@@ -61,17 +70,61 @@ def test_without_a_compiler(monkeypatch):
     [
         (torch.zeros(8, 8, dtype=torch.bfloat16), {"rounding": "stochastic"}, "compiled"),
         (torch.zeros(8, 8, dtype=torch.bfloat16), {"rounding": "kahan"}, "foreach"),
+        (torch.zeros(8, 8), {"rounding": "kahan"}, "compiled"),  # which compensates nothing there
         (torch.zeros(4, 6)[:, :3], {}, "for-loop"),  # gaps in memory
         (torch.zeros(6, 4).t(), {}, "compiled"),  # another order of memory
         (torch.zeros(2, 3, 4, 5).permute(0, 3, 1, 2), {}, "compiled"),
     ],
-    ids=["stochastic", "kahan", "gaps", "transposed", "permuted"],
+    ids=["stochastic", "kahan", "kahan of float32", "gaps", "transposed", "permuted"],
 )
 def test_choice_by_tensor(values, settings, expected):
     assert names(Mars([nn.Parameter(values)], fused=True, **settings)) == [expected]
 
 
 MEMORY = torch.linspace(-1, 1, 24)
+# Of tensors of one step, in one memory: how each is updated where kernels and whole lists are there.
+OVERLAPPING = {
+    "apart": ([slice(0, 8), slice(8, 16), slice(16, 24)], ["compiled"]),
+    "two": ([slice(0, 12), slice(8, 20)], ["for-loop"]),
+    "within": ([slice(0, 24), slice(4, 8), slice(12, 16)], ["for-loop"]),  # the last one is behind the second
+    "across gaps": ([(slice(0, None), slice(0, 2)), slice(8, 14)], ["for-loop"]),  # 4 rows of 6 elements, 2 of each
+    "beside gaps": ([(slice(0, 2), slice(0, 2)), slice(12, 20)], ["for-loop", "compiled"]),
+}
+
+
+def overlapping(case: str) -> tuple[torch.Tensor, list[nn.Parameter]]:
+    memory = MEMORY.clone()
+    places, _ = OVERLAPPING[case]
+    parts = [memory[place].view(-1, 2) if isinstance(place, slice) else memory.view(4, 6)[place] for place in places]
+    return memory, [nn.Parameter(part) for part in parts]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_tensors_that_overlap_are_updated_one_by_one(case):
+    """As by an optimizer of each, one after the other: kernels read and write several at a time."""
+    (memory, params), (expected, twins) = overlapping(case), overlapping(case)
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    together, each = Mars(params, fused=True, **settings), [Mars([twin], **settings) for twin in twins]
+    for step in range(3):
+        assert names(together) == OVERLAPPING[case][1]
+        for index, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + index))
+            twin.grad = param.grad.clone()
+        for optimizer in (together, *each):
+            optimizer.step()
+        torch.testing.assert_close(memory, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whole_lists_take_no_tensors_that_overlap(overlap):
+    """Plain PyTorch on whole lists reads all parameters before it writes one."""
+    memory = MEMORY.clone()
+    params = [nn.Parameter(memory[:12].view(3, 4)), nn.Parameter(memory[8 if overlap else 12 :][:12].view(3, 4))]
+    optimizer = Mars(params, fused=False)
+    for _ in range(2):
+        assert names(optimizer) == ["for-loop" if overlap else "foreach"]
+        optimizer.step()
 
 
 @needs_compiler

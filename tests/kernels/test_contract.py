@@ -98,6 +98,34 @@ def test_update_of_dtypes(backend, device, dtypes):
 
 
 @every_implementation
+@pytest.mark.parametrize("wide", ["gradients", "last_grads"])
+def test_sums_are_in_float64_if_any_tensor_is(backend, device, wide):
+    """Gradients and last gradients that cancel at a large k: float32 would keep two digits of c."""
+    k = 1e5
+    g = [draw.double() for draw in draw(SMALL, device=device)]
+    last = [a + b.double() / k for a, b in zip(g, draw(SMALL, device=device, seed=1), strict=True)]
+    lists = {"gradients": g, "last_grads": last}
+    narrow = ({*lists} - {wide}).pop()
+    lists[narrow] = [tensor.float() for tensor in lists[narrow]]
+    found = BACKENDS[backend]().run_sums(lists["gradients"], lists["last_grads"], k=k)
+    torch.testing.assert_close(found, expected_sums(lists["gradients"], lists["last_grads"], k=k), rtol=1e-9, atol=0)
+
+
+@every_implementation
+@pytest.mark.parametrize("wide", ["gradients", "exp_avgs", "exp_avg_sqs", "last_grads"])
+def test_update_is_in_float64_if_any_tensor_is(backend, device, wide):
+    """Its own values are then right to the last digits, whatever the parameters' dtype."""
+    lists = problem(SMALL, device, **{wide: torch.float64})
+    before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
+    lists["exp_avgs"] = [tensor.double() for tensor in lists["exp_avgs"]] if wide == "gradients" else lists["exp_avgs"]
+    settings = run_update(backend, lists)
+    expected = expected_update(before, **settings)
+    seen = "exp_avgs" if wide == "gradients" else wide
+    for found, exact in zip(lists[seen], expected[seen], strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
+
+
+@every_implementation
 @pytest.mark.parametrize("beta1", [0.3, 0.999])
 def test_bias_corrections(backend, device, beta1):
     """In float32, 1 - 0.9999 is wrong in its fourth digit."""

@@ -100,6 +100,22 @@ def test_limits(known, threads, monkeypatch):
         assert torch.equal(param, start if place in left else end)
 
 
+def test_no_thread_updates_before_all_squares_are_there(monkeypatch):
+    """The first thread's rows are done early: the second one's overflow float32, and are summed twice."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    size = 2**20
+    lists = problem([size], "cpu")
+    small, large = (torch.full((size,), 1e-3) for _ in range(2))
+    large[size // 2 :] = 1e30
+    for _ in range(6):
+        for gradient, is_updated in ((small, True), (large, False)):  # memory that is reused holds small squares
+            before = lists["params"][0].clone()
+            lists["gradients"] = [gradient]
+            run(lists, limits=[1e3])
+            changed = lists["params"][0] != before
+            assert bool(changed.any()) == bool(changed.float().mean() > 0.9) == is_updated
+
+
 def test_default_device_changes_nothing():
     results = []
     for device in ("cpu", "meta"):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,53 @@ def test_only_tensors_with_every_address_aligned_are_called_aligned(device):
     addresses = ((0, 16, 32, 8), (), (4096, 4100, 48, 16))
     words, _ = kernels._words((9, 9, 9, 9), addresses, ())
     assert words[8 + 2 * 4 : 8 + 3 * 4] == [1, 0, 1, 0]
+
+
+@here
+def test_tensors_at_odd_addresses_have_no_whole_blocks(device):
+    """Whole blocks are read without a mask and with a stated alignment, which an interpreter does not check."""
+
+    @triton.jit
+    def kernel(table, count, out, whole_blocks: tl.constexpr, BLOCK: tl.constexpr):
+        for tensor in range(0, count):
+            tl.store(out + tensor, whole_blocks(table, count, tensor, 2 * BLOCK + 5, BLOCK))
+
+    words, _ = kernels._words((9, 9, 9), ((0, 8, 32), (4096, 16, 4100)), ())
+    out = torch.zeros(3, dtype=torch.int32, device=device)
+    kernel[(1,)](torch.tensor(words, device=device), 3, out, gpu_device._whole_blocks, kernels.BLOCK)
+    assert out.tolist() == [2 * kernels.BLOCK, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "elements"),
+    [
+        ([torch.bfloat16, torch.bfloat16], 8),
+        ([torch.bfloat16, torch.float32], 4),
+        ([torch.float16, torch.float64], 2),
+    ],
+    ids=str,
+)
+def test_a_thread_moves_16_bytes_of_the_widest_dtype(dtypes, elements):
+    """With 16 bytes of the narrowest, values would pass through shared memory."""
+    constants = kernels._constants([[torch.zeros(3, dtype=dtype)] for dtype in dtypes] + [[]])
+    assert constants["VECTOR"] == elements
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+def test_tables_are_kept_by_stream(monkeypatch):
+    """The memory of an evicted table is reused only after the kernels that read it, on their stream."""
+    kept = []
+    monkeypatch.setattr(kernels, "_kept", lambda *content: kept.append(content) or (None, 0))
+    tensor = torch.zeros(10).as_subclass(OnCuda)
+    for stream in (7, 8, 7):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, stream=stream: SimpleNamespace(cuda_stream=stream))
+        kernels._table([[tensor]], (0.5,))
+    assert kept[0] == kept[2] != kept[1]
 
 
 @gpu
@@ -289,6 +337,14 @@ def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
 @pytest.mark.parametrize("flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str)
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, **flags).asm["cubin"]
+
+
+@compiles
+def test_division_and_root_are_rounded_correctly():
+    """Those of `/` and `tl.sqrt` differ from PyTorch's in the last bit; the interpreter computes both exactly."""
+    code = update(*WIDE).asm["ptx"]
+    assert "div.rn.f32" in code and "sqrt.rn.f32" in code
+    assert not re.search(r"(div\.full|div\.approx|sqrt\.approx)(\.ftz)?\.f32", code)
 
 
 @compiles

@@ -87,7 +87,10 @@ def test_differences():
     runs += [*of("lion", [4.39, 4.53, 4.58]), run("late", 9, [4.0])]
     gaps = comparison.differences(runs, "adamw", [("mars_m", "muon"), ("late", "muon")])
     assert [(gap.contender, gap.against, gap.shown) for gap in gaps] == [  # late shares no seed
-        *(("muon", "adamw", "yes"), ("mars_m", "adamw", "no"), ("lion", "adamw", "no"), ("mars_m", "muon", "yes"))
+        ("muon", "adamw", "yes"),
+        ("mars_m", "adamw", "no"),
+        ("lion", "adamw", "no"),
+        ("mars_m", "muon", "yes"),
     ]
     assert gaps[0].holm == pytest.approx(4 * gaps[0].p) and gaps[0]._replace(holm=0.06).shown == "not by Holm"
 

@@ -90,8 +90,10 @@ def test_loss_is_that_of_the_run(tmp_path, tokens, monkeypatch):
     numbers, one, plain, rounded = (
         evaluated(tmp_path / "f.json", "--max_eval_blocks", 8, "--model", *argv)
         for argv in (
-            *((output, "--bf16"), (output / "checkpoint-2", "--bf16", "--batch_size", 3)),
-            *((output,), (output, "--dtype", "bfloat16")),
+            (output, "--bf16"),
+            (output / "checkpoint-2", "--bf16", "--batch_size", 3),
+            (output,),
+            (output, "--dtype", "bfloat16"),
         )
     )
     assert prepare.call_args_list == [mock.call(tmp_path / "runs" / "data", 4096)] * 4  # beside the run

@@ -27,8 +27,20 @@ import mars_hf
 from mars_hf.suggest import suggest
 
 FEW = [
-    *("--max_steps", "20", "--per_device_train_batch_size", "8", "--warmup_steps", "2", "--logging_steps", "10"),
-    *("--eval_strategy", "no", "--disable_tqdm", "true", "--use_cpu", "true"),
+    "--max_steps",
+    "20",
+    "--per_device_train_batch_size",
+    "8",
+    "--warmup_steps",
+    "2",
+    "--logging_steps",
+    "10",
+    "--eval_strategy",
+    "no",
+    "--disable_tqdm",
+    "true",
+    "--use_cpu",
+    "true",
 ]
 TEXT = "for number in range(10):\n    print(number)\n"
 
@@ -104,6 +116,29 @@ def test_only_adapters_train(base, data, tmp_path):
     assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.05
     assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
     assert_only_adapters_train(trainer, 3, base, tmp_path / "run")
+
+
+def test_held_out_text_is_no_training_text(tmp_path):
+    """Of the headers that come with torch, and of a data set with one part or several."""
+    args = finetune_lm.FinetuneArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    train_text, held_out_text = (set(part[args.text_column]) for part in finetune_lm.load(args))
+    corpus = embedded.read_corpus("torch-headers")
+    assert held_out_text == set(corpus.val) and train_text <= set(corpus.train)
+    assert train_text and not train_text & held_out_text
+
+
+def test_split_is_the_same_in_every_run():
+    """Whatever seed the run has set: results of several runs are on the same rows."""
+    rows = datasets.Dataset.from_dict({"row": list(range(100))})
+    splits = []
+    for seed in (0, 1):
+        np.random.seed(seed)
+        train_rows, held_out = finetuning.split(datasets.DatasetDict({"train": rows}), 0.1)
+        assert len(held_out) == 10 and sorted([*train_rows["row"], *held_out["row"]]) == list(range(100))
+        splits.append((train_rows["row"][:], held_out["row"][:]))
+    assert splits[0] == splits[1]
+    parts = datasets.DatasetDict({"train": rows.select(range(90)), "test": rows.select(range(90, 100))})
+    assert finetuning.split(parts, 0.5)[1]["row"][:] == list(range(90, 100))
 
 
 def test_documents_are_cut_into_blocks(tokens):

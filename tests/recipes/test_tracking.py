@@ -109,8 +109,12 @@ def test_moments_are_those_of_the_optimizer(form, clip):
 
 def test_grid_and_halves():
     assert [str(moment) for moment in grid((0.9,), (0.0, 0.1, 0.1), (0.0, 1.0, 1.0))] == [
-        *("beta1 0.9 gamma 0", "beta1 0.9 gamma 0.1 approx", "beta1 0.9 gamma 0.1 exact"),
-        *("beta1 0.9 gamma 0 clip 1", "beta1 0.9 gamma 0.1 approx clip 1", "beta1 0.9 gamma 0.1 exact clip 1"),
+        "beta1 0.9 gamma 0",
+        "beta1 0.9 gamma 0.1 approx",
+        "beta1 0.9 gamma 0.1 exact",
+        "beta1 0.9 gamma 0 clip 1",
+        "beta1 0.9 gamma 0.1 approx clip 1",
+        "beta1 0.9 gamma 0.1 exact clip 1",
     ]
     for sizes, halves in (
         ((4,), [[[0, 1]], [[2, 3]]]),

@@ -157,6 +157,16 @@ def test_buffers():
     assert optimizer.state[params[0]]["last_grad"].any()  # a copy
 
 
+def test_buffers_of_stale_gradients_taken_ahead():
+    """That loop needs no previous parameters: copies would cost a third of the state."""
+    params = make_params()
+    optimizer = Mars(params, **SETTINGS, is_approx=False)
+    ahead(params, optimizer, range(3))
+    kept = {"step", "exp_avg", "exp_avg_sq"}
+    assert [set(optimizer.state[param]) - kept for param in params] == [{"last_grad"}, {"last_grad"}, set()]
+    assert not optimizer.has_previous_params
+
+
 @pytest.mark.parametrize("loop", [behind, ahead])
 def test_state_dict_roundtrip(loop, tmp_path):
     params = make_params()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mars_hf import Mars
 from mars_hf import kernels as backends
-from mars_hf.metrics import StepMetrics
 
 TYPES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
 SHAPES = ((7, 5), (40, 30), (1, 1), (1, 9), (6,), (), (3, 2, 2, 3), (2, 4, 3), (5, 8), (0, 3))
@@ -47,8 +46,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 # Settings with tests of their own: here below, test_exact.py, test_orthogonalize.py, test_states.py, test_backends.py.
 ELSEWHERE = {
-    *("is_approx", "ns_steps", "ns_coefficients", "ns_dtype", "rounding", "state_dtype", "fused"),
-    *("process_group", "self", "params"),
+    "is_approx",
+    "ns_steps",
+    "ns_coefficients",
+    "ns_dtype",
+    "rounding",
+    "state_dtype",
+    "fused",
+    "process_group",
+    "self",
+    "params",
 }
 IMPLEMENTATIONS = ["for-loop", "foreach", pytest.param("fused", marks=needs_compiler)]
 ON_A_GPU = [pytest.param(name, marks=on_a_gpu) for name in ("triton", "foreach on a gpu")]
@@ -388,6 +395,25 @@ def test_noise_is_of_each_tensor_and_step(fused, implementation):
     assert equal(moved[1:5], moved_by_noise([2, 2, 1], 1, missing=True, **fused)[1:])
 
 
+def test_kahan_keeps_what_rounding_has_lost():
+    """A bfloat16 parameter and its compensation together follow a float32 one, to the unit of the compensation."""
+    start = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
+    kahan, wide = Mars(params[:1], lr=1e-3, rounding="kahan"), Mars(params[1:], lr=1e-3)
+    for step in range(30):
+        params[0].grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        params[1].grad = params[0].grad.float()
+        kahan.step()
+        wide.step()
+    compensation = kahan.state[params[0]]["compensation"]
+    assert compensation.dtype == torch.bfloat16 and compensation.any()
+    found, expected = params[0].float() + compensation.float(), params[1]
+    assert ((found - expected).abs() <= 30 * 2**-16 * expected.abs().clamp(min=1e-2)).all()
+    assert (
+        (params[0].float() - expected).abs() > 2**-12 * expected.abs()
+    ).float().mean() > 0.5  # rounded alone it is not
+
+
 @pytest.mark.parametrize(("mars_type", "lr", "end"), [("mars-lion", 0.05, 97.5), ("mars-m", 2.0, None)])
 @here_and_on_a_gpu
 def test_small_steps_add_up(fused, implementation, mars_type, lr, end):
@@ -407,55 +433,3 @@ def test_small_steps_add_up(fused, implementation, mars_type, lr, end):
     assert ends["nearest"] == 100.0
     assert ends["kahan"] == pytest.approx(expected, abs=0.26)  # half a unit in the last place
     assert ends["stochastic"] == pytest.approx(expected, abs=0.15)
-
-
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-@pytest.mark.parametrize("foreach", [False, True], indirect=True)
-@pytest.mark.parametrize("limit", [None, 0.3])
-@pytest.mark.parametrize("clip_threshold", [3.0, None])
-@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
-def test_metrics_of_a_step(mars_type, clip_threshold, limit, foreach):
-    """By their definitions, over the matrices; the vector takes AdamW. Gradients are those after global clipping."""
-    params = parameters(torch.float64, ((4, 3), (2, 5), (6,)))
-    settings = {"lr": 0.01, "weight_decay": 0.1, "gamma": 0.5, "clip_threshold": clip_threshold, "mars_type": mars_type}
-    optimizer, lines = Mars(params, max_grad_norm=limit, fused=False, **settings), references(params, **settings)
-    assert optimizer.pop_metrics() == {}  # off by default
-    optimizer.collect_metrics(True)
-    for sizes in ((1.2, 0.01, 1.0), (0.01, 9.0, 1.0), (9.0, 9.0, 1.0), (0.0, 0.0, 0.0)):
-        grads = [size * g for size, g in zip(sizes, gradients(params, 3), strict=True)]
-        before = [param.detach().clone() for param in params[:2]]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.clone()
-        optimizer.step()
-        metrics = optimizer.pop_metrics()
-        g, last = scaled(grads, {"max_grad_norm": limit})[0][:2], flat([line.last for line in lines[:2]])
-        c = [line.corrected(tensor) for line, tensor in zip(lines, g, strict=False)]
-        for line, tensor in zip(lines, g, strict=False):
-            line.step(tensor)
-        update = flat([param.detach() - old for param, old in zip(params, before, strict=False)])
-        expected = {
-            "mars/clip_fraction": sum(clip_threshold is not None and tensor.norm() > clip_threshold for tensor in c)
-            / 2,
-            "mars/update_rms": update.square().mean().sqrt(),
-        }
-        if mars_type == "mars-adamw" or clip_threshold is not None:  # otherwise it keeps no last gradient
-            norm = flat(g).norm()
-            expected["mars/corrected_norm_ratio"] = flat(c).norm() / norm if norm > 0 else 0.0
-            if last.any():  # not in the first step
-                expected["mars/grad_cosine"] = nn.functional.cosine_similarity(flat(g), last, dim=0)
-        assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in expected.items()}
-    assert optimizer.pop_metrics() == {}
-
-
-def test_shares_of_clipped_parameters():
-    """Of one clipped parameter this rank has half, of another one all, and half of a third."""
-    metrics = StepMetrics()
-    squares, shares = torch.tensor([4.0, 0.0, 0.0], dtype=torch.float64), [0.5, 1.0, 0.5]
-    metrics.add(torch.zeros(4, 3, dtype=torch.float64), squares, shares, 1.0, has_last=False)
-    assert metrics.read()["mars/clip_fraction"] == 0.25

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain
+from helpers import equal, fused_and_plain, on_a_gpu
 from torch import nn
 
 from mars_hf import Mars
@@ -84,22 +84,69 @@ def test_sources_of_gradients(loop, max_grad_norm, fused):
     torch.testing.assert_close(*runs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("strides", ["dense", "with gaps"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_negated_stale_gradients(dtype):
+def test_negated_stale_gradients(dtype, strides):
+    """PyTorch's copy of a dense one to another dtype loses its sign."""
     ends = []
     for negated in (False, True):
         param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
         param.grad = gradient(param, 0)
-        if negated:
+        if negated and strides == "dense":
+            param.grad = torch._neg_view(-param.grad)
+        elif negated:
             parts = torch.stack([torch.zeros_like(param.grad), -param.grad], -1)
             param.grad = torch.view_as_complex(parts).conj().imag
-            assert param.grad.is_neg()
+        assert param.grad.is_neg() == negated
         mars = Mars([param], is_approx=False, fused=False)
         mars.update_previous_grad()
         mars.update_last_grad()
+        stale = mars.state[param]["last_grad"].clone()
         mars.step()
-        ends.append(param.detach())
-    assert torch.equal(*ends)
+        ends.append([param.detach(), stale, mars.state[param]["exp_avg"]])
+    assert equal(*ends)
+    assert torch.equal(ends[0][1], gradient(param, 0).float())
+
+
+RULES = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m")
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5}, {"clip_threshold": None}], ids=str)
+@pytest.mark.parametrize("mars_type", RULES)
+@fused_and_plain
+def test_maximize_is_a_step_on_negated_gradients(mars_type, settings, fused):
+    """To the bit, in parameters and states."""
+    runs = []
+    for maximize in (False, True):
+        params = parameters()
+        mars = Mars(params, mars_type=mars_type, maximize=maximize, weight_decay=0.1, fused=fused, **settings)
+        for step in range(3):
+            for param in params:
+                param.grad = gradient(param, step) * (1 if maximize else -1)
+            mars.step()
+        runs.append([params, [dict(mars.state[param]) for param in params]])
+    assert equal(*runs)
+
+
+@fused_and_plain
+def test_grad_norm_is_that_of_torch(fused):
+    """Of all gradients together, before scaling, in one tensor for the optimizer's whole life; NaN before any."""
+    params = parameters()
+    mars = Mars(params, max_grad_norm=0.5, fused=fused)
+    norm = mars.grad_norm
+    assert norm.isnan() and norm.shape == ()
+    for step in range(3):
+        for param in params[step % 2 :]:  # some have none
+            fresh(param, step)
+        grads = [param.grad for param in params if param.grad is not None]
+        expected = nn.utils.get_total_norm([grad.double() for grad in grads]).item()
+        mars.step()
+        assert mars.grad_norm is norm and norm.item() == pytest.approx(expected, rel=1e-6)
+        mars.zero_grad()
+    mars.max_grad_norm = None
+    fresh(params[0], 9)
+    mars.step()
+    assert norm.item() == pytest.approx(expected, rel=1e-6)  # that of the last gradients that were clipped
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -134,6 +181,19 @@ REFUSED: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=on_a_gpu)])
+def test_state_on_another_device_than_its_parameter(where):
+    """A state dict that somebody has put there by hand; `meta` above has no addresses, which would show by itself."""
+    param = nn.Parameter(torch.ones(6, 5, device=where))
+    mars = Mars([param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        mars.step()
+    mars.state[param]["exp_avg"] = mars.state[param]["exp_avg"].cpu()
+    with pytest.raises(RuntimeError, match=r"on cuda.* has exp_avg of .* on cpu"):
+        mars.step()
+
+
 @pytest.mark.parametrize("case", REFUSED)
 @fused_and_plain
 def test_refused_steps_change_nothing(case, fused):
@@ -163,8 +223,12 @@ def test_flat_tensors_of_unknown_origin_are_refused():
 # --- missing ----------------------------------------------------------------------------------------------------------
 
 FORMS = [
-    *({}, {"max_grad_norm": 1.0}, {"clip_threshold": None, "weight_decay": 0.1}),
-    *({"mars_type": "mars-lion"}, {"mars_type": "mars-shampoo"}, {"mars_type": "mars-m"}),
+    {},
+    {"max_grad_norm": 1.0},
+    {"clip_threshold": None, "weight_decay": 0.1},
+    {"mars_type": "mars-lion"},
+    {"mars_type": "mars-shampoo"},
+    {"mars_type": "mars-m"},
     {"is_approx": False, "max_grad_norm": 1.0},
 ]
 

@@ -114,6 +114,23 @@ def test_added_group_shares_the_global_norm(limit):
     assert all(map(torch.equal, params, plain))
 
 
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), "1"], ids=str)
+def test_max_grad_norm_is_checked_where_it_is_set(value):
+    optimizer = Mars(make(), max_grad_norm=0.5)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        optimizer.max_grad_norm = value
+    assert optimizer.max_grad_norm == 0.5
+
+
+def test_names_of_added_groups_differ():
+    """Plain tensors are named by their place among all parameters, so that no two groups share a name."""
+    optimizer = Mars([("weight", make()[0])])
+    for _ in range(2):
+        optimizer.add_param_group({"params": make()})
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert names == ["weight", "added_1", "added_2", "added_3", "added_4"]
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["tensors", "pairs"])
 def test_thawed_parameters_are_added(named):
     """New groups may hold plain tensors, although the groups of `create(model)` have names."""
@@ -177,9 +194,7 @@ def decay_to_zero(optimizer: Mars, step: int) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - step / 5)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "count"), [(assign_one_rate, 1), (warm_up_as_deepspeed, 1), (decay_to_zero, 0)], ids=lambda x: str(x)
-)
+@pytest.mark.parametrize(("schedule", "count"), [(assign_one_rate, 1), (warm_up_as_deepspeed, 1), (decay_to_zero, 0)])
 @pytest.mark.parametrize("lr_1d", [0.05, 0.1])
 def test_one_number_assigned_to_all_groups_is_said_once(schedule, count, lr_1d):
     """Vectors train at a multiple of their rate then; groups made with one rate lose nothing."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain
+from helpers import equal, fused_and_plain, needs_compiler
 from torch import nn
 
 from mars_hf import Mars
@@ -33,7 +33,10 @@ def make(**settings: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 FORMS: list[dict[str, Any]] = [
-    *({}, {"max_grad_norm": 100.0}, {"max_grad_norm": 5.0}, {"maximize": True}),
+    {},
+    {"max_grad_norm": 100.0},
+    {"max_grad_norm": 5.0},
+    {"maximize": True},
     *({"mars_type": rule, "max_grad_norm": 100.0} for rule in ("mars-lion", "mars-m")),
 ]
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
@@ -79,6 +82,9 @@ CHANGES = {
     "in place": lambda mars, param: mars.state[param]["last_grad"].mul_(1000),
     "another tensor": lambda mars, param: mars.state[param].update(last_grad=mars.state[param]["last_grad"] * 1000),
     "other memory": lambda mars, param: mars.state[param]["last_grad"].set_(mars.state[param]["last_grad"] * 1000),
+    "other data": lambda mars, param: setattr(  # which has no version of its own, but another address
+        mars.state[param]["last_grad"], "data", mars.state[param]["last_grad"] * 1000
+    ),
     "loaded": lambda mars, param: (mars.state[param]["last_grad"].mul_(1000), mars.load_state_dict(mars.state_dict())),
     "no step": lambda mars, param: setattr(param, "grad", None),  # then the norm is of the step before the last
 }
@@ -100,6 +106,37 @@ def test_changed_last_gradients(change, form, fused):
             mars.step()
         ends.append([param.detach() for param in params])
     assert equal(*ends)
+
+
+@fused_and_plain
+def test_last_gradients_that_their_state_has_rounded_up(fused):
+    """c is longer by that than remembered norms say, and just above the threshold."""
+    value = 1 + 0.6 * 2**-7  # a bfloat16 state keeps 1 + 2**-7
+    k, norm = 19.0, value * (SHAPES[0][0] * SHAPES[0][1]) ** 0.5
+    threshold = 1.001 * ((1 + k) * 0.01 * norm + k * norm)
+    ends = []
+    for remembers in (True, False):
+        params, mars = make(gamma=1.0, fused=fused, state_dtype="bfloat16", clip_threshold=threshold)
+        for size in (-1.0, 0.01):
+            params[0].grad = torch.full_like(params[0], size * value)
+            mars._last_norms = mars._last_norms if remembers else None
+            mars.step()
+        ends.append([params[0].detach(), mars.state[params[0]]["exp_avg"]])
+    assert equal(*ends)
+
+
+@needs_compiler
+def test_last_norms_are_of_gradients_scaled_to_the_global_norm():
+    """So scaled, c is far below the threshold, and no step but the first reads last gradients to know it."""
+    params, mars = make(fused=True, max_grad_norm=0.01)
+    with mock.patch.object(Backend, "run_sums", autospec=True, side_effect=Backend.run_sums) as run_sums:
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 500.0) / param.numel() ** 0.5
+            mars.step()
+            read = any(call.args[2] for call in run_sums.mock_calls)
+            assert run_sums.mock_calls and read == (step == 0)
+            run_sums.reset_mock()
 
 
 @fused_and_plain

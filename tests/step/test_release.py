@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
 from helpers import arguments, equal, gpt2, mars_trainer, trainer
+from torch import nn
 
 import mars_hf
 
@@ -111,6 +113,28 @@ def test_exchanged_parameters():
         backward(model)
 
 
+def test_parameters_on_several_devices_are_refused():
+    """Their gradients may come at the same time, from a thread of backward for each device."""
+    model = nn.ModuleDict({"here": nn.Linear(3, 3), "there": nn.Linear(3, 3, device="meta")})
+    mars = mars_hf.create(model, release_gradients=True)
+    with pytest.raises(RuntimeError, match="parameters on several devices"):
+        model["here"](torch.ones(2, 3)).sum().backward()
+    assert not mars.state
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_average_gradients_later_are_refused(world, monkeypatch):
+    """DistributedDataParallel on two ranks; test_release_on_ranks.py starts them."""
+    model = nn.Linear(3, 3)
+    mars = mars_hf.create(model, release_gradients=True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: world)
+    message = "DistributedDataParallel averages gradients later"
+    with contextlib.nullcontext() if world == 1 else pytest.raises(RuntimeError, match=message):
+        model(torch.ones(2, 3)).sum().backward()
+    assert (len(mars.state) == 2) == (world == 1)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["Trainer", "MarsTrainer"])
 def test_trainers(own, tmp_path):
     ends = []
@@ -122,13 +146,3 @@ def test_trainers(own, tmp_path):
         (mars_trainer if own else trainer)(args, model, **given).train()
         ends.append(model.state_dict())
     assert equal(*ends)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"max_grad_norm": 1.0}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}], ids=str
-)
-def test_trainers_that_need_whole_gradients(wrong, tmp_path):
-    model = gpt2()
-    mars = mars_hf.create(model, release_gradients=True)
-    with pytest.raises(RuntimeError, match="use max_grad_norm=0, gradient_accumulation_steps=1 and no fp16"):
-        trainer(arguments(tmp_path, **wrong), model, optimizers=(mars, None)).train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import re
 from typing import Any
 
@@ -144,6 +145,74 @@ def test_states_keep_their_dtypes(dtype):
     assert all(torch.isfinite(param).all() for param in other_model.parameters())
 
 
+def test_new_buffers_have_the_dtype_of_a_loaded_first_moment():
+    """A state in bfloat16, of whatever origin, does not become half float32."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.update({key: value.bfloat16() for key, value in state.items() if key != "step"})
+    optimizer.load_state_dict(saved)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    train(model, optimizer, 1)
+    dtypes = {value.dtype for state in optimizer.state.values() for key, value in state.items() if key != "step"}
+    assert all("max_exp_avg_sq" in state for state in optimizer.state.values()) and dtypes == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["set", "loaded"])
+def test_step_of_shape_1_becomes_a_number(loaded):
+    """As other optimizers keep it; every later step then takes the usual path."""
+    model, optimizer = trained()
+    states = copy.deepcopy(optimizer.state_dict()) if loaded else optimizer.state_dict()
+    for state in states["state"].values():
+        state["step"] = torch.full((1,), 3.0)
+    if loaded:
+        optimizer.load_state_dict(states)
+    twin_model, twin = trained()
+    for one, other in ((model, optimizer), (twin_model, twin)):
+        train(one, other, 2, start=3)
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert all(step.shape == () and step == 5 for step in steps)
+    assert equal(list(model.parameters()), list(twin_model.parameters()))
+
+
+RESUMED = [
+    {},
+    {"mars_type": "mars-m"},
+    {"mars_type": "mars-lion", "clip_threshold": None},
+    {"amsgrad": True},
+    {"rounding": "kahan"},
+    {"rounding": "stochastic"},
+    {"max_grad_norm": 0.1},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", RESUMED, ids=str)
+@pytest.mark.parametrize("way", ["state_dict", "pickle"])
+def test_state_dict_and_pickle_go_on_to_the_bit(way, settings, dtype):
+    """Where training stopped, also with a group that is added afterwards."""
+    ends = []
+    for stops in (False, True):
+        model = model_of(4, 3, 2, dtype=dtype)
+        optimizer = Mars(model.named_parameters(), lr=0.01, **settings)
+        train(model, optimizer, 3)
+        if stops and way == "pickle":
+            model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        elif stops:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = Mars(model.named_parameters(), lr=0.01, **settings)
+            optimizer.load_state_dict(saved)
+        model.append(nn.Linear(2, 5).to(dtype))
+        with torch.no_grad():
+            for param in model[-1].parameters():
+                param.fill_(0.5)
+        optimizer.add_param_group({"params": list(model[-1].parameters())})
+        train(model, optimizer, 3, start=3)
+        ends.append([list(model.parameters()), optimizer.state_dict()["state"], optimizer.max_grad_norm])
+    assert equal(*ends)
+
+
 # --- parameters that are converted, swapped, replaced ---------------------------------------------------------------
 
 
@@ -213,6 +282,18 @@ def test_gamma_may_not_change_without_last_gradients(rule):
         mars.param_groups[0][key] = before
     mars.step()
     assert mars.state[params[1]]["step"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_threshold": None, "mars_type": "mars-lion"}], ids=str)
+def test_gamma_may_change_for_what_takes_adamw(settings):
+    """Vectors and embeddings have no last gradients either, and no gamma."""
+    model, optimizer = trained(**settings)
+    for group in optimizer.param_groups:
+        if group["role"] == "vector":
+            assert "gamma_of_average" not in group
+            group["gamma"] = 0.7
+    train(model, optimizer, 1, start=3)
+    assert {state["step"].item() for state in optimizer.state.values()} == {4.0}
 
 
 def test_turning_clipping_off_keeps_the_form_of_the_state():

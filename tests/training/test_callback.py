@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from helpers import arguments, gpt2, mars_trainer, trainer
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2LMHeadModel, TrainerCallback, TrainerState
 
 import mars_hf
-from mars_hf import summary
 from mars_hf.training import guard
 
 METRICS = {"mars/clip_fraction", "mars/corrected_norm_ratio", "mars/grad_cosine", "mars/update_rms"}
@@ -128,35 +129,6 @@ def test_first_line(tmp_path, logged):
         "mars-m (approximate, gamma=0.025, betas=(0.95, 0.99)): 8 matrices (1,536) at lr=0.003-0.01, "
         "2 adamw (640) at lr=0.003, 18 vectors (224) at lr=0.003"
     ]
-    one = torch.nn.Linear(2, 2)
-    assert ": 1 matrix (4) at lr=0.003, 1 vector (2) at lr=" in summary.one_line_summary(
-        mars_hf.create(one).param_groups, one
-    )
-
-
-def test_first_line_says_that_nothing_is_orthogonalized():
-    """Under mars-m and the like; a user of an unknown kind of adapter would not notice."""
-    model = torch.nn.ModuleList([torch.nn.Embedding(5, 4)])
-    for mars_type, starts in {
-        "mars-m": "nothing is orthogonalized, 1 adamw (20) ",
-        "mars-lion": "1 matrix (20) ",
-    }.items():
-        line = summary.one_line_summary(mars_hf.create(model, mars_type=mars_type).param_groups, model)
-        assert line.partition("): ")[2].startswith(starts)
-
-
-def test_first_line_is_short():
-    """GPT-3's sizes, and a name that the model lacks."""
-    sizes = {"matrix": 1e12, "adamw": 6e8, "vector": 9999999}
-    (group,) = mars_hf.Mars([torch.nn.Parameter(torch.ones(2, 2))], mars_type="mars-shampoo").param_groups
-    groups = [
-        {**group, "role": role, "lr": 1.2345e-5 * factor}
-        | {"params": [torch.nn.Parameter(torch.empty(int(size), 1, device="meta"))] * 100}
-        for role, size in sizes.items()
-        for factor in (1, 3)
-    ]
-    line = summary.one_line_summary(groups, torch.nn.Linear(1, 1))
-    assert len(line) <= 160 and "200 matrices (200,000,000,000,000) at lr=1.23e-05-3.7e-05" in line
 
 
 def test_other_ranks_and_other_optimizers_log_nothing(tmp_path, logged, monkeypatch):
@@ -263,6 +235,20 @@ def test_fresh_process(tmp_path):
     assert len(lines) == 1 and lines[0].startswith("mars-m ("), finished.stderr
 
 
+@pytest.mark.parametrize("given", [None, "another"])
+def test_process_group_under_ddp(alone, tmp_path, monkeypatch, given):
+    """Ranks that accelerate keeps alike share the work on matrices; a group that the user has named stays."""
+    run = run_with_mars(arguments(tmp_path, max_steps=1), mars_type="mars-m")
+    mars = run.optimizer
+    mars.process_group = given and torch.distributed.new_group([0])
+    expected = mars.process_group or alone
+    run.train()
+    assert given or mars.process_group is None  # without DDP, each rank works alone
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MULTI_CPU)
+    run.callback_handler.on_train_begin(run.args, run.state, run.control)  # as `train` begins; it would wrap the model
+    assert mars.process_group is expected
+
+
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -345,9 +331,3 @@ def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
         assert [row["learning_rate"] for row in rows] == [0.0, 5e-4, 1e-3, 1e-3][: len(steps)]
         state = guard.unwrap_optimizer(run.optimizer).state[run.model.transformer.wte.weight]
         assert state["step"] == len(steps) and state["last_grad"].any()
-
-
-def test_half_precision_of_deepspeed_0_18():
-    """Its wrapper without ZeRO has a scale and no settings of it, in bf16 too."""
-    with pytest.raises(RuntimeError, match=r"without ZeRO \(bf16 too before 0\.19\)"):
-        guard.require_scaled_losses(type("FP16_Optimizer", (), {"cur_scale": 2.0})())

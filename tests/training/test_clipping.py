@@ -205,6 +205,30 @@ def test_norm_where_the_step_cannot_clip(tmp_path, form, norm, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("form", ["exact", "scaler", "own"])
+def test_gradients_are_clipped_before_a_step_that_cannot_clip(tmp_path, form, monkeypatch):
+    """Exact MARS has two gradients to clip, and a scaler divides before the norm is taken; the step sees the result."""
+    seen: list[tuple[float, Any]] = []
+    step = mars_hf.Mars.step
+
+    def noted(mars: Any, *args: Any, **kwargs: Any) -> Any:
+        grads = [param.grad for group in mars.param_groups for param in group["params"]]
+        seen.append((torch.nn.utils.get_total_norm(grads).item(), mars.max_grad_norm))
+        return step(mars, *args, **kwargs)
+
+    monkeypatch.setattr(mars_hf.Mars, "step", noted)
+    model = gpt2()
+    mars = mars_hf.create(model, is_approx=form != "exact", lr=1e-3)
+    run = mars_trainer(arguments(tmp_path, max_grad_norm=0.1), model, optimizers=(mars, None))
+    if form == "scaler":
+        use_fp16_on_cpu(run, 8.0, monkeypatch)
+    run.train()
+    assert min(row["grad_norm"] for row in run.state.log_history if "grad_norm" in row) > 0.5
+    clips_in_step = form == "own"
+    assert [limit for _, limit in seen] == [0.1 if clips_in_step else None] * 4
+    assert all((norm > 0.5) if clips_in_step else (norm == pytest.approx(0.1, rel=1e-4)) for norm, _ in seen)
+
+
 def test_contradicting_norms(tmp_path):
     model = gpt2()
     mars = mars_hf.create(model, max_grad_norm=0.5)

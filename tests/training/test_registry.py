@@ -245,6 +245,24 @@ def test_ways_of_calling(tmp_path, way):
     assert optimizer.created_with == expected.created_with
 
 
+def test_names_decide_over_the_groups_of_a_trainer(tmp_path):
+    """What `param_rules` state of a name wins over its group; what they do not state is the group's."""
+    rules = [("*.wte.weight", {"weight_decay": 0.0, "lr": 5e-3}), ("*.c_fc.weight", {"gamma": 0.2})]
+    run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
+    make, _ = mars_hf.factory(run.args, gamma=0.1, param_rules=rules)
+    optimizer = make(run.model, optimizer_dict=decay_groups(run, lr=5e-4))
+    found = {
+        param: tuple(group[name] for name in ("lr", "weight_decay", "gamma"))
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+    body, block = run.model.transformer, run.model.transformer.h[0]
+    assert found[body.wte.weight] == (5e-3, 0.0, 0.1)
+    assert found[block.mlp.c_fc.weight] == (5e-4, 0.1, 0.2)
+    assert found[body.wpe.weight] == found[block.attn.c_attn.weight] == (5e-4, 0.1, 0.1)
+    assert found[block.ln_1.weight][1] == 0.0
+
+
 def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     """Groups have their own rates, and a loss has weights outside the model, as in sentence-transformers."""
     run = trainer(arguments(tmp_path, optim="mars_adamw", **SETTINGS))
@@ -253,8 +271,10 @@ def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
     optimizer = cls()(run.model, optimizer_dict=groups, **kwargs)
     assert shown(optimizer, "role", "lr", "weight_decay") == [
-        *(("matrix", 5e-4, 0.1), ("vector", 5e-4, 0.0)),
-        *(("matrix", 1e-3, 0.0), ("vector", 5e-4, 0.0)),
+        ("matrix", 5e-4, 0.1),
+        ("vector", 5e-4, 0.0),
+        ("matrix", 1e-3, 0.0),
+        ("vector", 5e-4, 0.0),
     ]
     assert [len(group["params"]) for group in optimizer.param_groups] == [10, 18, 1, 1]
 
@@ -303,6 +323,7 @@ def test_optim_args(tmp_path):
         ("gamma=much", "gamma='much' is not valid"),
         ("gamma", "'gamma' is not name=value"),
         ("mars_type=mars-lion", "optim='mars_adamw' and mars_type 'mars-lion' contradict.*mars_adamw, mars_lion"),
+        ("mars_type=muon", "optim='mars_adamw' and mars_type 'muon' contradict"),
     ],
 )
 def test_wrong_optim_args(tmp_path, text, message):

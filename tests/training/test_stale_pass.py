@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict, namedtuple
 from pathlib import Path
@@ -161,6 +162,56 @@ def use_fp16_on_cpu(run: Trainer, scale: float, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run.accelerator.state, "_mixed_precision", "fp16")  # shared by all Trainers of a process
     run.accelerator.native_amp = True
     run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+
+class Noisy(nn.Module):
+    """Draw numbers in the forward pass from one generator."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.draw = nn.Embedding(64, 4), nn.Linear(4, 64), draw
+
+    def forward(self, input_ids, labels):
+        hidden = self.embed(input_ids) * (1 + self.draw())
+        return {"loss": nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())}
+
+
+DRAWS = {"random": random.random, "numpy": numpy.random.rand, "torch": lambda: torch.rand(())}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_both_passes_draw_the_same_numbers(tmp_path, draw):
+    noted = FirstGradients()
+    still_run(tmp_path, Noisy(draw), max_steps=3, callbacks=[noted], gradient_accumulation_steps=2).train()
+    assert [len(pairs) for pairs in noted.pairs] == [0, 2, 2]
+    assert all(torch.equal(grad, stale) for pairs in noted.pairs for grad, stale in pairs)
+    assert not torch.equal(noted.pairs[1][0][0], noted.pairs[2][0][0])
+
+
+def test_stale_gradients_under_a_scaler_are_unscaled(tmp_path, monkeypatch):
+    """Without clipping, which would hide a factor of long ones."""
+    noted = FirstGradients()
+    run = still_run(tmp_path, gpt2(), max_steps=3, max_grad_norm=0.0, callbacks=[noted])
+    use_fp16_on_cpu(run, 1024.0, monkeypatch)
+    run.train()
+    assert [len(pairs) for pairs in noted.pairs] == [0, 10, 10]
+    for grad, stale in noted.pairs[1] + noted.pairs[2]:
+        torch.testing.assert_close(stale, grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("overflow", [[True], [False], [True, False]], ids=["stale", "ordinary", "both"])
+def test_a_step_that_overflows_is_skipped_once(tmp_path, overflow, monkeypatch):
+    """Whichever pass overflows, the scaler halves its scale once, and the step leaves no trace."""
+    run = exact_run(tmp_path, gpt2(), max_steps=4)
+    run.overflow = tuple((2, in_stale_pass) for in_stale_pass in overflow)
+    use_fp16_on_cpu(run, 1024.0, monkeypatch)
+    run.train()
+    weights = run.notes.trajectory
+    same = [all(torch.equal(now[name], then[name]) for name in now) for then, now in itertools.pairwise(weights)]
+    assert same == [False, True, False]
+    assert run.accelerator.scaler.get_scale() == 512.0
+    assert {state["step"].item() for state in run._given_optimizer.state.values()} == {3.0}
 
 
 @pytest.mark.slow

@@ -1,0 +1,117 @@
+"""The guard at the start of a run: what it refuses, told by wrappers such as accelerate's and DeepSpeed's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import arguments, gpt2, trainer
+from torch import nn
+from transformers import TrainerControl, TrainerState
+
+import mars_hf
+
+
+def begin(optimizer: Any, model: nn.Module, folder: Any, **args: Any) -> None:
+    """Begin a run with an optimizer, as Trainer does."""
+    callback = mars_hf.LastGradientCallback()
+    callback.on_train_begin(
+        arguments(folder, **args), TrainerState(), TrainerControl(), optimizer=optimizer, model=model
+    )
+
+
+def wrapped(optimizer: Any, kind: str, **attributes: Any) -> Any:
+    """Return a wrapper of a class of this name around an optimizer."""
+    return type(kind, (), {"optimizer": optimizer, **attributes})()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("fp16", True), ("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2)]
+)
+def test_release_gradients_is_refused_where_gradients_change_later(tmp_path, setting, value):
+    """A scaler unscales, a norm scales and an accumulation adds up what parameters have stepped on in backward()."""
+    model = gpt2()
+    mars = mars_hf.create(model, release_gradients=True)
+    run = trainer(arguments(tmp_path, max_grad_norm=0.0, max_steps=1), model, optimizers=(mars, None))
+    setattr(run.args, setting, value)  # TrainingArguments refuse fp16 on a CPU
+    with pytest.raises(RuntimeError, match=rf"release_gradients=True with .*{setting}={value}.* no fp16"):
+        run.train()
+    assert not mars.state
+    setattr(run.args, setting, {"fp16": False, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}[setting])
+    run.train()
+    assert run.state.global_step == 1
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_missing_parameters_are_counted(tmp_path, held):
+    """One that is missing among several is one too many."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    params = list(model.parameters())
+    mars = mars_hf.Mars(params[:held] or [nn.Parameter(torch.ones(2, 2))])
+    more = "" if held == 3 else f" and {3 - held} more"
+    with pytest.raises(
+        RuntimeError, match=rf"holds {held} of the model's 4 trainable parameters \(missing: .*\){more}"
+    ):
+        begin(mars, model, tmp_path)
+    model.requires_grad_(False)
+    for param in params[:held]:
+        param.requires_grad_(True)
+    begin(mars, model, tmp_path)  # frozen parameters are not missing
+
+
+@pytest.mark.parametrize("name", ["fp16_groups", "bit16_groups", "bf16_groups"])
+def test_parameters_in_groups_of_deepspeed_are_there(tmp_path, name):
+    """Its wrappers keep the model's parameters, and give flat tensors to the optimizer."""
+    model = nn.Linear(3, 2)
+    flat = mars_hf.Mars([nn.Parameter(torch.ones(8))])
+    groups = [[model.weight], [model.bias]]
+    begin(wrapped(wrapped(flat, "ZeRO", **{name: groups}), "Accelerated"), model, tmp_path)
+    for incomplete in (groups[:1], []):
+        with pytest.raises(RuntimeError, match=rf"holds {len(incomplete)} of the model's 2"):
+            begin(wrapped(flat, "ZeRO", **{name: incomplete}), model, tmp_path)
+
+
+SCALED = SimpleNamespace(use_grad_scaling=True)
+UNSCALED = SimpleNamespace(use_grad_scaling=False)
+
+
+@pytest.mark.parametrize("kind", ["FP16_Optimizer", "FP16_UnfusedOptimizer"])
+@pytest.mark.parametrize(
+    ("attributes", "is_refused"),
+    [
+        ({"loss_scale_config": SCALED}, True),  # from DeepSpeed 0.19 on
+        ({"loss_scale_config": UNSCALED, "cur_scale": 2.0}, False),
+        ({"cur_scale": 2.0}, True),
+        ({"cur_scale": 1}, False),
+    ],
+    ids=str,
+)
+def test_scaled_losses_without_zero(tmp_path, kind, attributes, is_refused):
+    """DeepSpeed's engine divides gradients by a scale that its backward has not applied."""
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(mars_hf.Mars(model.parameters()), kind, **attributes)
+    if not is_refused:
+        begin(optimizer, model, tmp_path)
+        return
+    for each in (optimizer, wrapped(optimizer, "Accelerated")):
+        with pytest.raises(RuntimeError, match=r'fp16 under DeepSpeed without ZeRO .*"stage": 1'):
+            begin(each, model, tmp_path)
+    begin(wrapped(optimizer.optimizer, "DeepSpeedZeroOptimizer", **attributes), model, tmp_path)  # it scales losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper", "remedy"),
+    [
+        ("DeepSpeedCPUAdam", "DeepSpeedOptimizerWrapper", r'"zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON'),
+        ("AdamW", "DeepSpeedOptimizerWrapper", r"a JSON without 'optimizer' section"),
+        ("AdamW", "AcceleratedOptimizer", r"pass Trainer\(optimizers="),
+    ],
+)
+def test_remedy_for_another_optimizer(tmp_path, kind, wrapper, remedy):
+    """It names what has put the other optimizer there."""
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(type(kind, (torch.optim.AdamW,), {})(model.parameters()), wrapper)
+    with pytest.raises(RuntimeError, match=rf"would step is {kind}, not Mars; .*{remedy}"):
+        begin(optimizer, model, tmp_path)
