@@ -76,7 +76,7 @@ class Mars(torch.optim.Optimizer):
 
     A vector (fewer than two dimensions) takes AdamW with `lr_1d`, `betas_1d` and `weight_decay_1d`. With `optimize_1d`
     it takes the MARS rule instead, which is mars-adamw where matrices are orthogonalized. A parameter of the role
-    `adamw` always takes AdamW with the settings of vectors.
+    `adamw` always takes AdamW with the settings of vectors, but decays as matrices do.
 
     Call `step()` after the backward pass, as with any torch optimizer, on gradients that are ready to use: accumulated,
     averaged over ranks, globally clipped. `p.grad` is never modified or kept; that of a DTensor is placed like its
@@ -106,7 +106,8 @@ class Mars(torch.optim.Optimizer):
             embeddings only.
         lr_1d: learning rate of the vectors, >= 0; None for lr / 2, and for lr with mars-m, as published.
         betas_1d: decay rates of the vectors' moments, each in [0, 1).
-        weight_decay_1d: decoupled decay of the vectors, >= 0; a group that states its own `weight_decay` keeps it.
+        weight_decay_1d: decoupled decay of the vectors, and of the role `adamw`, >= 0; None for 0, and for the role
+            `adamw` (embeddings and heads) `weight_decay`. A group that states its own `weight_decay` keeps it.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
@@ -207,7 +208,7 @@ class Mars(torch.optim.Optimizer):
         optimize_1d: bool = False,
         lr_1d: float | None = None,
         betas_1d: tuple[float, float] = (0.9, 0.95),
-        weight_decay_1d: float = 0.0,
+        weight_decay_1d: float | None = None,
         second_moment: str = "corrected",
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",

@@ -274,12 +274,21 @@ def _outputs(module: nn.Module) -> list[nn.Module]:
 
 def _last_layers(module: nn.Module) -> list[nn.Module]:
     """Return the last layer with a weight; for a list or dict of modules, the last of each."""
-    children = [child for child in module.children() if any(len(shape_of(param)) > 1 for param in child.parameters())]
-    if hasattr(module, "base_layer") or not children:
+    children = [child for child in module.children() if _has_weights(child)]
+    is_adapted = hasattr(module, "base_layer")
+    if is_adapted or not children:
         return [module]
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [layer for child in children for layer in _last_layers(child)]
-    return _last_layers(children[-1])
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return _last_layers(children[-1])
+    layers = []
+    for child in children:
+        layers += _last_layers(child)
+    return layers
+
+
+def _has_weights(module: nn.Module) -> bool:
+    dimensions = [len(shape_of(param)) for param in module.parameters()]
+    return max(dimensions, default=0) > 1
 
 
 def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -321,7 +330,8 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     Empty parts are omitted; an empty group stays, as a matrix group. A group with a `role` is not split. A group's own
     settings apply to all its parameters, with two exceptions for vectors: `lr_1d`, `betas_1d` and `weight_decay_1d`
     override the plain settings, and the group's `lr` is scaled by the ratio lr_1d / lr of the defaults (with
-    lr_1d=None: 1/2, or 1 for mars-m). The role `adamw`, which only a group states, has the settings of vectors.
+    lr_1d=None: 1/2, or 1 for mars-m). The role `adamw`, which only a group states, has the settings of vectors, and
+    with weight_decay_1d=None the decay of matrices.
 
     Args:
         group: a dict with `params` (a tensor, or an iterable of tensors or (name, tensor) pairs) and any
@@ -348,7 +358,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     for role in sorted(parts, key=ROLES.index):
         one_role = {**stated, "params": parts[role], "role": role}
         if not update_rule({**settings, **one_role}).corrects:
-            one_role |= _vector_settings(group, defaults)
+            one_role |= _adamw_settings(role, group, defaults)
         split.append(one_role)
     return split
 
@@ -400,7 +410,7 @@ def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) 
     return role
 
 
-def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _adamw_settings(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return learning rate, betas and decay for the parameters of a group that use AdamW."""
     ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
     if group.get("lr_1d") is not None:
@@ -414,8 +424,19 @@ def _vector_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     return {
         "lr": lr,
         "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
-        "weight_decay": group.get("weight_decay_1d", group.get("weight_decay", defaults["weight_decay_1d"])),
+        "weight_decay": _adamw_decay(role, group, defaults),
     }
+
+
+def _adamw_decay(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
+    """Return the decay of parameters under AdamW: embeddings and heads decay as matrices do, vectors if asked to."""
+    if group.get("weight_decay_1d") is not None:
+        return group["weight_decay_1d"]
+    if "weight_decay" in group:
+        return group["weight_decay"]
+    if defaults["weight_decay_1d"] is not None:
+        return defaults["weight_decay_1d"]
+    return defaults["weight_decay"] if role == "adamw" else 0.0
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:
@@ -425,7 +446,7 @@ def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str,
     for group in groups:
         peaks = of_mars if update_rule(group).corrects else of_adamw
         peaks.add(group.get("swa_lr", group.get("max_lr")))
-    lr, lr_1d = float(defaults["lr"]), float(_vector_settings({}, defaults)["lr"])
+    lr, lr_1d = float(defaults["lr"]), float(_adamw_settings("vector", {}, defaults)["lr"])
     is_one_rate = len(of_mars) == 1 and of_mars == of_adamw and None not in of_mars
     loses_ratio = is_one_rate and lr != lr_1d
     if loses_ratio:

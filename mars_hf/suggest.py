@@ -42,8 +42,6 @@ def suggest(
         "betas_1d": betas,
         # A step shrinks a weight by lr * weight_decay.
         "weight_decay": weight_decay * lr / rule_lr,
-        # AdamW decays embeddings; in these rules they are among the parameters that take `*_1d`.
-        "weight_decay_1d": weight_decay if orthogonal else 0.0,
     }
 
 
@@ -102,7 +100,7 @@ def _forms(settings: dict[str, Any]) -> str:
     stated = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
     keywords = ", ".join(f"{name}={text}" for name, text in stated.items() if name != "mars_type")
     call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
-    arguments = [f"{name}={text}" for name, text in stated.items() if name in ("lr_1d", "weight_decay_1d")]
+    arguments = [f"{name}={text}" for name, text in stated.items() if name == "lr_1d"]
     for name in stated.keys() & {"betas", "betas_1d"}:
         arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
     return f"""{rule}

@@ -62,7 +62,6 @@ FOLDED_FILES = {
     "exact.py": 0.51,
     "kernels/memory.py": 0.50,
     "orthogonalize.py": 0.50,
-    "param_groups.py": 0.46,
     "release.py": 0.50,
     "states.py": 0.48,
     "summary.py": 0.56,

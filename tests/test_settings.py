@@ -29,9 +29,11 @@ NAN, INF, LONG = float("nan"), float("inf"), 10**400
 NUMBERS = (NAN, INF, LONG, -LONG, "1", b"1", True, None, object(), [1.0], 1j)
 # Values that each setting refuses.
 WRONG = {
-    **dict.fromkeys(("eps", "weight_decay", "gamma", "weight_decay_1d"), (*NUMBERS, -1e-8, torch.tensor(0.1))),
+    **dict.fromkeys(("eps", "weight_decay", "gamma"), (*NUMBERS, -1e-8, torch.tensor(0.1))),
     "lr": (*NUMBERS, -1e-8, torch.ones(2), torch.tensor(-1.0), torch.tensor(NAN)),
-    **dict.fromkeys(("lr_1d", "lr_embeddings"), (*(value for value in NUMBERS if value is not None), -1e-8)),
+    **dict.fromkeys(
+        ("lr_1d", "lr_embeddings", "weight_decay_1d"), (*(value for value in NUMBERS if value is not None), -1e-8)
+    ),
     **dict.fromkeys(("clip_threshold", "max_grad_norm"), (*(v for v in NUMBERS if v is not None), 0, -1.0)),
     **dict.fromkeys(("betas", "betas_1d"), ((1.0, 0.9), (0.9, -0.1), (0.9, NAN), (0.9, LONG), (0.9,), 0.9, "99", None)),
     **dict.fromkeys(

@@ -213,7 +213,9 @@ def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest(scale, rule,
         factor = max(1, outputs / inputs) ** 0.5 / (0.2 * max(param.shape) ** 0.5) if scale == "original" else 1
         groups.append({"params": [param], "lr": 0.01 * factor, "weight_decay": 0.1 / factor})
     muon = torch.optim.Muon(groups, momentum=0.9, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
+    tables, vectors = ([param for param in rest if (param.ndim > 1) is wanted] for wanted in (True, False))
+    rest = [{"params": tables, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.95), eps=1e-8)
     both = SimpleNamespace(step=lambda: (muon.step(), adamw.step()))
     for one, mars, expected, zero in zip(*ends, train(twin, both, steps), start, strict=True):
         assert (one - expected).norm() <= tolerance * (one - zero).norm()

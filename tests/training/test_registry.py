@@ -67,6 +67,21 @@ def test_set_arguments(tmp_path, door):
     ]
 
 
+@pytest.mark.parametrize("door", ["factory", "optim"])
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion", "mars-m"])
+def test_matrices_embeddings_and_heads_decay(tmp_path, door, rule):
+    """As under Trainer's AdamW, whose names of undecayed parameters these are; the table says so."""
+    mars = through(door, tmp_path, rule, weight_decay=0.1)
+    model = gpt2()
+    decayed = set(trainer(arguments(tmp_path), model).get_decay_parameter_names(model))
+    for group in mars.param_groups:
+        for name in group["param_names"]:
+            assert group["weight_decay"] == (0.1 if name in decayed else 0.0), name
+    assert any("wte" in name for name in decayed)
+    roles = {line.split()[0]: line.split()[-1] for line in repr(mars).splitlines()[2:] if line.split()[0] != "not"}
+    assert roles["vector"] == "0" and {roles[role] for role in roles if role in ("matrix", "adamw")} == {"0.1"}
+
+
 class SubclassedTrainer(Trainer):
     """Somebody's own trainer."""
 
