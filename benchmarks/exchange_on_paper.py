@@ -16,8 +16,9 @@ import time
 import torch
 
 from mars_hf.distributed.tensors import Slice
+from mars_hf.exchange import Matrix, Round, plan_rounds
 from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.orthogonalize import Matrix, Round, flops, plan_rounds
+from mars_hf.orthogonalize import flops
 
 STEPS = 5  # of Newton-Schulz
 BYTES = 2  # bfloat16

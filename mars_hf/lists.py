@@ -131,8 +131,7 @@ def build_lists(
     else:
         entries = [_checked(entry, param_groups[entry.group_index]) for entry in entries]
         memories = inspect_memory([entry.tensors for entry in entries])
-    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers}
-    averaging = [param_groups[index] for index in without_last_grads if rules[index].corrects]
+    averaging = _averaging_groups(entries, param_groups, rules)
     for group in averaging:
         _reject_another_gamma(group)
 
@@ -147,6 +146,14 @@ def build_lists(
     for group in averaging:
         group["gamma_of_average"] = float(group["gamma"])
     return lists, [entry.state for entry in entries]
+
+
+def _averaging_groups(
+    entries: Sequence[Entry], param_groups: Sequence[dict[str, Any]], rules: Sequence[UpdateRule]
+) -> list[dict[str, Any]]:
+    """Return the groups under MARS whose first moments are averages of gradients, for one gamma."""
+    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers}
+    return [param_groups[index] for index in without_last_grads if rules[index].corrects]
 
 
 # --- collect ----------------------------------------------------------------------------------------------------------
@@ -179,19 +186,29 @@ def _are_ordinary(entries: Sequence[Entry]) -> bool:
     They are plain, floating point, on one device, contiguous, of the parameters' shapes, and lie apart.
     """
     tensors = [tensor for entry in entries for tensor in entry.tensors]
-    steps = [entry.state["step"] for entry in entries]
-    if not set(map(type, tensors)) <= PLAIN or set(map(type, steps)) != {Tensor}:
+    if not _are_plain(tensors) or not _are_counts([entry.state["step"] for entry in entries]):
         return False
-    has_plain_values = {tensor.layout for tensor in tensors} == {torch.strided} and not any(map(Tensor.is_neg, tensors))
-    if not has_plain_values or not {tensor.dtype for tensor in tensors} <= _FLOATS:
+    if not all(map(_has_one_shape, entries)):
         return False
-    if len({tensor.device for tensor in tensors}) > 1 or any(map(Tensor.dim, steps)):
-        return False
-    for entry in entries:
-        shapes = [tensor.shape for tensor in entry.tensors]
-        if shapes.count(shapes[0]) < len(shapes):
-            return False
     return all(map(Tensor.is_contiguous, tensors)) and are_apart(tensors)
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors hold floating point values as they are, on one device."""
+    if not set(map(type, tensors)) <= PLAIN or any(tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    if any(map(Tensor.is_neg, tensors)) or len({tensor.device for tensor in tensors}) > 1:
+        return False
+    return {tensor.dtype for tensor in tensors} <= _FLOATS
+
+
+def _are_counts(steps: Sequence[Any]) -> bool:
+    return set(map(type, steps)) == {Tensor} and not any(map(Tensor.dim, steps))
+
+
+def _has_one_shape(entry: Entry) -> bool:
+    shapes = [tensor.shape for tensor in entry.tensors]
+    return shapes.count(shapes[0]) == len(shapes)
 
 
 def _checked(entry: Entry, group: Mapping[str, Any]) -> Entry:

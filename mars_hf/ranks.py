@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mars_hf.distributed.norms import GroupSums
 from mars_hf.distributed.shards import Shards
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
+from mars_hf.exchange import Exchange, MatrixPlanner, Round
 from mars_hf.lists import TensorList
 from mars_hf.metrics import StepMetrics
-from mars_hf.orthogonalize import Exchange, Orthogonalizer, Round
 from mars_hf.update_rules import UpdateRule
 
 
@@ -28,7 +28,7 @@ class SharedStep:
 
     specs: Mapping[Tensor, ShardSpec]  # of sharded parameters
     chunk_of: Mapping[int, Any]  # of matrices to orthogonalize, by the index of the parameter
-    orthogonalizer: Orthogonalizer
+    planner: MatrixPlanner
     sums: GroupSums | None = None
 
     @property
@@ -69,7 +69,7 @@ class SharedStep:
         """Return the chunks of matrices: rounds that ranks share, in one order, then those of this rank alone."""
         chunks: dict[Any, tuple[Exchange, Round] | None] = {}
         if self.sums is not None:
-            chunks.update(self.orthogonalizer.rounds(self.sums))
+            chunks.update(self.planner.rounds(self.sums))
         for tensors in lists:
             if tensors.chunk is not None:
                 chunks.setdefault(tensors.chunk, None)
@@ -82,7 +82,7 @@ class Ranks:
     def __init__(self, param_groups: Sequence[Mapping[str, Any]] = ()) -> None:
         """Remember the parameters of these groups."""
         self.shards = Shards(param_groups)
-        self._orthogonalizer = Orthogonalizer()
+        self._planner = MatrixPlanner()
 
     def begin(
         self,
@@ -109,26 +109,38 @@ class Ranks:
         """
         specs = self._locate(param_groups, rules, max_grad_norm, model)
         chunk_of: Mapping[int, Any] = {}
-        self._orthogonalizer.shared = []
+        self._planner.shared = []
         if any(rule.orthogonalizes for rule in rules):
-            chunk_of = self._orthogonalizer.assign(param_groups, specs, self.shards.shapes, process_group)
-        shared = SharedStep(specs, chunk_of, self._orthogonalizer)
+            chunk_of = self._planner.assign(param_groups, specs, self.shards.shapes, process_group)
+        shared = SharedStep(specs, chunk_of, self._planner)
         sharded: list[Tensor] = []  # whose sums this rank adds to those of others
         for group, rule in zip(param_groups, rules, strict=True):
             if max_grad_norm is not None or _needs_norms(group, rule, metrics):
                 sharded += [param for param in group["params"] if param in specs]
-        if not sharded and not self._orthogonalizer.shared:
-            return shared
+        if sharded or self._planner.shared:
+            shared.sums = self._sums(param_groups, rows=1 if max_grad_norm is None else 3)
+            self._register(sharded, specs, shared.sums, metrics)
+        return shared
 
+    def _sums(self, param_groups: Sequence[Mapping[str, Any]], *, rows: int) -> GroupSums:
+        """Return sums over whole parameters, which are 0 yet."""
         params = [param for group in param_groups for param in group["params"]]
         count = max(len(self.shards.shapes), len(params))
-        shared.sums = GroupSums(count, 1 if max_grad_norm is None else 3, local(params[0]).device)
+        return GroupSums(count, rows, local(params[0]).device)
+
+    def _register(
+        self,
+        sharded: Sequence[Tensor],
+        specs: Mapping[Tensor, ShardSpec],
+        sums: GroupSums,
+        metrics: StepMetrics | None,
+    ) -> None:
+        """Say which sums this rank takes part in, and which gradients it has."""
         for param in sharded:
-            shared.sums.register_shards(specs[param], has_gradient=param.grad is not None)
+            sums.register_shards(specs[param], has_gradient=param.grad is not None)
             if metrics is not None:
                 metrics.join(specs[param].group, local(param).device)
-        self._orthogonalizer.register(shared.sums)
-        return shared
+        self._planner.register(sums)
 
     def _locate(
         self,

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 
 from mars_hf import rules
+from mars_hf.exchange import Exchange, Matrix, Round
 from mars_hf.last_norms import LastNorms
 from mars_hf.lists import TensorList
 from mars_hf.metrics import HERE, StepMetrics
-from mars_hf.orthogonalize import (
-    Exchange,
-    Matrix,
-    NewtonSchulz,
-    Round,
-    compute_directions,
-    iteration_dtype,
-    newton_schulz_of,
-)
+from mars_hf.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.ranks import SharedStep
 
 # Rows of the sums over a list: <g, g>, <g, last>, <last, last>, <c, c>.

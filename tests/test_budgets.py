@@ -33,41 +33,33 @@ ROOT = PACKAGE.parent
 ROOMS = {"mars_hf": (48, 10_000), "recipes": (38, 5_000), "tests": (95, 20_500), "benchmarks": (10, 2_200)}
 MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 30, 9
 # Files that one step enters.
-WALKS = {"mars-adamw": 12, "mars-m": 15}
+WALKS = {"mars-adamw": 12, "mars-m": 16}
 
 # Functions with more decisions than this are named below.
 NAMED_FROM = 12
 FILE_DENSITY = 0.45  # decisions a code line
 # In one function, functions named below, code lines of one function.
 MOST_DECISIONS = 19  # in one function; 20
-MOST_NAMED = 10  # functions; 15
+MOST_NAMED = 3  # functions; 15
 MOST_LINES = 61  # code lines of one function; 60
 PACKAGE_DENSITY = 0.38  # decisions a code line
 
 # Functions with more than NAMED_FROM decisions, and how many they have; numbers may only fall.
 NAMED = {
     "optimizer.py Mars._step": 19,
-    "orthogonalize.py Orthogonalizer.assign": 18,
-    "lists.py _are_ordinary": 17,
     "kernels/gpu_device.py update": 16,
-    "orthogonalize.py _matrices": 15,
-    "orthogonalize.py Exchange._in_replica": 14,
-    "orthogonalize.py Exchange._from_replicas": 14,
-    "ranks.py Ranks.begin": 14,
     "kernels/__init__.py choose_backend": 13,
-    "lists.py build_lists": 13,
 }
 # What is still above its bound; numbers may only fall, and both are empty when the package is unfolded.
 FOLDED_FILES = {
     "exact.py": 0.51,
-    "kernels/memory.py": 0.50,
-    "orthogonalize.py": 0.50,
+    "kernels/memory.py": 0.46,
     "release.py": 0.50,
     "states.py": 0.48,
     "summary.py": 0.56,
     "training/hub.py": 0.49,
 }
-STAR_TUPLES = {"mars_hf": 5}
+STAR_TUPLES = {}
 
 
 class Function(NamedTuple):

@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mars_hf
-from mars_hf import Mars
+from mars_hf import Mars, exchange
 from mars_hf import orthogonalize as orthogonalize_module
 from mars_hf.distributed.tensors import Slice
+from mars_hf.exchange import Matrix, MatrixPlanner, plan_rounds
 from mars_hf.matrix_layouts import MatrixLayout
 from mars_hf.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
-from mars_hf.orthogonalize import Matrix, NewtonSchulz, Orthogonalizer, compute_directions, flops, plan_rounds
+from mars_hf.orthogonalize import NewtonSchulz, compute_directions, flops
 
 SCALES = {"mars-shampoo": shampoo_scale, "mars-m": muon_scale}
 every_type = pytest.mark.parametrize("mars_type", SCALES)
@@ -80,14 +81,14 @@ def test_flops(shape, layout):
 
 
 def test_chunks(monkeypatch):
-    monkeypatch.setattr(orthogonalize_module, "MAX_ELEMENTS_CPU", 64)
+    monkeypatch.setattr(exchange, "CHUNK_ELEMENTS_CPU", 64)
     params = make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4), (40, 40), (40, 40))
     double, fused = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)), make((4, 8))
     layout = {"transposed": True, "parts": (4, 4), "batched": False}
     mars = Mars([{"params": [*params, double]}, {"params": fused, "layout": layout}], mars_type="mars-m")
     for param in (*params, double, *fused):
         param.grad = torch.zeros_like(param)
-    chunk_of = Orthogonalizer().assign(mars.param_groups, {}, mars._ranks.shards.shapes, None)
+    chunk_of = MatrixPlanner().assign(mars.param_groups, {}, mars._ranks.shards.shapes, None)
     chunks = [[index for index in range(9) if chunk_of[index] == chunk] for chunk in set(chunk_of.values())]
     # The third (4, 6) would make more than 64 elements, and (40, 40) has more by itself.
     assert sorted(chunks) == [[0, 2], [1, 4, 8], [3], [5], [6], [7]]

@@ -30,7 +30,7 @@ enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64 };
 enum Rule { ADAMW, LION, MOMENTUM };
 enum Sum { GG, GL, LL, CC, SUMS };
 
-// In the order of the columns that cpu.py passes to _scalars. decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t),
+// In the order of SCALARS in cpu.py. decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t),
 // root = 1 / sqrt(1 - beta2^t); rate is lr for other rules. Those of the caller are in double.
 template <class T>
 struct Scalars {

@@ -39,14 +39,34 @@ ARITHMETICS = ("adamw", "lion", "momentum")
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 DTYPES = frozenset(TYPES)
 HAS_KAHAN = False
-_COLUMNS = 11  # fields of Scalars in cpu.cpp
+# The numbers of each tensor, in the order of the fields of Scalars in cpu.cpp, which says what they are.
+SCALARS = (
+    "scale",
+    "correction",
+    "clip_factor",
+    "one_minus_beta1",
+    "nesterov",
+    "beta2",
+    "one_minus_beta2",
+    "decay",
+    "rate",
+    "root",
+    "eps",
+)
 
 COMPILERS = ("g++", "clang++", "c++")
 # No contraction: every operation rounds on its own wherever it is inlined, so equal expressions give equal bits. A step
 # is bound by memory, so this costs nothing.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    *("-fopenmp", "-fPIC", "-shared", "-Wl,--as-needed"),
+    "-std=c++17",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wl,--as-needed",
 )
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
@@ -73,7 +93,8 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    table, scalars = _table([[], gradients, [], [], last_grads]), _scalars(len(gradients), scale, k)
+    table = _table([[], gradients, [], [], last_grads])
+    scalars = _scalars(len(gradients), scale=scale, correction=k)
     _library().mars_sums(
         len(gradients), table.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
         result.data_ptr(), torch.get_num_threads(),
@@ -93,24 +114,45 @@ def update(
 
     With `limits` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
     """
-    lr, beta1, beta2, steps = float(options.lr), options.beta1, options.beta2, options.steps
-    corrects = options.arithmetic == "adamw"  # other rules ignore the counts, which may be 0 then
-    roots = {t: (1 - beta2**t) ** -0.5 if corrects else 1.0 for t in set(steps)}
-    rates = {t: lr / (1 - beta1**t) if corrects else lr for t in set(steps)}
+    lr = float(options.lr)
+    rates, roots = _bias_corrected(options, lr)
     scalars = _scalars(
-        *(len(params), options.scale, options.k, options.factors),
-        *(1 - beta1, options.nesterov, beta2, 1 - beta2, 1 - lr * options.weight_decay),
-        *([rates[t] for t in steps], [roots[t] for t in steps], options.eps),
+        len(params),
+        scale=options.scale,
+        correction=options.k,
+        clip_factor=options.factors,
+        one_minus_beta1=1 - options.beta1,
+        nesterov=options.nesterov,
+        beta2=options.beta2,
+        one_minus_beta2=1 - options.beta2,
+        decay=1 - lr * options.weight_decay,
+        rate=rates,
+        root=roots,
+        eps=options.eps,
     )
     table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.rounding.seeds)
-    limits, squares = array("d", options.limits), options.squares
-    squares = torch.zeros(len(params), dtype=torch.float64, device="cpu") if squares is None else squares.contiguous()
+    limits = array("d", options.limits)
+    if options.squares is None:
+        squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
+    else:
+        squares = options.squares.contiguous()
     _library().mars_update(
         len(params), table.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
         options.second_moment == "gradient", bool(options.rounding.seeds), limits.buffer_info()[0] if limits else None,
         options.squares is not None, squares.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return squares
+
+
+def _bias_corrected(options: Options, lr: float) -> tuple[list[float], list[float]]:
+    """Return lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) of each tensor; only adamw looks at the counts."""
+    if options.arithmetic != "adamw":
+        return [lr] * len(options.steps), [1.0] * len(options.steps)
+    rates, roots = {}, {}
+    for t in set(options.steps):  # most tensors share one
+        rates[t] = lr / (1 - options.beta1**t)
+        roots[t] = (1 - options.beta2**t) ** -0.5
+    return [rates[t] for t in options.steps], [roots[t] for t in options.steps]
 
 
 def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
@@ -127,14 +169,18 @@ def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> arra
     return words
 
 
-def _scalars(count: int, *columns: Tensor | list[float] | float | None) -> array[float]:
-    """Return one row of Scalars (see cpu.cpp) per tensor; None and missing columns become 1."""
-    values = [column.tolist() if isinstance(column, Tensor) else column for column in columns]
-    row = [value if isinstance(value, (int, float)) else 1.0 for value in values]
-    scalars = array("d", (row + [1.0] * (_COLUMNS - len(row))) * count)
-    for column, value in enumerate(values):
-        if isinstance(value, list):
-            scalars[column::_COLUMNS] = array("d", value)
+def _scalars(count: int, **columns: Tensor | list[float] | float | None) -> array[float]:
+    """Return one row of Scalars (see cpu.cpp) a tensor, from columns by name; None and those left out are 1."""
+    width = len(SCALARS)
+    scalars = array("d", [1.0]) * (width * count)
+    for position, name in enumerate(SCALARS):
+        column = columns.get(name)
+        if column is None:
+            continue
+        if isinstance(column, Tensor) and column.ndim:
+            column = column.tolist()
+        values = column if isinstance(column, list) else [float(column)] * count
+        scalars[position::width] = array("d", values)
     return scalars
 
 

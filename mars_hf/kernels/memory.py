@@ -56,11 +56,13 @@ def _has_values(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_wrapper and not tensor._is_zerotensor()
 
 
+def _needs_memory(tensor: Tensor) -> bool:
+    return _has_values(tensor) and tensor.device.type != "meta" and tensor.numel() > 0
+
+
 def _reject_freed(row: Sequence[Tensor]) -> None:
     for position, tensor in enumerate(row):
-        if not _has_values(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
-            continue
-        if tensor.data_ptr() == 0:
+        if _needs_memory(tensor) and tensor.data_ptr() == 0:
             what = ("parameter", "gradient", "state")[min(position, 2)]
             raise RuntimeError(
                 f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
@@ -87,7 +89,7 @@ def _sharing(rows: Sequence[Sequence[Tensor]]) -> set[int]:
     spans = []
     for position, row in enumerate(rows):
         for tensor in row:
-            if _has_values(tensor) and tensor.device.type != "meta" and tensor.numel():
+            if _needs_memory(tensor):
                 spans.append((tensor.data_ptr(), _end_of(tensor), position))
     sharing: set[int] = set()
     furthest, owner = 0, -1

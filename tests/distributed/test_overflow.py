@@ -190,8 +190,12 @@ def train_on_poisoned_data(engine: str, kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model(build_model(CASES["adamw"]).config)
     outcome: dict[str, Any] = {"reports": [], "error": None}
-    logger = logging.getLogger("mars_hf.training.nonfinite")
-    reports = mock.patch.object(logger, "handle", lambda record: outcome["reports"].append(record.getMessage()))
+
+    def keep_warnings(record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            outcome["reports"].append(record.getMessage())
+
+    reports = mock.patch.object(logging.getLogger("mars_hf"), "handle", keep_warnings)
     with train.fresh_accelerate(), reports, tempfile.TemporaryDirectory() as folder:
         args = train.training_arguments(
             folder, CASES["adamw"], zero, max_steps=STEPS, remove_unused_columns=False, bf16=engine.endswith("bf16")
