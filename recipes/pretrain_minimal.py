@@ -21,8 +21,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
 
-USAGE = "pretrain_minimal.py --data_dir FOLDER [--flag VALUE ...]"
-
 
 @dataclass
 class Arguments(TrainingArguments):
@@ -62,7 +60,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(np.fromfile(self.path, "<u2", self.size, offset=2 * index * self.size).astype(np.int64))
         labels = ids.clone()  # the model shifts them
-        labels[0] = -100  # so nothing predicts the first, and Trainer must not count it
+        labels[0] = -100  # nothing predicts the first, so Trainer must not count it
         return {"input_ids": ids, "labels": labels}
 
 
@@ -84,7 +82,7 @@ def build(args: Arguments) -> Trainer:
     args.resume_from_checkpoint = checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     train, val = (Blocks(Path(args.data_dir, name), args) for name in ("train.bin", "val.bin"))
     set_seed(args.seed)
-    end_of_text = 50256 if args.vocab_size > 50256 else None  # GPT-2's, if the ids are
+    end_of_text = 50256 if args.vocab_size > 50256 else None  # if the ids are GPT-2's
     config = GPT2Config(vocab_size=args.vocab_size, bos_token_id=end_of_text, eos_token_id=end_of_text)
     config.n_layer, config.n_head, config.n_embd = args.n_layer, args.n_head, args.n_embd
     config.n_positions = args.block_size
@@ -96,7 +94,8 @@ def main() -> None:
     """Train, evaluate and save."""
     mars_hf.register()  # --optim mars_m and the other names
     try:
-        (args,) = HfArgumentParser(Arguments, usage=USAGE).parse_args_into_dataclasses()  # type: ignore[arg-type]
+        parser = HfArgumentParser(Arguments, usage="%(prog)s --data_dir FOLDER [...]")  # type: ignore[arg-type]
+        (args,) = parser.parse_args_into_dataclasses()
         trainer = build(args)
     except (ValueError, OSError) as error:
         sys.exit(f"pretrain_minimal.py: {error}")
@@ -105,6 +104,9 @@ def main() -> None:
     trainer.save_model()
     trainer.save_state()  # with the log, MARS's metrics included
     trainer.accelerator.end_training()
+    if args.world_size > 1 and args.device.type == "cpu":  # gloo's threads may abort a process that ends as usual
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
