@@ -90,12 +90,12 @@ def build(args: Arguments) -> Trainer:
     return Trainer(GPT2LMHeadModel(config), args, train_dataset=train, eval_dataset=val)
 
 
-def main() -> None:
-    """Train, evaluate and save."""
+def main(argv: list[str] | None = None) -> None:
+    """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
     try:
         parser = HfArgumentParser(Arguments, usage="%(prog)s --data_dir FOLDER [...]")  # type: ignore[arg-type]
-        (args,) = parser.parse_args_into_dataclasses()
+        (args,) = parser.parse_args_into_dataclasses(argv)
         trainer = build(args)
     except (ValueError, OSError) as error:
         sys.exit(f"pretrain_minimal.py: {error}")
