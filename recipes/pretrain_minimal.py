@@ -3,7 +3,7 @@
 
     accelerate launch pretrain_minimal.py --data_dir data/openwebtext --output_dir out --max_steps 100000 --bf16 true
 
-`--optim mars_adamw` chooses another rule; the baseline is `--optim adamw_torch --learning_rate 6e-4 --weight_decay 0.1`.
+`--optim mars_adamw` is another rule; the baseline is `--optim adamw_torch --learning_rate 6e-4 --weight_decay 0.1`.
 The folder holds train.bin and val.bin: uint16 token ids, end to end. All flags of TrainingArguments work:
 `--resume_from_checkpoint True` resumes from the newest checkpoint in `--output_dir`, a path from that checkpoint.
 """
