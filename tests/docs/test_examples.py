@@ -81,10 +81,15 @@ TINY = [
     "--output_dir",
     "run",
 ]
+MINIMAL = [
+    *TRAIN,
+    *"--data_dir data --vocab_size 512 --block_size 32 --n_layer 1 --n_head 2 --n_embd 16 --logging_steps 1".split(),
+]
 MEASURE = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--output", "result.json"]
 # Scripts that run: more arguments, the file they write, and whether its content is right.
 RUNS: dict[str, tuple[list[str], str, Callable[[dict[str, Any]], bool]]] = {
     "pretrain_gpt2": (TINY, "run/metrics.json", lambda metrics: metrics["steps"] == 2),
+    "pretrain_minimal": (MINIMAL, "run/trainer_state.json", lambda state: "mars/update_rms" in state["log_history"][0]),
     "evaluate_checkpoint": (EVALUATE, "runs/evaluation.json", lambda metrics: metrics["loss"] > 0),
     "finetune_vit": (TUNE, "run/metrics.json", lambda metrics: metrics["eval_accuracy"] >= 0),
     "finetune_lm": ([*TUNE, *ROWS], "run/metrics.json", lambda metrics: metrics["trainable_parameters"] > 0),
