@@ -15,10 +15,10 @@ import time
 
 import torch
 
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.orthogonalize import flops
+from mars_hf.distributed.exchange import Matrix, Round, plan_rounds
 from mars_hf.distributed.tensors import Slice
-from mars_hf.exchange import Matrix, Round, plan_rounds
-from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.orthogonalize import flops
 
 STEPS = 5  # of Newton-Schulz
 BYTES = 2  # bfloat16

@@ -28,11 +28,11 @@ from step_cost import ADAMW, RESULTS, Workload, contenders, write_json
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.newton_schulz import orthogonalize
+from mars_hf.arithmetic.orthogonalize import flops as flops_of
+from mars_hf.arithmetic.rules import Options
 from mars_hf.kernels import gpu
-from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.newton_schulz import orthogonalize
-from mars_hf.orthogonalize import flops as flops_of
-from mars_hf.rules import Options
 
 TILES, BLOCKS, WARPS = (4096, 8192, 16384, 32768), (512, 1024, 2048, 4096), (4, 8)
 COMPILERS = 12  # processes

@@ -41,9 +41,9 @@ from tqdm.auto import tqdm
 
 import mars_hf
 from mars_hf import _compat
-from mars_hf.lists import build_lists
-from mars_hf.matrix_layouts import MatrixLayout
-from mars_hf.update_rules import update_rule
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.step.lists import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))

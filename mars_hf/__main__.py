@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from mars_hf import suggest
+from mars_hf.groups import suggest
 
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> None:
         _run(parser, options.script, options.arguments, is_module=options.module)
         return
     if options.command == "check":
-        from mars_hf import check
+        from mars_hf import selfcheck
 
-        sys.exit(0 if check.run() else 1)
+        sys.exit(0 if selfcheck.run() else 1)
     try:
         if options.command == "configs":
             package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout

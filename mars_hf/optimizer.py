@@ -14,22 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mars_hf import _compat, exact, saved_settings, states
+from mars_hf import _compat
+from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.shards import place_gradients
 from mars_hf.distributed.tensors import Group, is_dtensor, local
-from mars_hf.last_norms import LastNorms
-from mars_hf.lists import TensorList, build_lists
-from mars_hf.metrics import StepMetrics
-from mars_hf.param_groups import (
+from mars_hf.groups import saved_settings
+from mars_hf.groups.param_groups import (
     param_groups,
     params_of,
     split_by_model,
     split_by_role,
     warn_of_one_rate,
 )
-from mars_hf.ranks import Ranks
-from mars_hf.release import GradientRelease
-from mars_hf.settings import (
+from mars_hf.groups.settings import (
     DEFAULTS,
     KEYS_1D,
     MODEL_DEFAULTS,
@@ -41,9 +38,15 @@ from mars_hf.settings import (
     reject_unknown,
     shown,
 )
-from mars_hf.step import CORRECTED, PRODUCTS, count_steps, set_factors, take_sums, update, update_matrices
-from mars_hf.summary import summary
-from mars_hf.update_rules import update_rule
+from mars_hf.groups.summary import summary
+from mars_hf.step import exact, states
+from mars_hf.step.last_norms import LastNorms
+from mars_hf.step.lists import TensorList, build_lists
+from mars_hf.step.metrics import StepMetrics
+from mars_hf.step.ranks import Ranks
+from mars_hf.step.release import GradientRelease
+from mars_hf.step.sums import CORRECTED, PRODUCTS, set_factors, take_sums
+from mars_hf.step.update import count_steps, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -626,7 +629,7 @@ def create(
             - `mars_type`: also `"muon"`, torch.optim.Muon's update: mars-m with other defaults, gamma = 1 - beta1,
               `clip_threshold=None` and `split_fused="none"`. One buffer a matrix; AdamW for everything else.
             - `split_fused`: for mars-shampoo and mars-m: `"auto"` orthogonalizes query, key and value of known fused
-              projections apart, `"none"` nothing; or patterns of names to sizes, see `matrix_layouts.of_model`.
+              projections apart, `"none"` nothing; or patterns of names to sizes, see `model_layouts.of_model`.
             - `lr_embeddings`: learning rate of embeddings and heads, with any rule; None: that of matrices, or `lr_1d`
               where they take AdamW.
             - `param_rules`: pairs of a shell pattern of names and settings (`[("*.wte.weight", {"weight_decay": 0.0}),

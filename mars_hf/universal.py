@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from mars_hf import _compat, settings
+from mars_hf import _compat
 from mars_hf.distributed.tensors import shape_of
+from mars_hf.groups import settings
+from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
-from mars_hf.saved_settings import write_whole
-from mars_hf.states import lacks_last_grad
+from mars_hf.step.states import lacks_last_grad
 
 __all__ = ["extend_deepspeed", "load", "to_universal"]
 

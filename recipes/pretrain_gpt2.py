@@ -35,7 +35,7 @@ from pretraining.run.torch_optimizers import GammaSchedule
 from transformers import default_data_collator, set_seed
 
 import mars_hf
-from mars_hf.summary import summary
+from mars_hf.groups.summary import summary
 
 
 @errors.one_line_errors("pretrain_gpt2.py")

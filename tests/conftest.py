@@ -41,7 +41,7 @@ def foreach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def chosen(*args: Any, **options: Any) -> backends.Backend:
         return dataclasses.replace(choose(*args, **options), foreach=request.param)
 
-    monkeypatch.setattr("mars_hf.lists.choose_backend", chosen)
+    monkeypatch.setattr("mars_hf.step.lists.choose_backend", chosen)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 import mars_hf
+from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.kernels import cpu
-from mars_hf.lists import build_lists
-from mars_hf.update_rules import update_rule
+from mars_hf.step.lists import build_lists
 
 VOCAB = 64
 

@@ -24,16 +24,16 @@ import torch
 from helpers import gpt2
 
 import mars_hf
-from mars_hf.settings import SETTINGS
+from mars_hf.groups.settings import SETTINGS
 
 PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (48, 10_000), "recipes": (38, 5_000), "tests": (95, 20_500), "benchmarks": (10, 2_200)}
+ROOMS = {"mars_hf": (50, 10_000), "recipes": (38, 5_000), "tests": (95, 20_500), "benchmarks": (10, 2_200)}
 MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 30, 9
 # Files that one step enters.
-WALKS = {"mars-adamw": 12, "mars-m": 16}
+WALKS = {"mars-adamw": 13, "mars-m": 17}
 
 # Functions with more decisions than this are named below.
 NAMED_FROM = 12
@@ -52,11 +52,11 @@ NAMED = {
 }
 # What is still above its bound; numbers may only fall, and both are empty when the package is unfolded.
 FOLDED_FILES = {
-    "exact.py": 0.51,
+    "step/exact.py": 0.51,
     "kernels/memory.py": 0.46,
-    "release.py": 0.50,
-    "states.py": 0.48,
-    "summary.py": 0.56,
+    "step/release.py": 0.50,
+    "step/states.py": 0.48,
+    "groups/summary.py": 0.56,
     "training/hub.py": 0.49,
 }
 STAR_TUPLES = {}

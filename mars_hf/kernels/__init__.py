@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf import rules
+from mars_hf.arithmetic import rules
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000

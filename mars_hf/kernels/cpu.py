@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.rules import Options
+from mars_hf.arithmetic.rules import Options
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.rules import Options
+from mars_hf.arithmetic.rules import Options
 
 try:
     from mars_hf.kernels import gpu_device

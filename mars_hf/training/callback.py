@@ -18,10 +18,11 @@ from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from mars_hf import _compat, saved_settings
+from mars_hf import _compat
+from mars_hf.groups import saved_settings
+from mars_hf.groups.settings import MARS_TYPES, MUON
+from mars_hf.groups.summary import one_line_summary
 from mars_hf.optimizer import Mars
-from mars_hf.settings import MARS_TYPES, MUON
-from mars_hf.summary import one_line_summary
 from mars_hf.training import guard, hub, log
 
 # Values of `TrainingArguments.optim`, after `register`.

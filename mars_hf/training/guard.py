@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mars_hf import saved_settings
 from mars_hf.distributed.tensors import shape_of
+from mars_hf.groups import saved_settings
+from mars_hf.groups.settings import check_arguments
 from mars_hf.optimizer import Mars
-from mars_hf.settings import check_arguments
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments

@@ -19,12 +19,12 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers import modelcard
 
 import mars_hf
-from mars_hf import saved_settings
+from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.groups import saved_settings
+from mars_hf.groups.summary import trained_groups
 from mars_hf.optimizer import Mars
-from mars_hf.summary import trained_groups
 from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
-from mars_hf.update_rules import UPDATE_RULES
 
 CARD = "README.md"
 TAGS = ("mars", "mars_hf")

@@ -10,10 +10,11 @@ import transformers.trainer_optimizer
 from torch import nn
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from mars_hf import _compat, saved_settings
-from mars_hf.optimizer import Mars, create
-from mars_hf.param_groups import param_groups, split_by_model
-from mars_hf.settings import (
+from mars_hf import _compat
+from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.groups import saved_settings
+from mars_hf.groups.param_groups import param_groups, split_by_model
+from mars_hf.groups.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
     PAIR_KEYS,
@@ -23,9 +24,9 @@ from mars_hf.settings import (
     parse_optim_args,
     reject_unknown,
 )
+from mars_hf.optimizer import Mars, create
 from mars_hf.training import log
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
-from mars_hf.update_rules import UPDATE_RULES
 
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}

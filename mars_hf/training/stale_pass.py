@@ -17,9 +17,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from mars_hf.arithmetic.rules import global_scale
 from mars_hf.distributed.tensors import is_dtensor, local
 from mars_hf.optimizer import Mars
-from mars_hf.rules import global_scale
 from mars_hf.training.guard import unwrap_optimizer
 
 # Attributes of a Trainer that may be long lists, and that no pass changes.

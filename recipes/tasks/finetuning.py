@@ -14,7 +14,7 @@ import pretrain_gpt2
 import torch
 from peft import LoraConfig
 
-from mars_hf.suggest import suggest
+from mars_hf.groups.suggest import suggest
 
 
 class Start(NamedTuple):

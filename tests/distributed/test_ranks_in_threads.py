@@ -19,7 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import multi_threaded_pg
 from transformers import TrainerControl, TrainerState
 
-from mars_hf import Mars, NonFiniteCallback, NonFiniteError, orthogonalize
+from mars_hf import Mars, NonFiniteCallback, NonFiniteError
+from mars_hf.arithmetic import orthogonalize
 from mars_hf.distributed.tensors import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
@@ -112,7 +113,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype):
         """Directions travel in the dtype that made them."""
         return orthogonalize.compute_directions(momenta, settings, getattr(torch, ns_dtype))
 
-    with mock.patch("mars_hf.step.compute_directions", rounded):
+    with mock.patch("mars_hf.step.update.compute_directions", rounded):
         (expected,) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
     made: list[torch.Size] = []
 
@@ -120,7 +121,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype):
         made.extend(momentum.shape for momentum in momenta)
         return orthogonalize.compute_directions(momenta, *args)
 
-    with mock.patch("mars_hf.step.compute_directions", noted):
+    with mock.patch("mars_hf.step.update.compute_directions", noted):
         results = run_ranks(torch.Size(shape).numel(), compare)
     assert max(results) == 0
     steps = [SHAPES[index] for step in range(3) for index in range(len(SHAPES)) if index not in (step, 5)]

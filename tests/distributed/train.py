@@ -37,8 +37,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Case, Tokens, build_model, lr_factor
 
 import mars_hf
-from mars_hf import orthogonalize, universal
-from mars_hf.update_rules import update_rule
+from mars_hf import universal
+from mars_hf.arithmetic import orthogonalize
+from mars_hf.arithmetic.update_rules import update_rule
 
 STATES = ("exp_avg", "exp_avg_sq", "last_grad")
 Results = dict[str, Tensor]
@@ -91,7 +92,7 @@ class Watched:
 
             with (
                 CountCollectives() as count,
-                mock.patch("mars_hf.step.compute_directions", noted),
+                mock.patch("mars_hf.step.update.compute_directions", noted),
                 damage if "local_norms" in flags else contextlib.nullcontext(),
             ):
                 result = step(*args, **kwargs)

@@ -22,8 +22,8 @@ from PIL import Image
 
 import mars_hf
 from mars_hf.__main__ import main
-from mars_hf.suggest import suggest, update_rms
-from mars_hf.update_rules import first_moment_rms
+from mars_hf.arithmetic.update_rules import first_moment_rms
+from mars_hf.groups.suggest import suggest, update_rms
 
 PROSE = PAGES | {"CHANGELOG.md": ROOT / "CHANGELOG.md"}
 RULED_OUT = [

@@ -13,8 +13,8 @@ import torch
 from helpers import needs_compiler
 from torch import Tensor
 
+from mars_hf.arithmetic.rules import Options
 from mars_hf.kernels import Backend, cpu
-from mars_hf.rules import Options
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = {

@@ -13,7 +13,7 @@ from contract import BACKENDS, every_kernel
 from helpers import backend_names
 from torch import nn
 
-from mars_hf import Mars, check
+from mars_hf import Mars, selfcheck
 from mars_hf import kernels as backends
 from mars_hf.__main__ import main
 
@@ -119,12 +119,12 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
 def test_command(backend, device, kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
     monkeypatch.setattr(kernels, "ARITHMETICS", ("adamw",))
-    monkeypatch.setattr(check.multiprocessing, "spawn", lambda *args, **settings: None)
+    monkeypatch.setattr(selfcheck.multiprocessing, "spawn", lambda *args, **settings: None)
     first = 2 if device == "cpu" else 3  # after the versions, and behind the CPU's row
     for row, module, name in [
         (None, kernels, "NAME"),
         (first, kernels, "update"),
-        (-1, check.multiprocessing, "spawn"),
+        (-1, selfcheck.multiprocessing, "spawn"),
     ]:
         backends.check.cache_clear()
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:

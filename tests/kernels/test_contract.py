@@ -24,8 +24,9 @@ from contract import (
     triton,
 )
 
-from mars_hf import Mars, rules
+from mars_hf import Mars
 from mars_hf import kernels as backends
+from mars_hf.arithmetic import rules
 
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoImageProcessor, AutoModelForCausalLM, EvalPrediction, GPT2LMHeadModel, Trainer, pipeline
 
 import mars_hf
-from mars_hf.suggest import suggest
+from mars_hf.groups.suggest import suggest
 
 FEW = [
     "--max_steps",

@@ -72,7 +72,7 @@ def fused(implementation: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
         return dataclasses.replace(choose(*args, **options), foreach=foreach)
 
     if device_of(implementation) == "cpu":
-        monkeypatch.setattr("mars_hf.lists.choose_backend", chosen)
+        monkeypatch.setattr("mars_hf.step.lists.choose_backend", chosen)
     return {"fused": implementation in ("fused", "triton")}
 
 

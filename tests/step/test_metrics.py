@@ -8,7 +8,7 @@ from test_formulas import gradients, parameters, references, scaled
 from torch import Tensor, nn
 
 from mars_hf import Mars
-from mars_hf.metrics import StepMetrics
+from mars_hf.step.metrics import StepMetrics
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 
-from mars_hf.settings import MARS_TYPES, ORTHOGONAL_KEYS, PAIR_KEYS, SETTINGS
-from mars_hf.update_rules import UPDATE_RULES
+from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_KEYS, PAIR_KEYS, SETTINGS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import mars_hf
-from mars_hf.settings import check_values, read
-from mars_hf.update_rules import UPDATE_RULES
+from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.groups.settings import check_values, read
 from pretraining.run.arguments import OptimizerArguments, PretrainingArguments
 from pretraining.run.torch_optimizers import SCALES, MuonWithAdamW
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
 
-from mars_hf.update_rules import update_rule
+from mars_hf.arithmetic.update_rules import update_rule
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1

@@ -1,0 +1,1 @@
+"""Numbers only: rules, and the orthogonalization of matrices."""

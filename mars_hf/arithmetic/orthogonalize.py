@@ -1,0 +1,96 @@
+"""Turn the first moments of whole matrices into directions: Newton-Schulz, and the scale of the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mars_hf._compat import cpu_multiplies_bfloat16
+from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.newton_schulz import coefficients_of, orthogonalize
+from mars_hf.arithmetic.rules import parse_dtype
+from mars_hf.arithmetic.update_rules import update_rule
+
+
+class NewtonSchulz(NamedTuple):
+    """How one parameter's first moment becomes its direction; without a layout its shape decides."""
+
+    scale: Callable[[int, int], float]
+    layout: MatrixLayout | None
+    coefficients: tuple[Any, ...]
+    eps: float
+    dtype: torch.dtype
+
+
+def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
+    """Return the settings for the parameters of a group, whose rule orthogonalizes."""
+    rule = update_rule(group)
+    assert rule.scale is not None
+    layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
+    coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype)
+
+
+def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:
+    """Return the dtype of the iteration: `ns_dtype`; left out, float64 for float64 parameters, else the device's.
+
+    A CPU without bfloat16 instructions takes float32, every other device bfloat16. `device` does the work.
+    """
+    if group["ns_dtype"] is not None:
+        return parse_dtype(group["ns_dtype"])
+    if param.dtype == torch.float64:
+        return torch.float64
+    if device.type == "cpu" and not cpu_multiplies_bfloat16():
+        return torch.float32
+    return torch.bfloat16
+
+
+def compute_directions(
+    momenta: Sequence[Tensor], settings: Sequence[NewtonSchulz], out_dtype: torch.dtype
+) -> list[Tensor]:
+    """Orthogonalize whole first moments, each with its settings, and multiply them by their scale.
+
+    Matrices of one shape and the same settings go through Newton-Schulz together. The scale is applied in the dtype of
+    the results, so the iteration's result is rounded once.
+
+    Returns:
+        New tensors with the shapes and strides of `momenta`, which are not modified.
+    """
+    layouts = [each.layout or matrix_layouts.of_shape(m.shape) for m, each in zip(momenta, settings, strict=True)]
+    by_iteration: dict[tuple[Any, ...], list[int]] = {}
+    for position, setting in enumerate(settings):
+        by_iteration.setdefault((setting.coefficients, setting.eps, setting.dtype), []).append(position)
+    results = list(momenta)
+    for (coefficients, eps, dtype), positions in by_iteration.items():
+        matrices: list[Tensor] = []
+        for position in positions:
+            matrices += _matrices_in(momenta[position], layouts[position])
+        orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, out_dtype=out_dtype))
+        for position in positions:
+            results[position] = torch.empty_like(momenta[position], dtype=out_dtype)
+            for view in matrix_layouts.views(results[position], layouts[position]):
+                matrix = next(orthogonal)
+                view.copy_(matrix.reshape(view.shape)).mul_(settings[position].scale(*matrix.shape[-2:]))
+    return results
+
+
+def _matrices_in(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
+    """Return the (out, in) matrices in a parameter-shaped tensor."""
+    views = matrix_layouts.views(tensor, layout)
+    shapes = matrix_layouts.matrix_shapes(tensor.shape, layout)
+    return [view.reshape(shape) for view, shape in zip(views, shapes, strict=True)]
+
+
+def flops(shape: Sequence[int], layout: MatrixLayout, steps: int) -> float:
+    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape, in bfloat16."""
+    total = 0.0
+    for *batch, rows, columns in matrix_layouts.matrix_shapes(shape, layout):
+        small, large = sorted((rows, columns))
+        # x xᵀ, its product with x, and the square of a (small, small) matrix.
+        total += math.prod(batch) * steps * (4.0 * small * small * large + 2.0 * small**3)
+    return total

@@ -1,0 +1,340 @@
+"""Compute the paper's formulas on lists of tensors. No state, no I/O.
+
+A step is two passes: `sums` reads, `update` writes. Between them, norms over whole parameters become factors.
+`kernels` implements the same two functions, faster.
+
+Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equations):
+
+- x_t: parameter
+- g_t: gradient; last_t: last gradient, g_{t-1} in the approximate form
+- c_t: corrected gradient; c̃_t: c_t after clipping
+- m_t, v_t: first and second moment (`exp_avg`, `exp_avg_sq`)
+- e_t: average of the gradients, in `exp_avg` where the rule keeps no last gradient; elsewhere e_t is m_t
+- γ gamma, k = γ β₁ / (1 - β₁), η `lr`, λ `weight_decay`
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Dtype of sums by type of device: Apple GPUs lack float64.
+SUM_DTYPES = defaultdict(lambda: torch.float64, mps=torch.float32)
+
+
+def parse_dtype(value: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a setting: a torch.dtype, or its name."""
+    if isinstance(value, torch.dtype):
+        return value
+    return getattr(torch, value.removeprefix("torch."))
+
+
+def sums(
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    *,
+    scale: Tensor | None = None,
+    k: float = 0.0,
+    products: bool = True,
+    corrected: bool = True,
+) -> Tensor:
+    """Sum products over each tensor; all norms of a step follow from these sums.
+
+    Args:
+        gradients: any shapes, floating point, one device; not modified.
+        last_grads: shapes of `gradients`; empty for a rule without last gradient.
+        scale: 0-d; g = scale * gradient; None means 1.
+        k: weight of the correction, c = g + k (g - last).
+        products: whether the caller needs the first three rows; otherwise they may be zero.
+        corrected: whether the caller needs the fourth row; otherwise it may be zero.
+
+    Returns:
+        float64 (see `SUM_DTYPES`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
+        of a float32 never overflows there.
+    """
+    wide = SUM_DTYPES[gradients[0].device.type]
+    dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)} else torch.float32
+    g, last, c = _correct(gradients, last_grads, scale, k if corrected else None, dtype)
+    rows: list[Tensor | None] = [None] * 4
+    if corrected or not last:
+        rows[3] = torch.stack(torch._foreach_norm(c, 2, wide)).square()
+    if products:
+        rows[0] = torch.stack(torch._foreach_norm(g, 2, wide)).square() if last else rows[3]
+    if products and last:
+        rows[1] = torch.stack([torch.sum(a.to(wide) * b) for a, b in zip(g, last, strict=True)])
+        rows[2] = torch.stack(torch._foreach_norm(last, 2, wide)).square()
+    zeros = torch.zeros(len(gradients), dtype=wide, device=gradients[0].device)
+    return torch.stack([zeros if row is None else row for row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How bfloat16 parameters take up values of a higher precision."""
+
+    kind: str = "nearest"  # or "stochastic", "kahan"
+    seeds: Sequence[int] = ()  # stochastic: one per tensor, new at each step
+    compensations: Sequence[Tensor] = ()  # Kahan's: what was lost, one per tensor; modified
+
+    def select(self, part: slice) -> Rounding:
+        """Return the rounding of some tensors."""
+        return replace(self, seeds=self.seeds[part], compensations=self.compensations[part])
+
+
+NEAREST = Rounding()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one call of `update` does to its lists, here and in kernels."""
+
+    arithmetic: str  # a name in `ARITHMETICS`; "momentum" ignores `steps`, `lr` and `weight_decay`
+    steps: Sequence[float]  # t of each tensor, from 1
+    lr: float | Tensor  # step size
+    beta1: float  # decay rate of e
+    beta2: float  # decay rate of v
+    eps: float  # added to the bias-corrected root of v
+    weight_decay: float  # decoupled; the parameter shrinks by lr * weight_decay
+    k: float = 0.0  # these two: see `sums`
+    scale: Tensor | None = None
+    factors: Tensor | None = None  # multiply c, one per tensor; None means 1
+    nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
+    second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
+    rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
+    limits: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
+    squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
+
+
+def update(
+    params: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor],
+    last_grads: list[Tensor],
+    options: Options,
+) -> None:
+    """Update parameters and states in place.
+
+    Arithmetic is in float32, or float64 if any tensor is; results of lower precision are rounded once, parameters as
+    `options.rounding` says. With g, last
+    and c as in `sums`, and c multiplied by the tensor's factor::
+
+        e = beta1 e + (1 - beta1) c                     kept in exp_avg
+        m = e + nesterov (c - e)
+        adamw:  v = beta2 v + (1 - beta2) c^2
+                x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+        lion:   x = x (1 - lr weight_decay) - lr sign(m)
+        momentum:  x = m                                no more: `apply` completes the step
+        last = g
+
+    Args:
+        params: x; modified. For momentum, the tensors that receive m, of any dtype.
+        gradients: not modified.
+        exp_avgs: e; modified.
+        exp_avg_sqs: v; modified; empty for lion and momentum.
+        max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
+        last_grads: modified; empty for a rule without last gradient.
+        options: the arithmetic and its numbers.
+
+    Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
+    AdamW.
+    """
+    lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
+    is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    g, _, c = _correct(gradients, last_grads, options.scale, options.k, dtype)
+    if options.factors is not None:
+        # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
+        c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
+    # Copies in the dtype of the arithmetic, or the tensors themselves.
+    e, v, peak = ([tensor.to(dtype) for tensor in tensors] for tensors in (exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
+    # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
+    torch._foreach_lerp_(e, c, 1 - options.beta1)
+    # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
+    m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
+    if last_grads:
+        torch._foreach_copy_(last_grads, g)
+    s = g if options.second_moment == "gradient" else c  # v averages s²
+    # Parameters are written last: a gradient may be the parameter itself.
+    ARITHMETICS[options.arithmetic].write(params, m, s, v, peak, options)
+    _write_back(e, exp_avgs)
+    _write_back(v, exp_avg_sqs)
+    _write_back(peak, max_exp_avg_sqs)
+
+
+def _write_adamw(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    lr = float(options.lr)
+    # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
+    torch._foreach_mul_(v, options.beta2)
+    torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
+    if peak:
+        # v̂_t = max(v̂_{t-1}, v_t)    (AMSGrad, official code)
+        torch._foreach_maximum_(peak, v)
+    # √v_t / √(1 - β₂ᵗ) + eps
+    denominators = torch._foreach_sqrt(peak or v)
+    torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
+    torch._foreach_add_(denominators, options.eps)
+    x = _wide(params, m[0].dtype, options.rounding)
+    # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
+    torch._foreach_mul_(x, 1 - lr * options.weight_decay)
+    torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
+    _write_params(x, params, options.rounding)
+
+
+def _write_lion(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
+    signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
+    apply(params, signs, lr=float(options.lr), weight_decay=options.weight_decay, rounding=options.rounding)
+
+
+def _write_momentum(
+    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
+) -> None:
+    torch._foreach_copy_(params, m)
+
+
+class Arithmetic(NamedTuple):
+    """What turns first moments into parameters."""
+
+    # From params x; m; s, whose squares v averages; v; its running maxima; and the options. Writes x, v and the maxima.
+    write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], Options], None]
+    has_second_moment: bool = False  # without, v is empty
+
+
+ARITHMETICS = {
+    "adamw": Arithmetic(_write_adamw, has_second_moment=True),
+    "lion": Arithmetic(_write_lion),
+    "momentum": Arithmetic(_write_momentum),
+}
+
+
+def _write_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy values into tensors of another dtype, rounded once; those computed in place are there already."""
+    for value, tensor in zip(values, tensors, strict=True):
+        if value is not tensor:
+            tensor.copy_(value)
+
+
+def _wide(params: Sequence[Tensor], dtype: torch.dtype, rounding: Rounding) -> list[Tensor]:
+    """Return parameters in the dtype of the arithmetic, with what earlier roundings have lost."""
+    x = [param.to(dtype) for param in params]
+    if rounding.compensations:
+        torch._foreach_add_(x, [lost.to(dtype) for lost in rounding.compensations])
+    return x
+
+
+def _write_params(values: Sequence[Tensor], params: Sequence[Tensor], rounding: Rounding) -> None:
+    """Round new values into parameters."""
+    if rounding.kind != "stochastic":
+        _write_back(values, params)
+    for value, param, seed in zip(values, params, rounding.seeds, strict=False):
+        generator = torch.Generator(param.device).manual_seed(seed)
+        param.copy_(round_stochastically(value.float(), generator))
+    for value, param, lost in zip(values, params, rounding.compensations, strict=False):
+        lost.copy_(value - param)
+
+
+def apply(
+    params: list[Tensor],
+    directions: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    rounding: Rounding = NEAREST,
+) -> None:
+    """Step along given directions, in place: x = x (1 - lr weight_decay) - lr direction.
+
+    The arithmetic is that of `update`.
+
+    Args:
+        params: x; modified.
+        directions: shapes of `params`; not modified.
+        lr: step size.
+        weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
+        rounding: of the parameters.
+    """
+    is_double = any(tensor.dtype == torch.float64 for tensor in (*params, *directions))
+    dtype = torch.float64 if is_double else torch.float32
+    x = _wide(params, dtype, rounding)
+    # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
+    torch._foreach_mul_(x, 1 - lr * weight_decay)
+    torch._foreach_add_(x, [direction.to(dtype) for direction in directions], alpha=-lr)
+    _write_params(x, params, rounding)
+
+
+def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """Return the factor by which clipping to a global norm scales every gradient, as torch.nn.utils.clip_grad_norm_."""
+    # scale = min(1, max_grad_norm / (‖g‖ + eps))
+    return (max_grad_norm / (norm + 1e-6)).clamp_max(1.0)
+
+
+def corrected_square(products: Tensor, k: float, scale: Tensor) -> Tensor:
+    """Return <c, c> for c = g' + k (g' - last), g' = scale * g, from the sums over g.
+
+    The scale depends on the gradients of all parameters, so one pass cannot sum c too.
+    """
+    gg, gl, ll = products[:3]
+    # ‖c‖² = (1 + k)² scale² <g, g> - 2 (1 + k) k scale <g, last> + k² <last, last>
+    square = ((1 + k) * scale) ** 2 * gg - 2 * (1 + k) * k * scale * gl + k**2 * ll
+    return square.clamp_min(0.0)  # rounding can make it negative; NaN stays NaN
+
+
+def clip_factors(square: Tensor, clip_threshold: float) -> Tensor:
+    """Return the factors that clip corrected gradients with these <c, c> to a norm, parameter by parameter."""
+    # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2, where the threshold is 1)
+    return 1 / (square.sqrt() / clip_threshold).clamp_min(1.0)
+
+
+def noise_seed(index: int, step: int, offset: int) -> int:
+    """Return the seed of one tensor's noise in one step, 63 bits; the tensors updated alongside do not enter.
+
+    Args:
+        index: the parameter's index; the same on all ranks, so that replicas round alike.
+        step: the parameter's step count.
+        offset: first element or index of the parameter that this rank holds.
+    """
+    mixed = index
+    for number in (step, offset):  # one round of splitmix64 each
+        mixed = (mixed * 0x9E3779B97F4A7C15 + number + 0x632BE59BD9B4E019) % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 to either bfloat16 neighbour, unbiased."""
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    # Add 16 random bits to the 16 bits that bfloat16 lacks, then truncate.
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def _correct(
+    gradients: list[Tensor],
+    last_grads: list[Tensor],
+    scale: Tensor | None,
+    k: float | None,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return g, last and c in a dtype; c is g without last gradients or k."""
+    g, last = ([tensor.to(dtype) for tensor in tensors] for tensors in (gradients, last_grads))
+    if scale is not None:
+        g = list(torch._foreach_mul(g, scale.to(dtype)))
+    if not last or k is None:
+        return g, last, g
+    # c_t = g_t + k (g_t - last_t)    (Algorithm 2)
+    c = list(torch._foreach_sub(g, last))
+    torch._foreach_mul_(c, k)
+    torch._foreach_add_(c, g)
+    return g, last, c

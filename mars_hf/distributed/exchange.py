@@ -1,0 +1,485 @@
+"""Share the work on matrices among ranks: who orthogonalizes which, and how parts travel there and back.
+
+Where ranks hold shards of a matrix (FSDP2, ZeRO) or copies of it (DDP, HSDP), one rank collects it, orthogonalizes it
+and sends the direction back. `plan_rounds` says which rank; it is called once over all matrices, and a step takes those
+that have gradients. A round reads: gather, orthogonalize, scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of
+from mars_hf.arithmetic.orthogonalize import flops, iteration_dtype
+from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.distributed.norms import GroupSums, group_order, wire_device
+from mars_hf.distributed.shards import replicas_in_mesh, slices_of
+from mars_hf.distributed.tensors import Group, ShardSpec, Slice, is_dtensor
+
+# The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
+CHUNK_ELEMENTS_CPU = 2**22
+# Largest work of the busiest rank, relative to the best division, if that saves communication.
+SLACK = 1.1
+
+
+# --- who works on what ------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """A parameter to orthogonalize, as all ranks that share the work know it."""
+
+    param_index: int
+    shape: torch.Size  # of the whole parameter
+    cost: float  # of the work, in any unit
+    slice_of: Callable[[int], Slice | None]  # what a rank holds, by its number among those that hold shards
+    only_holder: int | None = None  # the only rank that holds any of it
+    group: int = 0  # index of its parameter group
+
+
+# Matrices that are worked on at a time, each with its owner: a replica, and a rank in it.
+Round = list[tuple[Matrix, tuple[int, int]]]
+
+
+def plan_rounds(
+    matrices: Iterable[Matrix], *, ranks: int = 1, replicas: int = 1, max_elements: int = MAX_ELEMENTS
+) -> list[Round]:
+    """Say which rank orthogonalizes which matrix, and in which round; the same on all ranks, without communication.
+
+    Largest first, to the rank with the least work so far: linear in matrices plus ranks.
+
+    Args:
+        matrices: all of them, with and without gradients.
+        ranks: number of ranks that hold the shards of a copy.
+        replicas: number of copies.
+        max_elements: of the whole matrices that a rank receives in one round, unless one has more.
+    """
+    matrices = sorted(matrices, key=lambda matrix: (-matrix.cost, matrix.param_index))
+    owners = _owners(matrices, ranks * replicas)
+    sizes = [matrix.shape.numel() for matrix in matrices]
+    chunks = chunks_of(owners, sizes, [max_elements // replicas] * len(matrices))
+    numbers = [number for _, number in chunks]
+    rounds: list[Round] = [[] for _ in range(1 + max(numbers, default=-1))]
+    for matrix, owner, number in zip(matrices, owners, numbers, strict=True):
+        # Neighbors are ranks of different replicas, so none idles while another has two.
+        rounds[number].append((matrix, (owner % replicas, owner // replicas)))
+    return rounds
+
+
+def _owners(matrices: Sequence[Matrix], ranks: int) -> list[int]:
+    """Return the rank that works on each matrix: the only one that holds it, if that makes no rank much busier."""
+    owners, busiest = _divide(matrices, ranks, -1.0)
+    if all(matrix.only_holder is None for matrix in matrices):
+        return owners
+    with_holders, most = _divide(matrices, ranks, SLACK * busiest)
+    return with_holders if most <= SLACK * busiest else owners
+
+
+def _divide(matrices: Sequence[Matrix], ranks: int, limit: float) -> tuple[list[int], float]:
+    """Return owners and the largest load; matrices with one holder stay there up to a load of `limit`."""
+    owners = [-1] * len(matrices)
+    loads = [0.0] * ranks
+    for position, matrix in enumerate(matrices):
+        holder = matrix.only_holder
+        if holder is not None and loads[holder] + matrix.cost <= limit:
+            owners[position] = holder
+            loads[holder] += matrix.cost
+    least_loaded = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least_loaded)
+    for position, matrix in enumerate(matrices):
+        if owners[position] < 0:
+            load, rank = least_loaded[0]
+            owners[position] = rank
+            heapq.heapreplace(least_loaded, (load + matrix.cost, rank))
+    return owners, max(least_loaded)[0]
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+class ProcessGroups(NamedTuple):
+    """Ranks that share matrices: those that hold the shards of one copy, and those that hold the same of other copies.
+
+    `device` and `dtype` are those of the iteration.
+    """
+
+    shards: Group
+    replicas: Group
+    device: torch.device
+    dtype: torch.dtype
+
+    def order(self) -> tuple[Any, ...]:
+        """Return the sort key of these groups: one order on all ranks."""
+        orders = [() if group is None else group_order(group) for group in self[:2]]
+        return *orders, self.device.type, str(self.dtype)
+
+
+class Exchange:
+    """Move matrices to their owners and directions back, among the ranks of some process groups.
+
+    `run` is collective: all ranks of both groups take part, also those that hold nothing.
+    """
+
+    def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
+        """Plan."""
+        self.groups = groups
+        self._ranks, self._rank = _size_and_rank(groups.shards)
+        self._replicas, self._replica = _size_and_rank(groups.replicas)
+        self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
+
+    @torch.no_grad()
+    def run(
+        self,
+        matrices: Round,
+        shards: Mapping[int, Tensor],
+        work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
+    ) -> dict[int, Tensor]:
+        """Gather whole matrices on their owners, do the work there, and return this rank's shards of the results.
+
+        Args:
+            matrices: those of a round that have gradients, with their owners; the same on all ranks.
+            shards: this rank's part of each, by index, in the dtype of the iteration.
+            work: maps matrices and their whole tensors to results of the same shapes and dtype.
+        """
+        owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
+        # What this rank has a shard of, in the order of the replicas and ranks that work on them.
+        held = [(owner, matrix.param_index) for matrix, owner in matrices if matrix.param_index in shards]
+        held.sort(key=lambda pair: pair[0])
+        if self.groups.shards is None:
+            wholes = [shards[matrix.param_index].to(self.groups.device) for matrix in owned]
+            indices = [matrix.param_index for matrix in owned]
+            results = dict(zip(indices, work(owned, wholes), strict=True))
+        else:
+            leaving = [(rank, index) for (replica, rank), index in held if replica == self._replica]
+            results = self._within_replica(owned, leaving, shards, work)
+        if self.groups.replicas is None:
+            return results
+        by_replica: list[list[int]] = [[] for _ in range(self._replicas)]
+        for (replica, _), index in held:
+            by_replica[replica].append(index)
+        return self._from_replicas(by_replica, results, shards)
+
+    def _within_replica(
+        self,
+        owned: list[Matrix],
+        leaving: Sequence[tuple[int, int]],
+        shards: Mapping[int, Tensor],
+        work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
+    ) -> dict[int, Tensor]:
+        """Return this rank's shards of what its replica works on; `leaving` are the owners' ranks and the indices."""
+        coming = self._slices_of_ranks(owned)
+        indices = [index for _, index in leaving]
+        sent = [0] * self._ranks
+        for rank, index in leaving:
+            sent[rank] += shards[index].numel()
+        received = [0] * self._ranks
+        for rank, matrix, part in coming:
+            received[rank] += part.shape(matrix.shape).numel()
+        # Gather.
+        flat = self._all_to_all([shards[index] for index in indices], sent, received)
+        wholes = {matrix.param_index: self._empty(matrix.shape) for matrix in owned}
+        views = [part.of(wholes[matrix.param_index]) for _, matrix, part in coming]
+        if views:
+            torch._foreach_copy_(views, _unpack(flat, [view.shape for view in views]))
+        # Orthogonalize.
+        results = [result.contiguous() for result in work(owned, list(wholes.values()))]
+        directions = dict(zip(wholes, results, strict=True))
+        # Scatter.
+        views = [part.of(directions[matrix.param_index]) for _, matrix, part in coming]
+        flat = self._all_to_all(views, received, sent)
+        return dict(zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True))
+
+    def _slices_of_ranks(self, owned: list[Matrix]) -> list[tuple[int, Matrix, Slice]]:
+        """Return what each rank holds of the matrices that this one works on, rank by rank."""
+        slices = []
+        for rank in range(self._ranks):
+            for matrix in owned:
+                part = matrix.slice_of(rank)
+                if part is not None:
+                    slices.append((rank, matrix, part))
+        return slices
+
+    def _from_replicas(
+        self, by_replica: Sequence[Sequence[int]], results: Mapping[int, Tensor], shards: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return this rank's shards of what all replicas work on; `by_replica` are the indices of each one's."""
+        flats = []
+        for replica, indices in enumerate(by_replica):
+            if replica == self._replica:
+                flats.append(self._pack([results[index] for index in indices]))
+            else:
+                flats.append(self._empty((sum(shards[index].numel() for index in indices),)))
+        sends = [
+            dist.broadcast(_bytes(flat), group_src=source, group=self.groups.replicas, async_op=True)
+            for source, flat in enumerate(flats)
+            if len(flat)
+        ]
+        for send in sends:
+            send.wait()
+        parts: dict[int, Tensor] = {}
+        for indices, flat in zip(by_replica, flats, strict=True):
+            shapes = [shards[index].shape for index in indices]
+            parts.update(zip(indices, _unpack(flat, shapes), strict=True))
+        return parts
+
+    def _all_to_all(self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send the elements of some tensors, `leaving` of them to each rank, and return those that come."""
+        received = self._empty((sum(coming),))
+        size = self.groups.dtype.itemsize
+        dist.all_to_all_single(
+            _bytes(received),
+            _bytes(self._pack(tensors)),
+            [numel * size for numel in coming],
+            [numel * size for numel in leaving],
+            group=self.groups.shards,
+        )
+        return received
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the elements of all tensors one after the other."""
+        flat = self._empty((sum(tensor.numel() for tensor in tensors),))
+        if tensors:
+            torch._foreach_copy_(_unpack(flat, [tensor.shape for tensor in tensors]), list(tensors))
+        return flat
+
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=self.groups.dtype, device=self.groups.device)
+
+
+def _size_and_rank(group: Group) -> tuple[int, int]:
+    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+
+
+def _unpack(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Split a flat tensor into views of these shapes, in their order."""
+    numels = [shape.numel() for shape in shapes]
+    parts = flat[: sum(numels)].split(numels)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """View a tensor as bytes: not every communication backend knows every dtype."""
+    return flat.view(torch.uint8)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+class MatrixPlanner:
+    """Sort the matrices of a step into chunks and rounds."""
+
+    def __init__(self) -> None:
+        """Start without plans."""
+        self._exchanges: dict[Any, Exchange] = {}
+        self.shared: list[tuple[Exchange, list[int]]] = []  # of this step, with the gradients of whole parameters here
+
+    def assign(
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        specs: Mapping[Tensor, ShardSpec],
+        shapes: Sequence[torch.Size],
+        process_group: Group,
+    ) -> dict[int, Any]:
+        """Return the chunk of each matrix of this rank, by the index of its parameter. Collective where ranks share.
+
+        Args:
+            param_groups: the optimizer's groups.
+            specs: specs of the sharded parameters.
+            shapes: shapes of the whole parameters, by index.
+            process_group: ranks that hold the same whole parameters and share the work; None for none.
+        """
+        alone = _Chunks()
+        members: dict[ProcessGroups, list[_Member]] = {}
+        for member in _members(param_groups):
+            groups = _groups_of(member, specs.get(member.param), process_group)
+            if groups is not None:
+                members.setdefault(groups, []).append(member)
+            elif member.param.grad is not None:
+                alone.append(member)
+        chunk_of = alone.numbered()
+        self.shared = []
+        for groups in sorted(members, key=ProcessGroups.order):
+            exchange = self._exchange(groups, members[groups], specs, shapes)
+            for number, matrices in enumerate(exchange.rounds):
+                chunk = len(self.shared), number
+                chunk_of |= {matrix.param_index: chunk for matrix, _ in matrices}
+            whole = [member for member in members[groups] if member.param not in specs]
+            present = [member.param_index for member in whole if member.param.grad is not None]
+            self.shared.append((exchange, present))
+        return chunk_of
+
+    def _exchange(
+        self,
+        groups: ProcessGroups,
+        members: Sequence[_Member],
+        specs: Mapping[Tensor, ShardSpec],
+        shapes: Sequence[torch.Size],
+    ) -> Exchange:
+        """Return the exchange among some ranks, planned at the first step that has these members."""
+        places = [(each.param_index, each.group_index, each.param.shape, specs.get(each.param)) for each in members]
+        key = groups, tuple(places)
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, specs, shapes))
+        return self._exchanges[key]
+
+    def register(self, whole: GroupSums) -> None:
+        """Take part in the sums of the ranks that share this step, and say which gradients are here."""
+        for exchange, present in self.shared:
+            for group in filter(None, exchange.groups[:2]):
+                whole.register(group)
+            replicas = exchange.groups.replicas
+            for index in present:
+                whole.add_present(replicas, index, 1 / dist.get_world_size(replicas))
+
+    def rounds(self, whole: GroupSums) -> dict[Any, tuple[Exchange, Round]]:
+        """Return the rounds of this step by chunk, with the matrices that have gradients, in one order everywhere."""
+        rounds = {}
+        for position, (exchange, _) in enumerate(self.shared):
+            present = whole.present_in(exchange.groups.shards or exchange.groups.replicas)
+            for number, matrices in enumerate(exchange.rounds):
+                moving = [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]
+                if moving:
+                    rounds[position, number] = exchange, moving
+        return rounds
+
+
+class _Member(NamedTuple):
+    """A parameter whose rule orthogonalizes."""
+
+    param_index: int
+    group_index: int
+    param: Tensor
+    group: Mapping[str, Any]
+
+
+def _members(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[_Member]:
+    """Yield the parameters whose rules orthogonalize."""
+    first = 0
+    for group_index, group in enumerate(param_groups):
+        if update_rule(group).orthogonalizes:
+            for index, param in enumerate(group["params"], first):
+                yield _Member(index, group_index, param, group)
+        first += len(group["params"])
+
+
+class _Chunks:
+    """Matrices of this rank alone, sorted into chunks of one kind."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, Any] = {}  # by the index of the parameter
+        self._sizes: list[int] = []
+        self._limits: list[int] = []
+
+    def append(self, member: _Member) -> None:
+        param = member.param
+        layout = None if member.group["layout"] is None else MatrixLayout(**member.group["layout"])
+        dtype = iteration_dtype(member.group, param, param.device)
+        self._kinds[member.param_index] = param.device, param.dtype, dtype, _shapes_of(param.shape, layout)
+        self._sizes.append(param.numel())
+        self._limits.append(CHUNK_ELEMENTS_CPU if param.device.type == "cpu" else MAX_ELEMENTS)
+
+    def numbered(self) -> dict[int, Any]:
+        """Return the chunk of each matrix, by the index of its parameter."""
+        return dict(zip(self._kinds, chunks_of(self._kinds.values(), self._sizes, self._limits), strict=True))
+
+
+def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) -> ProcessGroups | None:
+    """Return the ranks that share a parameter; None if it is this rank's alone."""
+    param = member.param
+    if spec is not None:
+        shards, replicas = spec.group, spec.replicas
+    elif is_dtensor(param):
+        shards, replicas = None, replicas_in_mesh(param)
+    else:
+        shards, replicas = None, process_group
+    if replicas is not None and dist.get_world_size(replicas) == 1:
+        replicas = None
+    if shards is None and replicas is None:
+        return None
+    device = wire_device(param.device, shards or replicas)
+    return ProcessGroups(shards, replicas, device, iteration_dtype(member.group, param, device))
+
+
+def _matrices(
+    shards: Group, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
+) -> list[Matrix]:
+    """Return the matrices in some members, whose shards the ranks of a group hold; collective under ZeRO."""
+    if shards is None:
+        return [_matrix(each, each.param_index, each.param.shape, _whole(each.param.shape)) for each in members]
+    if all(is_dtensor(member.param) for member in members):
+        return [_matrix(each, each.param_index, each.param.shape, slices_of(each.param)) for each in members]
+    return _matrices_of_zero(shards, members, specs, shapes)
+
+
+def _matrix(
+    member: _Member,
+    index: int,
+    shape: torch.Size,
+    slice_of: Callable[[int], Slice | None],
+    only_holder: int | None = None,
+) -> Matrix:
+    group = member.group
+    layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
+    cost = flops(shape, layout, group["ns_steps"])
+    return Matrix(index, shape, cost, slice_of, only_holder, member.group_index)
+
+
+def _whole(shape: torch.Size) -> Callable[[int], Slice | None]:
+    """Return what ranks hold of a matrix that each has whole."""
+    return {0: Slice(0, 0, shape[0])}.get
+
+
+def _matrices_of_zero(
+    shards: Group, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
+) -> list[Matrix]:
+    """Return the matrices in flat tensors of ZeRO, which hold shards of several parameters. Collective."""
+    held: dict[int, tuple[int, Slice]] = {}  # by the index of the parameter: its group here, and what this rank holds
+    for member in members:
+        for shard in specs[member.param].shards:
+            held[shard.param_index] = member.group_index, shard.slice
+    everywhere: list[dict[int, tuple[int, Slice]]] = [{}] * dist.get_world_size(shards)
+    dist.all_gather_object(everywhere, held, group=shards)
+    slices: dict[int, dict[int, Slice]] = {}
+    group_index_of: dict[int, int] = {}
+    for rank, of_rank in enumerate(everywhere):
+        for index, (group_index, part) in of_rank.items():
+            slices.setdefault(index, {})[rank] = part
+            group_index_of[index] = group_index
+    of_group = {member.group_index: member for member in members}
+    matrices = []
+    for index in sorted(slices):
+        _check_pieces(index, shapes[index], slices[index].values())
+        only_holder = min(slices[index]) if len(slices[index]) == 1 else None
+        member = of_group[group_index_of[index]]
+        matrices.append(_matrix(member, index, shapes[index], slices[index].get, only_holder))
+    return matrices
+
+
+def _check_pieces(index: int, shape: torch.Size, pieces: Iterable[Slice]) -> None:
+    """Raise RuntimeError unless the ranks' pieces of a parameter follow one another from its start to its end."""
+    end = 0
+    for start, length in sorted((piece.start, piece.length) for piece in pieces):
+        if start != end:
+            end = -1
+            break
+        end = start + length
+    if end != shape.numel():
+        raise RuntimeError(
+            f"unsupported sharding of parameter {index} (shape {tuple(shape)}): the ranks' pieces overlap "
+            "or leave gaps. Supported are DDP, FSDP2, tensor parallelism and ZeRO-1/2/3"
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes_of(shape: torch.Size, layout: MatrixLayout | None) -> frozenset[tuple[int, ...]]:
+    """Return the shapes of the matrices in a parameter, transposed or not."""
+    shapes = matrix_layouts.matrix_shapes(shape, layout or matrix_layouts.of_shape(shape))
+    return frozenset(tuple(sorted(matrix[-2:])) for matrix in shapes)

@@ -1,0 +1,1 @@
+"""What is trained how: settings, and the groups of a model."""

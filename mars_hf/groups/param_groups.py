@@ -1,0 +1,460 @@
+"""Form parameter groups: from a model's modules and names, or from the shapes of plain parameters.
+
+The role of a group says what its parameters take: a `matrix` the MARS rule, a `vector` AdamW (the MARS rule with
+`optimize_1d`), `adamw` AdamW, always.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.newton_schulz import coefficients_of
+from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
+from mars_hf.distributed.shards import reject_parts
+from mars_hf.distributed.tensors import shape_of
+from mars_hf.groups import model_layouts
+from mars_hf.groups.model_layouts import LeftOut
+from mars_hf.groups.settings import (
+    GROUP_KEYS,
+    KEYS_1D,
+    LABEL_KEYS,
+    ORTHOGONAL_TYPES,
+    ROLES,
+    Override,
+    check_values,
+    reject_unknown,
+)
+
+_NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+# Biases, and the magnitudes of DoRA, which for convolutions have the dimensions of the weight.
+_VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
+# The names that transformers.Trainer keeps out of weight decay.
+_NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+# Layers that turn hidden states into scores, tokens, labels or boxes, by the last part of their path. Attention and
+# pooling have heads of another kind.
+_HEAD_NAME = re.compile(
+    r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill)?|heads|score|cls|qa_outputs|seq_relationship|embed_out"
+    r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
+)
+# The groups of a model: role, and whether `weight_decay` applies.
+_NO_OVERRIDE, _EMPTY = -1, Override("", {})  # sorts before the indices of overrides
+_ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    mars_type: str = "mars-adamw",
+    split_fused: Any = "auto",
+    lr_embeddings: float | None = None,
+    param_rules: Sequence[Override] = (),
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
+
+    Groups hold trainable parameters, named, in the order of `model.named_parameters()`, each once (tied weights under
+    their first name). Empty groups are omitted. The groups of each override of `param_rules` follow, in the order of
+    the overrides; they hold what the override states, and its `pattern`.
+
+    - Vectors: parameters of fewer than two dimensions, and whatever their shape every bias, every parameter of a
+      normalization layer and the magnitudes of DoRA. They set no decay, so `weight_decay_1d` applies.
+    - Matrices: all others, embeddings included. They decay as under `transformers.Trainer`.
+    - mars-shampoo and mars-m orthogonalize weights that multiply activations (see `model_layouts.of_model`); each
+      `layout` has its own group. Embeddings, heads, tables, scales and parameters of unknown modules have the role
+      `adamw`; `left_out` of their group maps names to reasons.
+
+    Args:
+        model: any module; PEFT wrappers need nothing special, frozen weights are skipped.
+        mars_type: see `Mars`.
+        split_fused: for mars-shampoo and mars-m, see `model_layouts.of_model`.
+        lr_embeddings: learning rate of embeddings and heads, tied ones included; None: that of their role.
+        param_rules: settings by name, checked; they win over the other arguments. See `create`.
+
+    Raises:
+        ValueError: no trainable parameter, a pattern that matches nothing, an override's role that does not fit,
+            `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
+            orthogonalize, or one that does not fit.
+    """
+    of_model = _look_at_modules(model, mars_type, split_fused, param_rules, with_tables=lr_embeddings is not None)
+    override_indices = _assign(model, param_rules)
+    groups: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        index = override_indices.get(param, _NO_OVERRIDE)
+        override = _EMPTY if index == _NO_OVERRIDE else param_rules[index]
+        stated = override.settings
+        orthogonalizes = UPDATE_RULES[stated.get("mars_type", mars_type)].orthogonalizes
+        settings = _settings_in_model(name, param, of_model, stated, orthogonalizes, lr_embeddings)
+        order = _ORDER.index((settings["role"], "weight_decay" not in settings))
+        settings |= stated
+        if override is not _EMPTY:
+            settings["pattern"] = override.pattern
+        group = groups.setdefault((index, order, repr(settings)), {"params": [], **settings})
+        group["params"].append((name, param))
+        if orthogonalizes and settings["role"] != "matrix" and param in of_model.layouts:
+            group.setdefault("left_out", {})[name] = _why_left_out(name, param, of_model, stated)
+    if not groups:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
+            "load a PEFT adapter with is_trainable=True"
+        )
+    trains_tables = any(param.requires_grad for param in of_model.tables)
+    if lr_embeddings is not None and not trains_tables:
+        raise ValueError(
+            f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
+        )
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
+
+
+@dataclass(frozen=True)
+class _OfModel:
+    """What the modules of a model say about its parameters."""
+
+    layouts: Mapping[nn.Parameter, MatrixLayout | LeftOut]  # empty if no rule orthogonalizes
+    tables: Mapping[nn.Parameter, str]  # "embedding" or "head"; empty if nobody asks
+    norms: frozenset[nn.Parameter]  # of normalization layers
+
+    def is_vector(self, name: str, param: nn.Parameter) -> bool:
+        return len(shape_of(param)) < 2 or param in self.norms or _VECTOR_NAME.search(name) is not None
+
+    def reason(self, param: nn.Parameter) -> str | None:
+        """Return why a parameter is not orthogonalized; an embedding or head is one under any module."""
+        if param in self.tables:
+            return self.tables[param]
+        layout = self.layouts.get(param)
+        return layout.reason if isinstance(layout, LeftOut) else None
+
+    def role(self, name: str, param: nn.Parameter, orthogonalizes: bool) -> str:
+        if self.is_vector(name, param):
+            return "vector"
+        if orthogonalizes and self.reason(param) is not None:
+            return "adamw"
+        return "matrix"
+
+
+def _look_at_modules(
+    model: nn.Module, mars_type: str, split_fused: Any, param_rules: Sequence[Override], *, with_tables: bool
+) -> _OfModel:
+    layouts: Mapping[nn.Parameter, MatrixLayout | LeftOut] = {}
+    named_types = [mars_type, *(override.settings.get("mars_type", mars_type) for override in param_rules)]
+    if any(UPDATE_RULES[name].orthogonalizes for name in named_types):
+        layouts = model_layouts.of_model(model, split_fused)
+    elif split_fused != "auto":
+        raise ValueError(
+            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
+            f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
+        )
+    tables = embeddings_and_heads(model) if layouts or with_tables else {}
+    norms: set[nn.Parameter] = set()
+    for module in model.modules():
+        if _NORM_CLASS.search(type(module).__name__):
+            norms.update(module.parameters(recurse=False))
+    return _OfModel(layouts, tables, frozenset(norms))
+
+
+def _settings_in_model(
+    name: str,
+    param: nn.Parameter,
+    of_model: _OfModel,
+    stated: Mapping[str, Any],
+    orthogonalizes: bool,
+    lr_embeddings: float | None,
+) -> dict[str, Any]:
+    """Return what a parameter's place in the model decides; an override has the last word on the role alone."""
+    role = stated.get("role") or of_model.role(name, param, orthogonalizes)
+    settings: dict[str, Any] = {"role": role}
+    if role == "matrix" and orthogonalizes:
+        layout = of_model.layouts.get(param)
+        settings["layout"] = matrix_layouts.to_plain(layout) if isinstance(layout, MatrixLayout) else None
+    if role != "vector" and _NO_DECAY_NAME.search(name):
+        settings["weight_decay"] = 0.0
+    is_table = param in of_model.tables and not of_model.is_vector(name, param)
+    if lr_embeddings is not None and is_table:
+        settings |= _rate_of_table(role, stated, lr_embeddings)
+    return settings
+
+
+def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, stated: Mapping[str, Any]) -> str:
+    if "role" in stated:
+        return f"role {stated['role']!r} in param_rules"
+    reason = of_model.reason(param)
+    if reason is None or of_model.is_vector(name, param):
+        return "bias or norm"
+    return reason
+
+
+def _assign(model: nn.Module, overrides: Sequence[Override]) -> dict[nn.Parameter, int]:
+    """Map trainable parameters to the first override, by its index, that matches one of their names (tied have more).
+
+    Raises:
+        ValueError: an override that decides nothing: it matches no trainable parameter, or earlier ones match the same.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad:
+            names.setdefault(param, []).append(name)
+    indices: dict[nn.Parameter, int] = {}
+    for index, (pattern, _) in enumerate(overrides):
+        matched = [param for param in names if _any_matches(names[param], pattern)]
+        new = [param for param in matched if param not in indices]
+        if not new:
+            free = [name for param in names if param not in indices for name in names[param]]
+            near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
+            raise ValueError(
+                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that those before "
+                f"it leave; those are named like {', '.join(map(repr, near))}"
+            )
+        indices |= dict.fromkeys(new, index)
+    return indices
+
+
+def _any_matches(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:
+    """Return the rate of an embedding or head, unless its override states one."""
+    if "lr" in stated or (role != "matrix" and "lr_1d" in stated):
+        return {}
+    # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
+    keys = {"matrix": ["lr"], "adamw": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
+    return dict.fromkeys(keys, lr)
+
+
+def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Map parameters of embeddings and heads, tied ones included, to `"embedding"` or `"head"`.
+
+    Heads are the model's own output embeddings or classifier, and the last layer of each module with the name of a
+    head. Adapters of PEFT count as what they adapt.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tables: dict[nn.Parameter, str] = {}
+    heads: list[nn.Module] = []
+    for path, module in modules.items():
+        base = _without_adapters(module)
+        if isinstance(base, (nn.Embedding, nn.EmbeddingBag)):
+            tables |= dict.fromkeys(module.parameters(), "embedding")
+        heads += _outputs(module)
+        parent, _, name = path.rpartition(".")
+        kinds = f"{type(module).__name__} {type(modules[parent]).__name__}"
+        ends_model = path == "fc" and module is list(model.children())[-1]
+        if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
+            heads += _last_layers(module)
+    of_heads = [param for head in heads for param in head.parameters()]
+    return dict.fromkeys(of_heads, "head") | tables
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """Return the layer that adapters of PEFT wrap; the module itself if there are none."""
+    wrapped = getattr(module, "base_layer", None)
+    if isinstance(wrapped, nn.Module):
+        return _without_adapters(wrapped)
+    return module
+
+
+def _outputs(module: nn.Module) -> list[nn.Module]:
+    """Return the output embeddings of a transformers model, or the classifier of a timm model."""
+    for getter in ("get_output_embeddings", "get_classifier"):
+        try:
+            outputs = getattr(module, getter)()
+        except (AttributeError, TypeError, NotImplementedError):  # none, or one with arguments of its own
+            continue
+        outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        return [output for output in outputs if isinstance(output, nn.Module)]
+    return []
+
+
+def _last_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the last layer with a weight; for a list or dict of modules, the last of each."""
+    children = [child for child in module.children() if _has_weights(child)]
+    is_adapted = hasattr(module, "base_layer")
+    if is_adapted or not children:
+        return [module]
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return _last_layers(children[-1])
+    layers = []
+    for child in children:
+        layers += _last_layers(child)
+    return layers
+
+
+def _has_weights(module: nn.Module) -> bool:
+    dimensions = [len(shape_of(param)) for param in module.parameters()]
+    return max(dimensions, default=0) > 1
+
+
+def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return somebody's groups, each split into those of its parameters that have the same settings in a model.
+
+    Args:
+        groups: what torch optimizers take: tensors, pairs (name, tensor) or dicts with `params`.
+        of_model: the model's groups, from `param_groups`; what they state wins. Other parameters keep their groups'
+            own settings.
+    """
+    in_model: dict[Any, Mapping[str, Any]] = {}
+    for group in of_model:
+        of_group = {name: value for name, value in group.items() if name != "params"}
+        in_model |= dict.fromkeys(params_of([group]), of_group)
+    groups = [groups] if isinstance(groups, Tensor) else list(groups)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    parts: dict[tuple[int, str], dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        for entry in _entries_of(group["params"]):
+            stated = in_model.get(_param_of(entry), {})
+            part = parts.setdefault((index, repr(stated)), {**group, **stated, "params": []})
+            part["params"].append(entry)
+    return list(parts.values())
+
+
+def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of groups, without their names."""
+    return [_param_of(entry) for group in groups for entry in group["params"]]
+
+
+def _param_of(entry: Any) -> Any:
+    return entry[1] if isinstance(entry, tuple) else entry
+
+
+def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Split one parameter group into matrices and vectors, in this order, each in the order given.
+
+    Empty parts are omitted; an empty group stays, as a matrix group. A group with a `role` is not split. A group's own
+    settings apply to all its parameters, with two exceptions for vectors: `lr_1d`, `betas_1d` and `weight_decay_1d`
+    override the plain settings, and the group's `lr` is scaled by the ratio lr_1d / lr of the defaults (with
+    lr_1d=None: 1/2, or 1 for mars-m). The role `adamw`, which only a group states, has the settings of vectors, and
+    with weight_decay_1d=None the decay of matrices.
+
+    Args:
+        group: a dict with `params` (a tensor, or an iterable of tensors or (name, tensor) pairs) and any
+            hyperparameter of `Mars`; other keys are kept.
+        defaults: every hyperparameter of `Mars`.
+
+    Raises:
+        ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
+            or a layout that does not fit.
+    """
+    names = [name for name in group if name not in LABEL_KEYS]
+    reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
+    group = {"layout": None, **check_values(group)}
+    settings = {**defaults, **group}
+    if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
+        coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
+    _warn_of_large_lr_1d(group, settings)
+    entries = _entries_of(group["params"])
+    parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
+    for entry in entries:
+        parts.setdefault(_role_of(entry, group, settings), []).append(entry)
+    stated = {key: value for key, value in group.items() if key not in KEYS_1D}
+    split = []
+    for role in sorted(parts, key=ROLES.index):
+        one_role = {**stated, "params": parts[role], "role": role}
+        if not update_rule({**settings, **one_role}).corrects:
+            one_role |= _adamw_settings(role, group, defaults)
+        split.append(one_role)
+    return split
+
+
+def _warn_of_large_lr_1d(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Warn if vectors have more than ten times the rate of matrices: often `lr` was left at its default."""
+    lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
+    has_one_rate = group.get("role") in ("adamw", "matrix")
+    follows_lr = "lr" in group and "lr_1d" not in group
+    if lr_1d is None or has_one_rate or follows_lr:
+        return
+    if float(lr_1d) > (1 + 1e-9) * 10 * lr:
+        warnings.warn(
+            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
+            "matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: vectors then "
+            "follow lr",
+            stacklevel=4,
+        )
+
+
+def _entries_of(params: Any) -> list[Any]:
+    """Return a group's parameters as a list of tensors or (name, tensor) pairs."""
+    if isinstance(params, set):
+        raise TypeError("params is a set, whose order changes from run to run; use a list")
+    if isinstance(params, Tensor):
+        return [params]
+    return list(params)
+
+
+def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the role of a group's entry; ValueError if it cannot have the role or the layout that the group states."""
+    name, param = entry if isinstance(entry, tuple) else (None, entry)
+    if not isinstance(param, Tensor):
+        raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+    reject_parts(param)
+    shape = shape_of(param)
+    role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
+    if role != "matrix":
+        return role
+    if len(shape) < 2:
+        where = f"param_rules {group['pattern']!r}: " if "pattern" in group else ""
+        what = "a parameter" if name is None else repr(name)
+        raise ValueError(
+            f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "
+            "role='vector' or a narrower pattern"
+        )
+    if UPDATE_RULES[settings["mars_type"]].orthogonalizes and group["layout"] is not None:
+        matrix_layouts.check_shape(shape, MatrixLayout(**group["layout"]))
+    return role
+
+
+def _adamw_settings(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return learning rate, betas and decay for the parameters of a group that use AdamW."""
+    ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
+    if group.get("lr_1d") is not None:
+        lr = group["lr_1d"]
+    elif lr_1d is None:
+        lr = group.get("lr", ratio_base) * UPDATE_RULES[group.get("mars_type", defaults["mars_type"])].lr_1d_ratio
+    elif "lr" in group and ratio_base > 0:
+        lr = group["lr"] * (lr_1d / ratio_base)
+    else:
+        lr = lr_1d
+    return {
+        "lr": lr,
+        "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
+        "weight_decay": _adamw_decay(role, group, defaults),
+    }
+
+
+def _adamw_decay(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
+    """Return the decay of parameters under AdamW: embeddings and heads decay as matrices do, vectors if asked to."""
+    if group.get("weight_decay_1d") is not None:
+        return group["weight_decay_1d"]
+    if "weight_decay" in group:
+        return group["weight_decay"]
+    if defaults["weight_decay_1d"] is not None:
+        return defaults["weight_decay_1d"]
+    return defaults["weight_decay"] if role == "adamw" else 0.0
+
+
+def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:
+    """Warn if a schedule ends at one rate for matrices and vectors although their rates differ; return whether so."""
+    of_mars: set[Any] = set()
+    of_adamw: set[Any] = set()
+    for group in groups:
+        peaks = of_mars if update_rule(group).corrects else of_adamw
+        peaks.add(group.get("swa_lr", group.get("max_lr")))
+    lr, lr_1d = float(defaults["lr"]), float(_adamw_settings("vector", {}, defaults)["lr"])
+    is_one_rate = len(of_mars) == 1 and of_mars == of_adamw and None not in of_mars
+    loses_ratio = is_one_rate and lr != lr_1d
+    if loses_ratio:
+        warnings.warn(
+            f"the schedule takes all groups to a rate of {of_mars.pop():g}; vectors had {lr_1d:g} where matrices "
+            f"had {lr:g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
+            stacklevel=10,  # of the call of step(), which schedulers wrap
+        )
+    return loses_ratio

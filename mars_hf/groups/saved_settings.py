@@ -1,0 +1,113 @@
+"""Keep an optimizer's settings in mars.json beside the weights, and read them back for `create(like=...)`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, MUON, check_arguments, reject_unknown, shown
+
+FILE = "mars.json"
+# Not what the loop and the machine decide.
+KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in ("max_grad_norm", "fused"))
+
+
+def write(
+    folder: Path, version: str, created_with: Mapping[str, Any] | None, groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write mars.json into a folder that exists; a kill leaves the earlier file or the new one.
+
+    Args:
+        folder: where to.
+        version: of mars_hf.
+        created_with: arguments of the call of `create`; those left out are kept with their defaults. None if no call
+            of `create` gives this optimizer.
+        groups: what trained each parameter group, for readers.
+    """
+    content = {"mars_hf": version, "create": to_json(created_with), "groups": list(groups)}
+    write_whole(folder / FILE, json.dumps(content, indent=2, default=_plain) + "\n")
+
+
+def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return arguments of `create` as JSON holds them, with the defaults of those left out; None for None."""
+    if created_with is None:
+        return None
+    values = check_arguments({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
+    return dict(json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain)))
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON holds for a dtype, or for a number of torch or NumPy."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.item()
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file under its final name only when it is whole; pushes leave out the name it has before."""
+    partial = path.with_name(f"_{path.name}.partial")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
+    """Return the arguments for `create` that a mars.json holds, checked as a caller's are.
+
+    Args:
+        like: a folder with a mars.json, the file itself, or the name of a repository of the Hub. A folder counts first.
+        mars_type: that of the caller, which wins; only `"muon"`, a name for settings, must be the file's too.
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it holds no arguments; one line says what is wrong.
+    """
+    where = f"like={shown(os.fspath(like))}"
+    path = _find(like, where)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        arguments = content["create"]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
+        raise ValueError(f"{where}: its {FILE} cannot be read ({error!r}); save the run's settings again") from None
+    if arguments is None:
+        raise ValueError(
+            f"{where}: its {FILE} has no create() arguments: the run used Mars(params), or took its settings from a "
+            "checkpoint. Copy the settings you want from its 'groups'"
+        )
+    try:
+        reject_unknown(arguments, KEPT, "create")
+        arguments = check_arguments(arguments)
+    except ValueError as error:
+        version = shown(content.get("mars_hf", "(unknown)"))
+        raise ValueError(f"{where}: its {FILE}, of mars_hf {version}: {error}") from None
+    if mars_type == MUON != arguments["mars_type"]:
+        raise ValueError(
+            f"mars_type={MUON!r} and {where}, settings of {arguments['mars_type']}, contradict each other; give one"
+        )
+    return arguments
+
+
+def _find(like: str | os.PathLike[str], where: str) -> Path:
+    """Return the path of the mars.json that `like` names, from the Hub's cache if it is there."""
+    path = Path(like).expanduser()
+    for file in (path, path / FILE):
+        if file.is_file():
+            return file
+    if path.is_dir():
+        raise ValueError(
+            f"{where}: the folder has no {FILE}, which Trainer leaves beside the weights of a run with MARS"
+        )
+    try:
+        import huggingface_hub
+
+        return Path(huggingface_hub.hf_hub_download(os.fspath(like), FILE))
+    except (ImportError, OSError, ValueError) as error:  # all errors of the Hub are among them
+        raise ValueError(
+            f"{where}: no such folder, and the Hub does not give its {FILE} ({type(error).__name__}: "
+            f"{shown(' '.join(str(error).split()))}); check the name, log in if it is private, or give a local folder"
+        ) from None

@@ -1,0 +1,120 @@
+"""`python -m mars_hf suggest`: settings of each rule from AdamW's; docs/choosing.md derives them.
+
+A rule gets the learning rate at which its update of a matrix has the root mean square of AdamW's, if gradients are
+independent from step to step, and decays that shrink weights alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from mars_hf.arithmetic.update_rules import UPDATE_RULES, first_moment_rms
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, check_values
+
+_MARS_M = (
+    "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
+    "muon is mars-m without the clip and the split of query, key, value: same rates.",
+)
+
+
+def suggest(
+    rule: str,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.1,
+    *,
+    width: int | None = None,
+) -> dict[str, Any]:
+    """Return keywords of `create` from AdamW's tuned settings; its decay is decoupled, as in torch.optim.AdamW."""
+    orthogonal = UPDATE_RULES[rule].orthogonalizes
+    # Published configurations that orthogonalize have beta1 0.95 where AdamW has 0.9: about twice the half-life.
+    beta1 = betas[0] ** (0.5 if orthogonal else 1.0)
+    rule_lr = lr * first_moment_rms(betas[0]) / update_rms(rule, beta1=beta1, gamma=DEFAULTS["gamma"], width=width)
+    return {
+        "mars_type": rule,
+        "lr": rule_lr,
+        "lr_1d": lr,
+        "betas": (beta1, betas[1]),
+        "betas_1d": betas,
+        # A step shrinks a weight by lr * weight_decay.
+        "weight_decay": weight_decay * lr / rule_lr,
+    }
+
+
+def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = None) -> float:
+    """Return the root mean square of a matrix's update for lr = 1, from independent gradients."""
+    update_rule = UPDATE_RULES[rule]
+    if update_rule.scale is None:
+        return update_rule.update_rms(beta1, gamma)
+    if width is None and depends_on_width(rule):
+        raise ValueError(f"{rule}'s update depends on the width of the model; give --width")
+    return _rms_of_block(update_rule.scale, width or 1)
+
+
+def depends_on_width(rule: str) -> bool:
+    """Return whether the size of a rule's update depends on the width of the model."""
+    scale = UPDATE_RULES[rule].scale
+    return scale is not None and not math.isclose(_rms_of_block(scale, 1), _rms_of_block(scale, 2))
+
+
+def _rms_of_block(scale: Callable[[int, int], float], width: int) -> float:
+    """Return the root mean square of the orthogonalized updates of a transformer's block."""
+    # Query, key, value and output, then an MLP four times as wide.
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    squares = sum(scale(*shape) ** 2 * min(shape) for shape in shapes)
+    # 0.9: RMS of the singular values that Newton-Schulz leaves of a Gaussian matrix, 0.85 to 0.95 by shape.
+    return 0.9 * math.sqrt(squares / sum(rows * cols for rows, cols in shapes))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    add = parser.add_argument
+    add("--adamw-lr", type=float, required=True, help="AdamW's tuned peak learning rate")
+    add("--adamw-betas", type=float, nargs=2, default=(0.9, 0.95), help="its betas (default: 0.9 0.95)")
+    add("--adamw-weight-decay", type=float, default=0.1, help="its decoupled weight decay (default: 0.1)")
+    needing = ", ".join(filter(depends_on_width, MARS_TYPES))
+    add("--width", type=int, help=f"width of the model; left out without: {needing}")
+    add("--rule", type=lambda text: text.replace("_", "-"), choices=MARS_TYPES, help="one rule only")
+
+
+def run(options: argparse.Namespace) -> str:
+    """Return the command's output; ValueError for a value out of range or a missing one."""
+    lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
+    check_values({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    if lr == 0 or (width is not None and width < 1):
+        raise ValueError("--adamw-lr and --width are numbers > 0")
+    rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
+    texts = [_forms(suggest(rule, lr, betas, options.adamw_weight_decay, width=width)) for rule in rules]
+    if "mars-m" in rules:
+        texts.insert(0, "\n".join(_MARS_M))
+    return "\n\n".join(texts)
+
+
+def _forms(settings: dict[str, Any]) -> str:
+    """Return settings as arguments of a command line and as a call of `create`, without those at their defaults."""
+    rule, lr, decay = (_text(settings[name]) for name in ("mars_type", "lr", "weight_decay"))
+    stated = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
+    keywords = ", ".join(f"{name}={text}" for name, text in stated.items() if name != "mars_type")
+    call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
+    arguments = [f"{name}={text}" for name, text in stated.items() if name == "lr_1d"]
+    for name in stated.keys() & {"betas", "betas_1d"}:
+        arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
+    return f"""{rule}
+  --optim {rule.replace("-", "_")} --learning_rate {lr} --weight_decay {decay} \\
+    --optim_args {",".join(sorted(arguments))}
+{textwrap.indent(textwrap.fill(call, 78, break_on_hyphens=False, subsequent_indent="    "), "  ")}"""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_beta, value))})"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _beta(beta: float) -> str:
+    """Return a beta as text, with three significant digits of 1 - beta."""
+    return f"{round(beta, 2 - math.floor(math.log10(1 - beta))):.15g}"

@@ -1,0 +1,118 @@
+"""Summarize parameter groups, for `print(optimizer)`, logs and mars.json."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
+from mars_hf.distributed.tensors import shape_of
+from mars_hf.groups.settings import GROUP_KEYS, MUON
+
+_PLURALS = {"matrix": "matrices", "vector": "vectors"}
+# Not what belongs to the loop or the matrices.
+_SHOWN = tuple(key for key in GROUP_KEYS if key not in ("max_grad_norm", "layout"))
+
+
+def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`.
+
+    The table has a column of patterns if any group has one.
+    """
+    header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
+    rows = [header, *(_row(group) for group in param_groups)]
+    if any("pattern" in group for group in param_groups):
+        header.append("pattern")
+        for row, group in zip(rows[1:], param_groups, strict=True):
+            row.append(group.get("pattern", ""))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    left_out = _names_left_out(param_groups)
+    if left_out:
+        lines.append("not orthogonalized:")
+    for reason, names in left_out.items():
+        counts = [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
+        lines.append(f"  {reason}: {', '.join(counts)}")
+    return "\n".join(lines)
+
+
+def _row(group: Mapping[str, Any]) -> list[str]:
+    return [
+        group["role"],
+        update_rule(group).name,
+        str(len(group["params"])),
+        f"{sum(shape_of(param).numel() for param in group['params']):,}",
+        f"{float(group['lr']):g}",
+        "({:g}, {:g})".format(*group["betas"]),
+        f"{group['weight_decay']:g}",
+    ]
+
+
+def _names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Return by reason the names that are not orthogonalized, with `*` for the numbers of layers, and how many each."""
+    left_out: dict[str, Counter[str]] = {}
+    for group in param_groups:
+        for name, reason in (group.get("left_out") or {}).items():
+            without_numbers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            left_out.setdefault(reason, Counter())[without_numbers] += 1
+    return left_out
+
+
+def trained_groups(param_groups: Iterable[Mapping[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """Return groups as plain values: role, rule, tensors, their elements and settings before any schedule.
+
+    Engines put flat tensors into groups; the names that `create(model)` gave still tell the parameters apart.
+    """
+    sizes = {name: shape_of(param).numel() for name, param in model.named_parameters()}
+    return [_trained_group(group, sizes) for group in param_groups]
+
+
+def _trained_group(group: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    names = group.get("param_names", ())
+    if names and sizes.keys() >= set(names):
+        counts = [sizes[name] for name in names]
+    else:
+        counts = [shape_of(param).numel() for param in group["params"]]
+    row: dict[str, Any] = {"role": group["role"], "rule": update_rule(group).name}
+    if "pattern" in group:
+        row["pattern"] = group["pattern"]
+    row |= {"tensors": len(counts), "parameters": sum(counts)}
+    for key in _SHOWN:
+        if key in group:
+            row[key] = group.get(f"initial_{key}", group[key])
+    row["lr"] = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    return row
+
+
+def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, name: str | None = None) -> str:
+    """Return rule, form, and each role's tensors, elements and learning rates, in at most 160 characters.
+
+    `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.
+    """
+    groups = trained_groups(param_groups, model)
+    first = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
+    rule = MUON if name == MUON else first["mars_type"]
+    form = "approximate" if first["is_approx"] else "exact"
+    betas = "({:g}, {:g})".format(*first["betas"])
+    roles = list(dict.fromkeys(group["role"] for group in groups))
+    parts = [_part_of_line(role, [group for group in groups if group["role"] == role]) for role in roles]
+    if UPDATE_RULES[first["mars_type"]].orthogonalizes and "matrix" not in roles:
+        parts.insert(0, "nothing is orthogonalized")
+    text = f"{rule} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
+    return textwrap.shorten(text, 160, placeholder="...")
+
+
+def _part_of_line(role: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    tensors = sum(group["tensors"] for group in groups)
+    elements = sum(group["parameters"] for group in groups)
+    rates = sorted({group["lr"] for group in groups})
+    lr = f"{rates[0]:.3g}"
+    if f"{rates[-1]:.3g}" != lr:
+        lr = f"{lr}-{rates[-1]:.3g}"
+    noun = role if tensors == 1 else _PLURALS.get(role, role)
+    return f"{tensors} {noun} ({elements:,}) at lr={lr}"

@@ -1,0 +1,1 @@
+"""One step of MARS, on the tensors of this rank."""

@@ -1,0 +1,337 @@
+"""Collect what a step touches, look at every tensor of it, and sort all into lists that one call of a backend takes.
+
+All lists are made anew in each step: nothing of a former one is trusted. Errors are raised before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic.orthogonalize import iteration_dtype
+from mars_hf.arithmetic.update_rules import UpdateRule
+from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
+from mars_hf.kernels import Backend, choose_backend
+from mars_hf.kernels.memory import Memory, are_apart, inspect_memory
+from mars_hf.step import states
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+@dataclass
+class TensorList:
+    """Tensors of one group, device and dtypes that one call of a backend takes: whole parameters or shards.
+
+    Each list has one entry per parameter or shard, or is empty if the rule does not need it. With the factors the
+    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last is last_grad.
+    """
+
+    group: dict[str, Any]
+    rule: UpdateRule
+    backend: Backend
+    chunk: Any = None  # equal for matrices orthogonalized together; None if the rule does not orthogonalize
+    process_group: Group = None  # ranks that hold the other shards; None for whole parameters
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    exp_avg: list[Tensor] = field(default_factory=list)
+    exp_avg_sq: list[Tensor] = field(default_factory=list)
+    max_exp_avg_sq: list[Tensor] = field(default_factory=list)
+    last_grad: list[Tensor] = field(default_factory=list)
+    compensation: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)  # of the parameters
+    offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
+    fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
+    correction: float = 0.0  # k
+    # Set between collecting and updating:
+    sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
+    scale: Tensor | None = None  # 0-d; None means 1
+    factors: Tensor | None = None  # one per entry; None means 1
+    limits: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
+    squares: Tensor | None = None  # <g, g> of lists with limits; None before it is known
+
+    @property
+    def clip_threshold(self) -> float | None:
+        """Return the largest norm of a corrected gradient; None for no clipping, and for AdamW."""
+        return self.group["clip_threshold"] if self.rule.corrects else None
+
+    def select(self, positions: Sequence[int]) -> TensorList:
+        """Return a list of some entries, without sums."""
+        selected: dict[str, Any] = {}
+        for item in fields(self):
+            column = getattr(self, item.name)
+            if isinstance(column, list) and column:
+                selected[item.name] = [column[position] for position in positions]
+        if self.factors is not None:
+            selected["factors"] = self.factors[positions]
+        return replace(self, sums=None, **selected)
+
+
+class Entry(NamedTuple):
+    """A parameter with a gradient, and all that its step touches."""
+
+    group_index: int
+    param_index: int
+    param: Tensor
+    state: dict[str, Any]
+    buffers: tuple[str, ...]  # keys of the state that its rule uses
+    tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
+
+
+class _Key(NamedTuple):
+    """What the members of a list have in common."""
+
+    group_index: int
+    device: torch.device
+    buffers: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of parameter, gradient and buffers
+    state_fits: bool  # kernels can take parameters and states
+    process_group: Group
+    chunk: Any
+
+
+class _Member(NamedTuple):
+    """A whole parameter or a shard of one, to go into a list."""
+
+    entry: Entry
+    shard: Shard | None
+    grad_fits: bool
+
+
+def build_lists(
+    param_groups: Sequence[dict[str, Any]],
+    rules: Sequence[UpdateRule],
+    all_states: MutableMapping[Tensor, Any],
+    specs: Mapping[Tensor, ShardSpec],
+    chunk_of: Mapping[int, Any],
+) -> tuple[list[TensorList], list[dict[str, Any]]]:
+    """Check every tensor of the step, add missing buffers to states, and sort all by what one call can take.
+
+    Args:
+        param_groups: the optimizer's groups.
+        rules: their update rules.
+        all_states: the optimizer's states; those of new parameters are stored if no check fails.
+        specs: specs of the sharded tensors.
+        chunk_of: the chunk of each matrix to orthogonalize, by its index.
+
+    Returns:
+        The lists, and the states of all parameters that have a gradient.
+
+    Raises:
+        RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
+    """
+    entries = _collect(param_groups, rules, all_states)
+    if _are_ordinary(entries):
+        memories = [Memory(state_fits=True, grad_fits=True)] * len(entries)
+    else:
+        entries = [_checked(entry, param_groups[entry.group_index]) for entry in entries]
+        memories = inspect_memory([entry.tensors for entry in entries])
+    averaging = _averaging_groups(entries, param_groups, rules)
+    for group in averaging:
+        _reject_another_gamma(group)
+
+    step_numel = sum(entry.tensors[0].numel() for entry in entries)
+    lists = []
+    for key, members in _sort(entries, memories, rules, specs, chunk_of).items():
+        group, rule = param_groups[key.group_index], rules[key.group_index]
+        lists.append(_make_list(key, members, group, rule, step_numel))
+
+    for entry in entries:
+        all_states[entry.param] = entry.state
+    for group in averaging:
+        group["gamma_of_average"] = float(group["gamma"])
+    return lists, [entry.state for entry in entries]
+
+
+def _averaging_groups(
+    entries: Sequence[Entry], param_groups: Sequence[dict[str, Any]], rules: Sequence[UpdateRule]
+) -> list[dict[str, Any]]:
+    """Return the groups under MARS whose first moments are averages of gradients, for one gamma."""
+    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers}
+    return [param_groups[index] for index in without_last_grads if rules[index].corrects]
+
+
+# --- collect ----------------------------------------------------------------------------------------------------------
+
+
+def _collect(
+    param_groups: Iterable[dict[str, Any]], rules: Iterable[UpdateRule], all_states: Mapping[Tensor, Any]
+) -> list[Entry]:
+    """Return the parameters with gradients, and for those that lack buffers new ones."""
+    entries = []
+    param_index = -1
+    for group_index, (group, rule) in enumerate(zip(param_groups, rules, strict=True)):
+        for param in group["params"]:
+            param_index += 1
+            if param.grad is None:
+                continue
+            state = all_states[param] if param in all_states else {}
+            buffers = states.buffers_of(rule, param, group, state)
+            if not state.keys() >= {*buffers, "step"}:
+                check_gradient(param, param.grad)
+                states.prepare(param, group, state, buffers)
+            tensors = [param, param.grad, *[state[key] for key in buffers]]
+            entries.append(Entry(group_index, param_index, param, state, buffers, tensors))
+    return entries
+
+
+def _are_ordinary(entries: Sequence[Entry]) -> bool:
+    """Return whether a step is like most: one fast test of all tensors, in place of a close look at each.
+
+    They are plain, floating point, on one device, contiguous, of the parameters' shapes, and lie apart.
+    """
+    tensors = [tensor for entry in entries for tensor in entry.tensors]
+    if not _are_plain(tensors) or not _are_counts([entry.state["step"] for entry in entries]):
+        return False
+    if not all(map(_has_one_shape, entries)):
+        return False
+    return all(map(Tensor.is_contiguous, tensors)) and are_apart(tensors)
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors hold floating point values as they are, on one device."""
+    if not set(map(type, tensors)) <= PLAIN or any(tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    if any(map(Tensor.is_neg, tensors)) or len({tensor.device for tensor in tensors}) > 1:
+        return False
+    return {tensor.dtype for tensor in tensors} <= _FLOATS
+
+
+def _are_counts(steps: Sequence[Any]) -> bool:
+    return set(map(type, steps)) == {Tensor} and not any(map(Tensor.dim, steps))
+
+
+def _has_one_shape(entry: Entry) -> bool:
+    shapes = [tensor.shape for tensor in entry.tensors]
+    return shapes.count(shapes[0]) == len(shapes)
+
+
+def _checked(entry: Entry, group: Mapping[str, Any]) -> Entry:
+    """Check gradient and state of an entry, and return it with what this rank holds of its tensors."""
+    param, state = entry.param, entry.state
+    check_gradient(param, param.grad)
+    states.prepare(param, group, state, entry.buffers)
+    tensors = [param, param.grad, *[state[key] for key in entry.buffers]]
+    if type(param) not in PLAIN:
+        tensors = [local(tensor.detach()) for tensor in tensors]
+    return entry._replace(tensors=tensors)
+
+
+def check_gradient(param: Tensor, grad: Any) -> None:
+    """Raise RuntimeError for a parameter or gradient that MARS cannot use."""
+    shape = param.shape
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"gradient of layout {grad.layout} for a parameter of shape {tuple(shape)}: MARS takes dense "
+            "(torch.strided) gradients only; build the embedding with sparse=False"
+        )
+    if not {grad.dtype, param.dtype} <= _FLOATS:
+        raise RuntimeError(
+            f"gradient of dtype {grad.dtype} for a parameter of shape {tuple(shape)} and dtype {param.dtype}: MARS "
+            "takes float16, bfloat16, float32 and float64 only"
+        )
+    if grad.shape != shape or grad.device != param.device:
+        raise RuntimeError(
+            f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {tuple(shape)} on "
+            f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
+        )
+    if param.is_neg():
+        raise RuntimeError(f"a parameter of shape {tuple(shape)} is a negated view; use its .resolve_neg()")
+    if 0 in param.stride() and states.is_expanded(param):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(shape)} is expanded (strides {param.stride()}): its elements share memory "
+            "and cannot be updated; use its .clone()"
+        )
+
+
+def _reject_another_gamma(group: Mapping[str, Any]) -> None:
+    """Raise RuntimeError if gamma has changed in a group whose first moments are averages, for one gamma."""
+    gamma, before = group["gamma"], group.get("gamma_of_average")
+    if before not in (None, gamma):
+        raise RuntimeError(
+            f"gamma={gamma} after steps with {before}: without clipping the state has no last gradients, which "
+            "another gamma needs. Keep gamma, or start the run with clip_threshold=1e30 (keeps last gradients, "
+            "never clips)"
+        )
+
+
+# --- sort -------------------------------------------------------------------------------------------------------------
+
+
+def _sort(
+    entries: Sequence[Entry],
+    memories: Sequence[Memory],
+    rules: Sequence[UpdateRule],
+    specs: Mapping[Tensor, ShardSpec],
+    chunk_of: Mapping[int, Any],
+) -> dict[_Key, list[_Member]]:
+    """Sort whole parameters and shards by what the members of a list have in common."""
+    members: dict[_Key, list[_Member]] = {}
+    for entry, memory in zip(entries, memories, strict=True):
+        spec = specs.get(entry.param) if specs else None
+        shards: Sequence[Shard | None] = (None,) if spec is None else spec.shards
+        for shard in shards:
+            chunk = None
+            if rules[entry.group_index].orthogonalizes:
+                chunk = chunk_of.get(_param_index(entry, shard))
+            key = _Key(
+                group_index=entry.group_index,
+                device=entry.tensors[0].device,
+                buffers=entry.buffers,
+                dtypes=tuple([tensor.dtype for tensor in entry.tensors]),
+                state_fits=memory.state_fits,
+                process_group=None if spec is None else spec.group,
+                chunk=chunk,
+            )
+            members.setdefault(key, []).append(_Member(entry, shard, memory.grad_fits))
+    return members
+
+
+def _param_index(entry: Entry, shard: Shard | None) -> int:
+    """Return the index of the parameter: tensors of ZeRO that hold several are not at theirs."""
+    return entry.param_index if shard is None else shard.param_index
+
+
+def _make_list(
+    key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, step_numel: int
+) -> TensorList:
+    """Choose a backend for some members, and put their tensors into columns."""
+    names = ("params", "grads", *key.buffers)
+    dtypes = dict(zip(names, key.dtypes, strict=True))
+    if rule.orthogonalizes:  # kernels write first moments, and round no parameters
+        dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
+        dtypes.pop("compensation", None)
+    backend = choose_backend(group, key.device, dtypes, rule.arithmetic, step_numel, dense=key.state_fits)
+    rows = [_tensors_of(member, backend) for member in members]
+    columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    tensors = TensorList(group, rule, backend, key.chunk, key.process_group, **columns)
+    for entry, shard, _ in members:
+        tensors.states.append(entry.state)
+        tensors.steps.append(entry.state["step"])
+        tensors.indices.append(_param_index(entry, shard))
+        tensors.offsets.append(0 if shard is None else shard.slice.offset)
+        tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole)
+    if group["maximize"]:
+        tensors.scale = torch.full((), -1.0, device=key.device)
+    if tensors.last_grad:
+        beta1 = float(group["betas"][0])
+        tensors.correction = float(group["gamma"]) * beta1 / (1 - beta1)
+    return tensors
+
+
+def _tensors_of(member: _Member, backend: Backend) -> list[Tensor]:
+    """Return the tensors of a member; a gradient that does not suit the backend is copied."""
+    tensors, shard = member.entry.tensors, member.shard
+    param, grad = tensors[:2]
+    # PyTorch takes any gradient but a negated one: it loses the neg bit between float16 and float32.
+    must_copy = grad.is_neg() if backend.kernels is None else not member.grad_fits
+    if must_copy:
+        tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
+    if shard is None or shard.numel == param.numel():
+        return tensors
+    return [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]

@@ -1,0 +1,108 @@
+"""Measure what a step of MARS does: sums stay on the device until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic.rules import SUM_DTYPES
+from mars_hf.distributed.norms import all_reduce
+from mars_hf.distributed.tensors import Group
+
+HERE = object()  # stands for this rank alone; None is the default process group
+
+
+def counted_by(process_group: Group) -> Group:
+    """Return whose sums a list counts in: those of the ranks that hold its shards, or of this rank alone (None)."""
+    return HERE if process_group is None else process_group
+
+
+class StepMetrics:
+    """Accumulate sums over the parameters that use the MARS rule.
+
+    `add` queues work on the parameters' device and never waits for it; `read` waits once. All sums are additive over
+    parameters and their pieces, so they add up across ranks.
+    """
+
+    def __init__(self) -> None:
+        """Start with empty sums."""
+        self._sums: dict[tuple[Group, torch.device], Tensor] = {}
+        self._sharded: dict[Group, torch.device] = {}
+
+    def join(self, group: Group, device: torch.device) -> None:
+        """Take part in the sums of a process group, even if this rank holds no piece of a parameter."""
+        self._sharded.setdefault(group, device)
+
+    def add(
+        self,
+        sums: Tensor,
+        squares: Tensor,
+        shares: Sequence[float],
+        clip_threshold: float | None,
+        *,
+        has_last: bool,
+        group: Group = HERE,
+    ) -> None:
+        """Add pieces of parameters, whole ones included.
+
+        Args:
+            sums: sums over the pieces, from `rules.sums`.
+            squares: squared norm of the whole c_t that each piece belongs to.
+            shares: each piece's fraction of its parameter.
+            clip_threshold: the group's threshold; None for no clipping.
+            has_last: whether the bucket has last gradients to compare with.
+            group: process group that holds the other pieces; by default this rank holds them all.
+        """
+        parts = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
+            sums.device, non_blocking=True
+        )
+        clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
+        gg, gl, ll, cc = sums.sum(dim=1).unbind()
+        compared = parts.sum() * has_last
+        self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
+
+    def add_update(self, update: Tensor, group: Group = HERE) -> None:
+        """Add a piece's x_{t+1} - x_t."""
+        square = torch.linalg.vector_norm(update, dtype=SUM_DTYPES[update.device.type]).square()
+        self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics as floats, the same on every rank; empty if no parameter uses the MARS rule.
+
+        - `mars/clip_fraction`: fraction of the parameters whose c_t exceeds `clip_threshold`.
+        - `mars/corrected_norm_ratio`: ||c_t|| / ||g_t|| over all parameters together, before clipping.
+        - `mars/grad_cosine`: cosine of g_t and g_{t-1}; missing at the first step, which has no g_{t-1}.
+          These two are missing if no last gradient is kept (see `Mars`, State).
+        - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
+        """
+        total = torch.zeros(9, dtype=torch.float64, device="cpu")
+        for group, device in self._sharded.items():
+            sums = self._sums.pop((group, device), _zeros(device))
+            total += all_reduce(sums, group).cpu().double()
+        for sums in self._sums.values():
+            total += sums.cpu().double()
+        count, clipped, compared, corrected, gradient, last, product, update, elements = total.tolist()
+        if not count:
+            return {}
+        metrics = {
+            "mars/clip_fraction": clipped / count,
+            "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
+        }
+        if compared:
+            metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient else 0.0
+            if last:
+                metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient else 0.0
+        return metrics
+
+    def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
+        device = values[0].device
+        if (group, device) not in self._sums:
+            self._sums[group, device] = _zeros(device)
+        sums = self._sums[group, device]
+        sums[first : first + len(values)] += torch.stack([value.to(sums.dtype) for value in values])
+
+
+def _zeros(device: torch.device) -> Tensor:
+    return torch.zeros(9, dtype=SUM_DTYPES[device.type], device=device)

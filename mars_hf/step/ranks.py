@@ -1,0 +1,167 @@
+"""What the ranks of a step share: sums over whole parameters, errors, and the work on matrices.
+
+A process alone has the same object with nothing in it, so a step does not ask whether there are others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mars_hf.arithmetic.update_rules import UpdateRule
+from mars_hf.distributed.exchange import Exchange, MatrixPlanner, Round
+from mars_hf.distributed.norms import GroupSums
+from mars_hf.distributed.shards import Shards
+from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
+from mars_hf.step.lists import TensorList
+from mars_hf.step.metrics import StepMetrics
+
+
+@dataclass
+class SharedStep:
+    """What this rank shares with others in one step; empty for a process alone."""
+
+    specs: Mapping[Tensor, ShardSpec]  # of sharded parameters
+    chunk_of: Mapping[int, Any]  # of matrices to orthogonalize, by the index of the parameter
+    planner: MatrixPlanner
+    sums: GroupSums | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other rank takes part."""
+        return self.sums is None
+
+    @contextlib.contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Let an error of the block stop all ranks, with one message; nothing may have changed when it is raised."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if self.sums is not None:
+                self.sums.reduce(error)  # raises on all ranks
+            raise
+
+    def reduce(self, lists: Sequence[TensorList], rows: slice) -> None:
+        """Add up some rows of the sums over shards to sums over whole parameters. Collective."""
+        if self.sums is None:
+            return
+        for tensors in lists:
+            if tensors.sums is not None and tensors.process_group is not None:
+                self.sums.add(tensors.process_group, tensors.indices, tensors.sums[rows])
+        self.sums.reduce()
+
+    def whole_sums(self, tensors: TensorList, sums: Tensor) -> Tensor:
+        """Return sums over whole parameters: for a list of shards, those that `reduce` has added up."""
+        if self.sums is None or tensors.process_group is None:
+            return sums
+        return self.sums.select(tensors.process_group, tensors.indices).to(sums)
+
+    def sums_of_row(self, row: int) -> list[Tensor]:
+        """Return the sum of a row over all shared parameters, 0-d; none for a process alone."""
+        return [] if self.sums is None else [self.sums.sum_of_row(row)]
+
+    def chunks(self, lists: Sequence[TensorList]) -> dict[Any, tuple[Exchange, Round] | None]:
+        """Return the chunks of matrices: rounds that ranks share, in one order, then those of this rank alone."""
+        chunks: dict[Any, tuple[Exchange, Round] | None] = {}
+        if self.sums is not None:
+            chunks.update(self.planner.rounds(self.sums))
+        for tensors in lists:
+            if tensors.chunk is not None:
+                chunks.setdefault(tensors.chunk, None)
+        return chunks
+
+
+class Ranks:
+    """Find what ranks share in a step: each one looks for shards anew; plans of exchanges are kept."""
+
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Remember the parameters of these groups."""
+        self.shards = Shards(param_groups)
+        self._planner = MatrixPlanner()
+
+    def begin(
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        rules: Sequence[UpdateRule],
+        *,
+        max_grad_norm: float | None,
+        metrics: StepMetrics | None,
+        process_group: Group,
+        model: weakref.ref[nn.Module] | None,
+    ) -> SharedStep:
+        """Return what a step shares. Collective where ranks share matrices for the first time.
+
+        Args:
+            param_groups: the optimizer's groups.
+            rules: their update rules.
+            max_grad_norm: largest global norm; None for no scaling.
+            metrics: what measures the step; None for nothing.
+            process_group: ranks that hold the same whole parameters; None for none.
+            model: the model of the optimizer; None if it is not known.
+
+        Raises:
+            RuntimeError: a tensor is a part of something unknown, or a global norm is asked for under DeepSpeed.
+        """
+        specs = self._locate(param_groups, rules, max_grad_norm, model)
+        chunk_of: Mapping[int, Any] = {}
+        self._planner.shared = []
+        if any(rule.orthogonalizes for rule in rules):
+            chunk_of = self._planner.assign(param_groups, specs, self.shards.shapes, process_group)
+        shared = SharedStep(specs, chunk_of, self._planner)
+        sharded: list[Tensor] = []  # whose sums this rank adds to those of others
+        for group, rule in zip(param_groups, rules, strict=True):
+            if max_grad_norm is not None or _needs_norms(group, rule, metrics):
+                sharded += [param for param in group["params"] if param in specs]
+        if sharded or self._planner.shared:
+            shared.sums = self._sums(param_groups, rows=1 if max_grad_norm is None else 3)
+            self._register(sharded, specs, shared.sums, metrics)
+        return shared
+
+    def _sums(self, param_groups: Sequence[Mapping[str, Any]], *, rows: int) -> GroupSums:
+        """Return sums over whole parameters, which are 0 yet."""
+        params = [param for group in param_groups for param in group["params"]]
+        count = max(len(self.shards.shapes), len(params))
+        return GroupSums(count, rows, local(params[0]).device)
+
+    def _register(
+        self,
+        sharded: Sequence[Tensor],
+        specs: Mapping[Tensor, ShardSpec],
+        sums: GroupSums,
+        metrics: StepMetrics | None,
+    ) -> None:
+        """Say which sums this rank takes part in, and which gradients it has."""
+        for param in sharded:
+            sums.register_shards(specs[param], has_gradient=param.grad is not None)
+            if metrics is not None:
+                metrics.join(specs[param].group, local(param).device)
+        self._planner.register(sums)
+
+    def _locate(
+        self,
+        param_groups: Sequence[Mapping[str, Any]],
+        rules: Sequence[UpdateRule],
+        max_grad_norm: float | None,
+        model: weakref.ref[nn.Module] | None,
+    ) -> dict[Tensor, ShardSpec]:
+        """Return the specs of the sharded parameters whose norms or directions may be needed."""
+        wanted = [max_grad_norm is not None or rule.corrects for rule in rules]
+        specs = self.shards.locate(param_groups, wanted, model)
+        if max_grad_norm is not None and not all(map(is_dtensor, specs)):
+            raise RuntimeError(
+                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
+                "in its JSON, and max_grad_norm=None"
+            )
+        return specs
+
+
+def _needs_norms(group: Mapping[str, Any], rule: UpdateRule, metrics: StepMetrics | None) -> bool:
+    """Return whether a step needs the norms, or the directions, of a group's corrected gradients."""
+    if not rule.corrects:
+        return False
+    return rule.orthogonalizes or group["clip_threshold"] is not None or metrics is not None

@@ -1,0 +1,214 @@
+"""What the optimizer keeps per parameter: the buffers that its rule needs, their dtypes, and which ones it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic.rules import parse_dtype
+from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
+from mars_hf.groups import settings
+
+# Tensors of a state that have the parameter's shape.
+BUFFERS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "last_grad",
+    "compensation",
+    "previous_grad",
+    "previous_param",
+)
+
+
+class UnfitStateError(ValueError, RuntimeError):
+    """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
+
+
+def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Iterable[str]) -> None:
+    """Check a state, and add those buffers that it lacks, as zeros.
+
+    Raises:
+        RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
+    """
+    check_state(param, state)
+    if lacks_last_grad(group, state):
+        shape = tuple(param.shape)
+        if "gamma_of_average" in group:
+            raise RuntimeError(
+                f"a parameter of shape {shape} has no last gradient, which clip_threshold={group['clip_threshold']!r} "
+                f"and second_moment={group['second_moment']!r} need and the steps before did not. Set both back, or "
+                "start the run with clip_threshold=1e30 (keeps last gradients, never clips)"
+            )
+        raise RuntimeError(
+            f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own "
+            "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
+        )
+    state["step"] = step_of(state.get("step", 0))
+    for key in buffers:
+        if key not in state:
+            dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
+            state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
+    """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
+    keys = ["exp_avg"]
+    if rule.has_second_moment:
+        keys.append("exp_avg_sq")
+        if group["amsgrad"]:
+            keys.append("max_exp_avg_sq")
+    if rule.corrects and ("last_grad" in state or not averages_gradients(rule, group)):
+        keys.append("last_grad")
+    if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
+        keys.append("compensation")
+    return tuple(keys)
+
+
+def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32."""
+    if "exp_avg" in state:
+        return state["exp_avg"].dtype
+    if group["state_dtype"] is not None:
+        return parse_dtype(group["state_dtype"])
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
+    """Return whether first moments follow from averages of the gradients alone, without last gradients.
+
+    A state that already has a last gradient keeps using it.
+    """
+    if not rule.corrects or not group["is_approx"] or group["clip_threshold"] is not None:
+        return False
+    return not rule.has_second_moment or group["second_moment"] == "gradient"
+
+
+def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
+    """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
+    rule = update_rule(group)
+    if not rule.corrects or not group["is_approx"] or averages_gradients(rule, group):
+        return False
+    return "exp_avg" in state and "last_grad" not in state
+
+
+def step_of(value: Any) -> Tensor:
+    """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
+    is_count = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float32
+    if is_count and value.device.type == "cpu":
+        return value
+    return torch.full((), float(value), dtype=torch.float32, device="cpu")
+
+
+def check_state(
+    param: Tensor, state: Mapping[str, Any], what: str = "the state of a parameter", *, anywhere: bool = False
+) -> None:
+    """Raise UnfitStateError unless every tensor of a state fits its parameter.
+
+    Args:
+        param: the parameter.
+        state: its state.
+        what: name of the state in the message.
+        anywhere: whether tensors may be on another device than the parameter, as while loading.
+    """
+    for key, value in state.items():
+        if key == "step":
+            _check_step(param, value, what)
+        elif key in BUFFERS:
+            _check_buffer(param, key, value, what, anywhere=anywhere)
+
+
+def _check_step(param: Tensor, value: Any, what: str) -> None:
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not is_number:
+        raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
+
+
+def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: bool) -> None:
+    fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+    if not fits or (not anywhere and value.device != param.device):
+        raise UnfitStateError(
+            f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
+            "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
+            "size cannot be resumed: start with a fresh optimizer"
+        )
+    view = None
+    if value.is_neg():
+        view = "a negated view"
+    elif 0 in value.stride() and is_expanded(value):
+        view = f"expanded (strides {value.stride()})"
+    if view is not None:
+        raise UnfitStateError(
+            f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
+            "it with its .clone()"
+        )
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
+        _check_saved_group(index, saved, group)
+    for id_, param in _pairs(state_dict, groups):
+        check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+
+
+def _check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    if "role" not in saved:
+        raise ValueError(
+            f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
+            "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
+            "copy without optimizer.pt and scheduler.pt"
+        )
+    both_have_patterns = "pattern" in saved and "pattern" in group
+    if both_have_patterns and saved["pattern"] != group["pattern"]:
+        raise ValueError(
+            f"param group {index} was saved with the pattern {saved['pattern']!r} of param_rules and has "
+            f"{group['pattern']!r} here; build the optimizer with the param_rules it was saved with, in their order"
+        )
+    was = {**saved, "layout": matrix_layouts.to_plain(saved.get("layout"))}
+    now = {**group, "layout": matrix_layouts.to_plain(group.get("layout"))}
+    for key in ("role", "mars_type", "is_approx", "layout"):
+        if was[key] != now[key]:
+            raise ValueError(
+                f"param group {index} was saved with {key}={was[key]!r} and is {now[key]!r} here; build the "
+                "optimizer from the same parameters, in the same order and with the same settings (of layouts: "
+                "split_fused) as when it was saved"
+            )
+    try:
+        settings.check_values(saved)
+    except ValueError as error:
+        raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
+
+
+def copy_loaded(
+    state: MutableMapping[Tensor, Any], state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Copy saved tensors, in the dtypes they have, over the state that torch made of them."""
+    for id_, param in _pairs(state_dict, groups):
+        for key, value in state_dict["state"].get(id_, {}).items():
+            if key == "step":
+                state[param][key] = step_of(value).clone()
+            elif isinstance(value, Tensor):
+                state[param][key] = value.detach().to(param.device, copy=True)
+
+
+def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Tensor]]:
+    """Return saved ids and the parameters they belong to."""
+    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+    params = [param for group in groups for param in group["params"]]
+    return list(zip(ids, params, strict=False))  # torch complains of other lengths
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)

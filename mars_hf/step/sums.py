@@ -1,0 +1,169 @@
+"""The norms of a step: taken, added up over ranks, and turned into a scale and into clipping factors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic import rules
+from mars_hf.step.last_norms import LastNorms
+from mars_hf.step.lists import TensorList
+from mars_hf.step.metrics import StepMetrics, counted_by
+from mars_hf.step.ranks import SharedStep
+
+# Rows of the sums over a list: <g, g>, <g, last>, <last, last>, <c, c>.
+GG, GL, LL, CC = range(4)
+PRODUCTS, CORRECTED = slice(GG, LL + 1), slice(CC, CC + 1)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def take_sums(
+    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, last_norms: LastNorms
+) -> None:
+    """Take the sums over each list that needs norms.
+
+    Lists of compiled kernels that clip get limits from remembered norms instead: `update` sees to the rest.
+
+    Args:
+        lists: the lists of the step.
+        max_grad_norm: largest global norm; None for no scaling.
+        metrics: what measures the step; None for nothing.
+        last_norms: norms of last gradients that the step before has taken.
+    """
+    for tensors in lists:
+        if max_grad_norm is None:
+            _take_corrected(tensors, metrics, last_norms)
+        else:
+            _take_products(tensors, metrics, last_norms)
+
+
+def _take_corrected(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take <c, c>, and the products that metrics need."""
+    if not _needs_corrected(tensors, metrics):
+        return
+    if metrics is None and _can_bound(tensors):
+        _bound(tensors, last_norms)
+        return
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads,
+        tensors.last_grad,
+        products=metrics is not None,
+        scale=tensors.scale,
+        k=tensors.correction,
+    )
+
+
+def _take_products(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
+    """Take the products: <c, c> follows from them when the norm of all gradients is known."""
+    last_grads = tensors.last_grad if _needs_corrected(tensors, metrics) else []
+    if _can_bound(tensors):
+        _bound(tensors, last_norms)
+        last_grads = []
+    tensors.sums = tensors.backend.run_sums(
+        tensors.grads, last_grads, corrected=False, scale=tensors.scale, k=tensors.correction
+    )
+
+
+def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
+    """Return whether the norms of corrected gradients are needed."""
+    return tensors.clip_threshold is not None or (metrics is not None and tensors.rule.corrects)
+
+
+def _can_bound(tensors: TensorList) -> bool:
+    """Return whether remembered norms can bound c: if the update can leave out tensors that may be clipped."""
+    if tensors.clip_threshold is None or not tensors.last_grad or not tensors.group["is_approx"]:
+        return False
+    if tensors.backend.name != "compiled" or tensors.process_group is not None:
+        return False
+    return not any(map(Tensor.is_inference, tensors.last_grad))  # these have no versions
+
+
+def _bound(tensors: TensorList, last_norms: LastNorms) -> None:
+    assert tensors.clip_threshold is not None
+    tensors.limits = last_norms.limits(tensors.last_grad, tensors.clip_threshold, tensors.correction)
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def set_factors(
+    lists: Sequence[TensorList], shared: SharedStep, max_grad_norm: float | None, metrics: StepMetrics | None
+) -> Tensor | None:
+    """Set the scale and the clipping factors of all lists, and return the global norm of the gradients.
+
+    Args:
+        lists: the lists of the step, with their sums.
+        shared: what ranks share, for lists of shards.
+        max_grad_norm: largest global norm; None for no scaling, and no norm.
+        metrics: receives the sums; None measures nothing.
+    """
+    summed = [(tensors, tensors.sums) for tensors in lists if tensors.sums is not None]
+    if max_grad_norm is None:
+        for tensors, sums in summed:
+            _set_clip_factors(tensors, sums, shared, metrics)
+        return None
+    squares = [sums[GG].sum() for tensors, sums in summed if tensors.process_group is None]
+    norm = _norm_of([*squares, *shared.sums_of_row(GG)])
+    scale = rules.global_scale(norm, max_grad_norm)
+    for tensors, sums in summed:
+        _set_scale(tensors, sums, scale, shared, metrics)
+    return norm
+
+
+def _norm_of(squares: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients, from sums of their squares on any devices."""
+    if not squares:
+        squares = [torch.zeros((), dtype=torch.float64, device="cpu")]
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
+
+
+def _set_scale(
+    tensors: TensorList, sums: Tensor, scale: Tensor, shared: SharedStep, metrics: StepMetrics | None
+) -> None:
+    """Scale the gradients of a list, and then clip its corrected gradients."""
+    k = tensors.correction
+    scale = scale.to(sums.device, sums.dtype, non_blocking=True)
+    tensors.scale = scale if tensors.scale is None else tensors.scale * scale
+    if tensors.limits:
+        tensors.squares = sums[GG] * scale**2
+        if metrics is not None:  # the factors that the update would find, to the bit
+            tensors.limits = []
+            sums = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k)
+            _set_clip_factors(tensors, sums, shared, metrics)
+    elif _needs_corrected(tensors, metrics):
+        whole = shared.whole_sums(tensors, sums[PRODUCTS])
+        square = rules.corrected_square(whole, k, scale)
+        _clip(tensors, square)
+        if metrics is not None:
+            corrected = rules.corrected_square(sums, k, scale)
+            scaled = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
+            _measure(tensors, scaled, square, metrics)
+
+
+def _set_clip_factors(tensors: TensorList, sums: Tensor, shared: SharedStep, metrics: StepMetrics | None) -> None:
+    """Clip the corrected gradients of a list by their sums of squares."""
+    (square,) = shared.whole_sums(tensors, sums[CORRECTED])
+    _clip(tensors, square)
+    if metrics is not None:
+        _measure(tensors, sums, square, metrics)
+
+
+def _clip(tensors: TensorList, square: Tensor) -> None:
+    if tensors.clip_threshold is not None:
+        tensors.factors = rules.clip_factors(square, tensors.clip_threshold)
+
+
+def _measure(tensors: TensorList, sums: Tensor, square: Tensor, metrics: StepMetrics) -> None:
+    metrics.add(
+        sums,
+        square,
+        tensors.fractions,
+        tensors.clip_threshold,
+        has_last=bool(tensors.last_grad),
+        group=counted_by(tensors.process_group),
+    )

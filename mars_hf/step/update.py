@@ -1,0 +1,206 @@
+"""Move the parameters of a step: first moments, directions of matrices, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_hf.arithmetic import rules
+from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
+from mars_hf.distributed.exchange import Exchange, Matrix, Round
+from mars_hf.step.lists import TensorList
+from mars_hf.step.metrics import StepMetrics, counted_by
+from mars_hf.step.sums import CC
+
+# --- matrices ---------------------------------------------------------------------------------------------------------
+
+
+def update_matrices(
+    lists: Sequence[TensorList],
+    param_groups: Sequence[Mapping[str, Any]],
+    shared: tuple[Exchange, Round] | None,
+    metrics: StepMetrics | None,
+) -> None:
+    """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
+
+    Args:
+        lists: the lists of the chunk; on this rank there may be none.
+        param_groups: the optimizer's groups.
+        shared: the exchange and the matrices of a round that ranks share; None for matrices of this rank alone.
+        metrics: see `update`.
+    """
+    if shared is None:
+        directions = _directions_here(lists)
+    else:
+        directions = _directions_of_ranks(lists, param_groups, *shared)
+    for tensors in lists:
+        count = len(tensors.params)
+        update(tensors, directions[:count], metrics)
+        del directions[:count]
+
+
+def _directions_here(lists: Sequence[TensorList]) -> list[Tensor]:
+    """Return the directions of matrices of this rank alone."""
+    momenta: list[Tensor] = []
+    settings: list[NewtonSchulz] = []
+    for tensors in lists:
+        dtype = iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
+        momenta += _advance_momenta(tensors, dtype)
+        settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
+    is_double = lists[0].params[0].dtype == torch.float64
+    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32)
+
+
+def _directions_of_ranks(
+    lists: Sequence[TensorList], param_groups: Sequence[Mapping[str, Any]], exchange: Exchange, matrices: Round
+) -> list[Tensor]:
+    """Return what this rank holds of the directions of matrices that ranks share. Collective."""
+    dtype = exchange.groups.dtype
+    momenta: dict[int, Tensor] = {}
+    devices: list[torch.device] = []
+    for tensors in lists:
+        advanced = _advance_momenta(tensors, dtype)
+        momenta |= dict(zip(tensors.indices, advanced, strict=True))
+        devices += [momentum.device for momentum in advanced]
+
+    def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+        settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
+        return compute_directions(wholes, settings, dtype)
+
+    results = exchange.run(matrices, momenta, work)
+    return [results[index].to(device) for index, device in zip(momenta, devices, strict=True)]
+
+
+def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
+    """Advance the first moments of a list, and return them in the dtype of the iteration."""
+    momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
+    _write(tensors, momenta, "momentum")
+    return momenta
+
+
+# --- update -----------------------------------------------------------------------------------------------------------
+
+
+def count_steps(states: Sequence[Mapping[str, Any]]) -> None:
+    """Count a step in the states of the parameters that it moves."""
+    if states:
+        torch._foreach_add_([state["step"] for state in states], 1)
+
+
+def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
+    """Move the parameters of a list by one step, and keep its gradients as last gradients.
+
+    Args:
+        tensors: the list; its steps have been counted.
+        directions: one per entry if the rule orthogonalizes; None if not.
+        metrics: receives the change, entry by entry, which copies one at a time; None skips it.
+    """
+    if metrics is None or not tensors.rule.corrects:
+        _move(tensors, directions)
+        return
+    for single, direction in _one_by_one(tensors, directions):
+        (param,) = single.params
+        before = param.clone()
+        _move(single, direction)
+        dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
+        metrics.add_update(param.to(dtype) - before.to(dtype), counted_by(tensors.process_group))
+
+
+def _one_by_one(
+    tensors: TensorList, directions: list[Tensor] | None
+) -> Iterator[tuple[TensorList, list[Tensor] | None]]:
+    """Yield a list of each entry, with its direction."""
+    for position in range(len(tensors.params)):
+        yield tensors.select([position]), None if directions is None else [directions[position]]
+
+
+def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
+    """Write the moved parameters of a list."""
+    group = tensors.group
+    rounding = _rounding(tensors)
+    if directions is None:
+        _write(tensors, tensors.params, tensors.rule.arithmetic, rounding)
+    else:
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        rules.apply(tensors.params, directions, lr=lr, weight_decay=weight_decay, rounding=rounding)
+
+
+def _write(
+    tensors: TensorList, params: list[Tensor], arithmetic: str, rounding: rules.Rounding = rules.NEAREST
+) -> None:
+    """Write what an arithmetic gives into `params`: the moved parameters, or for "momentum" the first moments."""
+    squares = tensors.backend.run_update(
+        params,
+        tensors.grads,
+        tensors.exp_avg,
+        tensors.exp_avg_sq,
+        tensors.max_exp_avg_sq,
+        tensors.last_grad,
+        options=_options(tensors, arithmetic, rounding),
+    )
+    if tensors.limits:
+        tensors.squares = squares
+        _write_left_out(tensors, params, arithmetic)
+
+
+def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) -> None:
+    """Update the entries above their limits, which may be clipped: now their norms are taken."""
+    assert tensors.squares is not None and tensors.clip_threshold is not None
+    positions = []
+    for position, (square, limit) in enumerate(zip(tensors.squares.tolist(), tensors.limits, strict=True)):
+        if not square <= limit:  # NaN is above, too
+            positions.append(position)
+    if not positions:
+        return
+    left = replace(tensors.select(positions), limits=[], squares=None)
+    sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
+    left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
+    moves_params = params is tensors.params
+    _write(
+        left,
+        [params[position] for position in positions],
+        arithmetic,
+        _rounding(left) if moves_params else rules.NEAREST,
+    )
+
+
+def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> rules.Options:
+    group = tensors.group
+    averages_gradients = tensors.rule.corrects and not tensors.last_grad
+    return rules.Options(
+        arithmetic=arithmetic,
+        steps=[step.item() for step in tensors.steps],
+        lr=group["lr"],
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        k=tensors.correction,
+        scale=tensors.scale,
+        factors=tensors.factors,
+        nesterov=float(group["gamma"]) if averages_gradients else 0.0,
+        second_moment=group["second_moment"],
+        rounding=rounding,
+        limits=tensors.limits,
+        squares=tensors.squares,
+    )
+
+
+def _rounding(tensors: TensorList) -> rules.Rounding:
+    """Return how a list's parameters are rounded."""
+    kind = tensors.group["rounding"]
+    if kind == "nearest" or tensors.params[0].dtype != torch.bfloat16:
+        return rules.NEAREST
+    if kind == "kahan":
+        return rules.Rounding(kind=kind, compensations=tensors.compensation)
+    return rules.Rounding(kind=kind, seeds=_seeds(tensors))
+
+
+def _seeds(tensors: TensorList) -> list[int]:
+    """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
+    steps = [int(step.item()) for step in tensors.steps]
+    return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, tensors.offsets, strict=True)]

@@ -1,0 +1,404 @@
+"""Roles, learning rates, decay and rules by name, of plain parameters and of models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import arguments, gpt2, trainer
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.groups.param_groups import embeddings_and_heads
+from mars_hf.groups.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
+from mars_hf.groups.summary import trained_groups
+
+RULES = ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m"]
+
+
+def small() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {"wte": nn.Embedding(6, 4), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+    )
+
+
+def by_name(optimizer: Mars, key: str) -> dict:
+    return {name: group.get(key) for group in optimizer.param_groups for name in group["param_names"]}
+
+
+def names(optimizer: Mars, role: str) -> list[str]:
+    return [name for name, value in by_name(optimizer, "role").items() if value == role]
+
+
+def params(*shapes) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in shapes]
+
+
+def layout(**fields) -> dict:
+    return {"transposed": False, "parts": None, "batched": False, **fields}
+
+
+# --- plain parameters -------------------------------------------------------------------------------------------------
+
+
+def test_order():
+    a, b, c, d, e = params((2,), (2, 2), (), (2, 2, 1), (3, 1))
+    optimizer = Mars([{"params": iter([a, b, c, d])}, {"params": e}, {"params": [a.detach().clone()]}])
+    assert [group["role"] for group in optimizer.param_groups] == ["matrix", "vector", "matrix", "vector"]
+    members = [[id(param) for param in group["params"]] for group in optimizer.param_groups[:3]]
+    assert members == [[id(b), id(d)], [id(a), id(c)], [id(e)]]
+
+
+BETAS, BETAS_1D, OTHERS = (0.95, 0.99), (0.9, 0.95), (0.7, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "settings", "expected"),
+    [
+        ([{}], {"lr_1d": 1e-3, "betas_1d": OTHERS},
+         {"lr": [6e-3, 1e-3], "betas": [BETAS, OTHERS], "weight_decay": [0.1, 0.0]}),
+        ([{}], {"lr_1d": 1e-3, "optimize_1d": True},
+         {"lr": [6e-3, 6e-3], "betas": [BETAS] * 2, "weight_decay": [0.1, 0.1], "rule": ["mars-adamw"] * 2}),
+        ([{}, {"lr": 1e-4}], {}, {"lr": [6e-3, 3e-3, 1e-4, 5e-5]}),
+        ([{}, {"lr": 1e-4}], {"mars_type": "mars-m"}, {"lr": [6e-3, 6e-3, 1e-4, 1e-4]}),
+        ([{"lr": 1e-3}, {"lr_1d": 7e-4}], {"lr": 4e-3, "lr_1d": 1e-3}, {"lr": [1e-3, 2.5e-4, 4e-3, 7e-4]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
+        ([{"lr": 0.0}, {"lr_1d": 0.0}], {"lr_1d": 1e-3}, {"lr": [0.0, 0.0, 6e-3, 0.0]}),
+        ([{"weight_decay": 0.0}, {"weight_decay": 0.2}, {"weight_decay_1d": 0.3}], {"weight_decay_1d": 0.4},
+         {"weight_decay": [0.0, 0.0, 0.2, 0.2, 0.1, 0.3]}),
+        ([{"betas": OTHERS}, {"betas_1d": OTHERS}], {}, {"betas": [OTHERS, OTHERS, BETAS, OTHERS]}),
+        ([{"role": "adamw"}, {}], {"lr_1d": 1e-4, "betas_1d": OTHERS, "weight_decay_1d": 0.2},
+         {"lr": [1e-4, 6e-3, 1e-4], "betas": [OTHERS, BETAS, OTHERS], "weight_decay": [0.2, 0.1, 0.2],
+          "rule": ["adamw", "mars-adamw", "adamw"]}),
+        ([{"role": "adamw"}, {"role": "adamw", "weight_decay": 0.3}, {}], {"weight_decay": 0.2},
+         {"weight_decay": [0.2, 0.3, 0.2, 0.0]}),
+        ([{"role": "adamw"}, {}], {"weight_decay_1d": 0.0}, {"weight_decay": [0.0, 0.1, 0.0]}),
+        ([{"role": "adamw"}, {}], {"lr_1d": 1e-4, "optimize_1d": True},
+         {"lr": [1e-4, 6e-3, 6e-3], "betas": [BETAS_1D, BETAS, BETAS], "rule": ["adamw", "mars-adamw", "mars-adamw"]}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_roles(groups, settings, expected):
+    groups = [{"params": params((2, 2), (2,)), **group} for group in groups]
+    made = Mars(groups, **{"lr": 6e-3, "weight_decay": 0.1, **settings}).param_groups
+    for key, values in expected.items():
+        assert [update_rule(group).name if key == "rule" else group[key] for group in made] == values, key
+
+
+def test_partitioned_parameters():
+    partitioned = nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size((4, 8))  # as deepspeed.zero.Init leaves it
+    assert [group["role"] for group in Mars([partitioned]).param_groups] == ["matrix"]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_decay_is_that_of_trainer():
+    model = gpt2()
+    optimizer = mars_hf.create(model, weight_decay=0.1)
+    patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    trainers = set(get_parameter_names(model, [nn.LayerNorm], patterns)) & {n for n, _ in model.named_parameters()}
+    assert {name for name, decay in by_name(optimizer, "weight_decay").items() if decay > 0} == trainers
+    assert set(names(optimizer, "matrix")) == {n for n, p in model.named_parameters() if p.ndim == 2}
+    assert set(names(optimizer, "vector")) == {n for n, p in model.named_parameters() if p.ndim == 1}
+
+
+def test_tied_weights():
+    model = gpt2()
+    optimizer = mars_hf.create(model)
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert len(ids) == len(set(ids)) == len(list(model.parameters()))
+    assert names(optimizer, "matrix")[0] == "transformer.wte.weight"
+    for pattern in ("transformer.wte.*", "lm_head.*"):
+        tied = mars_hf.create(model, param_rules=[(pattern, {"lr": 1e-2})])
+        assert [name for name, lr in by_name(tied, "lr").items() if lr == 1e-2] == ["transformer.wte.weight"]
+    assert "lm_head.weight" in names(mars_hf.create(gpt2(tie_word_embeddings=False)), "matrix")
+
+
+def test_frozen_parameters():
+    model = gpt2()
+    model.transformer.wte.weight.requires_grad_(False)
+    assert "transformer.wte.weight" not in names(mars_hf.create(model), "matrix")
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        mars_hf.create(model.requires_grad_(False))
+
+
+def test_norms_and_biases():
+    model = nn.Sequential(nn.LayerNorm((3, 4)), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.Linear(4, 4), nn.Module())
+    model[-1].bias = nn.Parameter(torch.ones(4, 4))
+    assert names(mars_hf.create(model), "matrix") == ["2.weight", "3.weight"]
+
+
+class Odd(nn.ModuleDict):
+    """Projections, and parameters that are not one."""
+
+    def __init__(self):
+        super().__init__({"table": nn.Embedding(7, 4), "layers": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        self["grouped"] = nn.ModuleList([nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, groups=4)])
+        self.update({"norm": nn.LayerNorm((3, 4)), "gate": nn.Linear(4, 1), "score": nn.Linear(4, 3)})
+        self.latents, self.r_w_bias = params((3, 4), (2, 4))
+
+
+REASONS = {
+    "table.weight": "embedding",
+    "grouped.0.weight": "depthwise or grouped convolution",
+    "grouped.1.weight": "depthwise or grouped convolution",
+    "norm.weight": "bias or norm",
+    "norm.bias": "bias or norm",
+    "latents": "Odd is not known to multiply activations with it",
+    "r_w_bias": "bias or norm",
+    "gate.weight": "a single row or column",
+    "score.weight": "head",
+}
+
+
+def test_reasons():
+    def left_out(**settings) -> dict[str, str]:
+        groups = mars_hf.create(Odd(), **settings).param_groups
+        assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
+        return {name: reason for group in groups for name, reason in group.get("left_out", {}).items()}
+
+    assert left_out(mars_type="mars-m") == left_out(mars_type="mars-shampoo") == REASONS
+    assert left_out() == left_out(mars_type="mars-lion") == {}
+    excluded = {**REASONS, "layers.1.weight": "role 'adamw' in param_rules"}
+    assert left_out(mars_type="mars-m", param_rules=[("layers.1.weight", {"role": "adamw"})]) == excluded
+    vouched = {name: reason for name, reason in REASONS.items() if name != "latents"}
+    assert left_out(mars_type="mars-m", split_fused={"latents": (1, 2)}) == vouched
+
+
+# --- embeddings and heads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", RULES)
+def test_lr_embeddings(mars_type):
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "fc": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
+    optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-3, lr_1d=2e-3, lr_embeddings=0.5)
+    vectors = dict.fromkeys(["fc.bias", "lm_head.bias"], 2e-3)
+    assert by_name(optimizer, "lr") == {"wte.weight": 0.5, "lm_head.weight": 0.5, "fc.weight": 1e-3, **vectors}
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("role", ["matrix", "vector", "adamw"])
+@pytest.mark.parametrize("optimize_1d", [False, True])
+def test_rules_win_over_lr_embeddings(mars_type, role, optimize_1d):
+    for stated, lr in (({}, 0.5), ({"lr": 0.1, "lr_1d": 0.1}, 0.1)):
+        rules = [("wte.*", {"role": role, **stated})]
+        settings = {"mars_type": mars_type, "optimize_1d": optimize_1d, "lr_embeddings": 0.5, "param_rules": rules}
+        assert by_name(mars_hf.create(small(), **settings), "lr")["wte.weight"] == lr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(nn.Linear(3, 3), "Linear trains no embedding or head"), (params((3, 3)), "plain parameters")],
+)
+def test_lr_embeddings_without_embeddings(model, message):
+    with pytest.raises(ValueError, match=rf"lr_embeddings=0\.5: {message}"):
+        mars_hf.create(model, lr_embeddings=0.5)
+
+
+def classifier(getter) -> nn.Module:
+    """Return a model with a getter of its head, as timm has it."""
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "to_labels": nn.Linear(4, 3)})
+    model.get_classifier = getter(model)
+    return model
+
+
+SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (part(score=nn.Linear(4, 3), body=nn.Linear(4, 4)), {"score.weight"}),
+        (part(classifier=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))), {"classifier.2.weight"}),
+        (part(fc=nn.Linear(4, 3)), {"fc.weight"}),
+        (part(block=part(fc=nn.Linear(4, 3))), set()),
+        (part(class_embed=nn.ModuleList([nn.Linear(4, 3)] * 2)), {"class_embed.0.weight"}),
+        (part(bbox_predictor=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 3)])),
+         {"bbox_predictor.0.weight", "bbox_predictor.1.weight"}),
+        (part(head=nn.MultiheadAttention(4, 2)), set()),
+        (part(header=nn.Linear(4, 4), overhead=nn.Linear(4, 4), heading_proj=nn.Linear(4, 4)), set()),
+        (part(body=SCORE, score=SCORE), {"body.weight"}),
+        (classifier(lambda model: lambda: model["to_labels"]), {"to_labels.weight"}),
+        (classifier(lambda model: lambda name: None), set()),  # of something else
+    ],
+)  # fmt: skip
+def test_heads(model, heads):
+    tables = embeddings_and_heads(model)
+    assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
+
+
+# --- param_rules ------------------------------------------------------------------------------------------------------
+
+
+def test_first_match_wins():
+    rules = [("a.*", {"lr": 1e-2}), ("*.bias", {"lr_1d": 5e-3}), ("*.weight", {"gamma": 0.1})]
+    model = small()
+    optimizer = mars_hf.create(model, lr=1e-3, param_rules=rules[:2])
+    patterns = [None, None, "a.*", "a.*", "*.bias"]
+    assert [group.get("pattern") for group in trained_groups(optimizer.param_groups, model)] == patterns
+    assert [(group["role"], group["lr"], group["param_names"]) for group in optimizer.param_groups] == [
+        ("matrix", 1e-3, ["wte.weight", "b.weight"]),
+        ("vector", 5e-4, ["norm.weight"]),
+        ("matrix", 1e-2, ["a.weight"]),
+        ("vector", 5e-3, ["a.bias"]),
+        ("vector", 5e-3, ["b.bias", "norm.bias"]),
+    ]
+    gammas = by_name(mars_hf.create(small(), param_rules=rules), "gamma")
+    assert {name for name, gamma in gammas.items() if gamma == 0.1} == {"wte.weight", "b.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize("name", OVERRIDE_KEYS)
+def test_every_setting(name):
+    values = {
+        **{"role": "adamw", "betas": (0.5, 0.6), "betas_1d": (0.5, 0.6), "layout": layout(parts=(2, 2))},
+        **{"lr": 0.5, "eps": 1e-6, "weight_decay": 0.25, "gamma": 0.5, "mars_type": "mars-shampoo", "is_approx": False},
+        **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 0.125, "weight_decay_1d": 0.25},
+        **{"second_moment": "gradient", "ns_steps": 3, "ns_coefficients": "polar-express"},
+        **{"ns_dtype": "float32", "state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "fused": False},
+    }
+    mars_type = "mars-adamw" if name == "role" else "mars-m"
+    rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
+    pattern = "*.bias" if name in KEYS_1D else "a.weight"
+    optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)])
+    key = name.removesuffix("_1d") if name in KEYS_1D else name
+    assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
+
+
+def test_rules_win_over_arguments():
+    settings = {"lr": 1e-3, "lr_1d": 2e-3, "weight_decay": 0.1, "weight_decay_1d": 0.2, "betas_1d": OTHERS}
+    rules = [("a.weight", {"role": "vector"}), ("b.weight", {"role": "adamw"}), ("wte.*", {"weight_decay": 0.3})]
+    optimizer = mars_hf.create(small(), param_rules=rules, **settings)
+    made = [(group["role"], group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+    assert made[1:] == [
+        ("vector", 2e-3, 0.2, OTHERS),
+        ("adamw", 2e-3, 0.2, OTHERS),
+        ("matrix", 1e-3, 0.3, BETAS),
+    ]
+
+
+def test_rules_of_stated_roles():
+    stated = {"table.weight": "matrix", "*.0.weight": "adamw", "*.1.weight": "vector"}
+    rules = [(pattern, {"role": role}) for pattern, role in stated.items()]
+    optimizer = mars_hf.create(Odd(), mars_type="mars-m", lr=1e-2, lr_1d=1e-3, param_rules=rules)
+    assert [line.split()[-1] for line in str(optimizer).splitlines()[4:7]] == list(stated)
+    made = {
+        group["pattern"]: (update_rule(group).name, group["lr"])
+        for group in optimizer.param_groups
+        if "pattern" in group
+    }
+    assert made == {"table.weight": ("mars-m", 1e-2), "*.0.weight": ("adamw", 1e-3), "*.1.weight": ("adamw", 1e-3)}
+
+
+def test_update_rule():
+    optimizer = mars_hf.create(gpt2(), param_rules=[("transformer.h.0.*", {"mars_type": "mars-m"})])
+    types, layouts = by_name(optimizer, "mars_type"), by_name(optimizer, "layout")
+    assert {name for name in types if types[name] == "mars-m"} == {name for name in types if ".h.0." in name}
+    assert layouts["transformer.h.0.attn.c_attn.weight"] == layout(transposed=True, parts=(8, 8, 8))
+    assert layouts["transformer.h.1.attn.c_attn.weight"] is None
+    rules = [("transformer.w?e.weight", {"mars_type": "mars-lion"})]
+    back = mars_hf.create(gpt2(), mars_type="mars-m", param_rules=rules)
+    assert {by_name(back, "role")[f"transformer.{name}.weight"] for name in ("wte", "wpe")} == {"matrix"}
+    assert all("left_out" not in group for made in (optimizer, back) for group in made.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("*.attn.*", {"lr": 1.0})], r"'\*\.attn\.\*' decides nothing: it matches no trainable .* named like '"),
+        ([("b.wieght", {"lr": 1.0})], r"'b\.wieght' decides nothing: .* named like 'b\.weight', "),
+        ([("A.*", {"lr": 1.0})], "decides nothing"),
+        ([("wte", {"lr": 1.0})], "decides nothing"),
+        ([("norm.*", {"lr": 1.0})], r"'norm\.\*' decides nothing"),
+        ([("*.weight", {}), ("a.weight", {})], r"'a\.weight' decides nothing: .* leave; those .* like 'a\.bias'"),
+        ([("a.*", {}), ("b.*", {}), ("[ab].*", {})], r"'\[ab\]\.\*' decides nothing: .* like 'wte\.weight'"),
+        ([("a.*", {}), ("a.*", {"lr": 1.0})], r"'a\.\*' is duplicated"),
+        ([("a.*", {"role": "matrix"})], r"param_rules 'a\.\*': role='matrix' for 'a.bias' of shape \(4,\)"),
+        ([("a.*", {"role": "tensor"})], r"param_rules 'a\.\*': role='tensor' is not valid; accepted: 'matrix'"),
+        ([("a.*", {"max_grad_norm": 1.0})], r"param_rules 'a\.\*': unknown 'max_grad_norm'"),
+        ([("a.*", {"lr": "much"})], r"^param_rules 'a\.\*': lr='much' is not valid"),
+        ({"a.*": {"lr": 1.0}}, "is not a list of overrides"),
+        (3, "is not a list of overrides"),
+        ([("a.*", 1.0)], r"param_rules\[0\]=\('a\.\*', 1\.0\) is not an override"),
+        ([{"lr": 1.0}], r"param_rules\[0\]=\{'lr': 1\.0\} is not an override"),
+        ([("", {})], r"param_rules\[0\]: pattern='' is not a shell pattern"),
+        ([(None, {})], r"param_rules\[0\]: pattern=None is not a shell pattern"),
+    ],
+)  # fmt: skip
+def test_wrong_rules(rules, message):
+    model = small()
+    model.norm.requires_grad_(False)
+    with pytest.raises((ValueError, TypeError), match=message):
+        mars_hf.create(model, param_rules=rules)
+
+
+YAML = """
+- pattern: "a.*"
+  lr: 1e-3
+  betas: [0.8, 0.9]
+- {pattern: "*.bias", role: vector, clip_threshold: none}
+"""
+IN_FILE = [("a.*", {"lr": 1e-3, "betas": (0.8, 0.9)}), ("*.bias", {"role": "vector", "clip_threshold": None})]
+
+
+def test_files(tmp_path):
+    text = json.dumps([{"pattern": pattern, **settings} for pattern, settings in IN_FILE])
+    contents = {"rules.yaml": YAML, "rules.yml": YAML, "rules.json": text}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    for value in (text, *(str(tmp_path / name) for name in contents)):
+        assert check_values({"param_rules": read("param_rules", value)}) == {"param_rules": IN_FILE}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "cannot be read"),
+        ("a: 1", "is not a list of overrides"),
+        ("", "None is not a list of overrides"),
+        ("- {lr: 1}", r"param_rules\[0\]="),
+        ("- {pattern: x, gama: 1}", "unknown 'gama'"),
+        ("- {pattern: x, lr: much}", "lr='much' is not valid"),
+        (None, r"rules\.yaml' cannot be read .*No such file.*accepted: a \.json or \.yaml file, or a list in JSON"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) as raised:
+        check_values({"param_rules": read("param_rules", str(tmp_path / "rules.yaml"))})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("way", ["factory", "groups"])
+def test_ways_into_trainer(tmp_path, way):
+    model, args = gpt2(), arguments(tmp_path, learning_rate=1e-3)
+    rules = [("*.mlp.*", {"lr": 2e-3, "gamma": 0.1}), ("*.bias", {"lr_1d": 1e-4})]
+    make, settings = mars_hf.factory(args, param_rules=iter(rules))
+    if way == "groups":
+        optimizer = make([{"params": [param]} for param in model.parameters()], model=model, **settings)
+    else:
+        optimizer = trainer(args, model, optimizer_cls_and_kwargs=(make, settings)).create_optimizer()
+        assert optimizer.created_with["param_rules"] == rules
+    made, expected = (
+        {
+            id(param): (group.get("pattern"), group["lr"], group["gamma"])
+            for group in groups
+            for param in group["params"]
+        }
+        for groups in (optimizer.param_groups, mars_hf.create(model, lr=1e-3, param_rules=rules).param_groups)
+    )
+    assert made == expected
+
+
+def test_loaded_state():
+    rules = [("*", {"gamma": 0.1, "clip_threshold": None})]
+    with_rules, without = mars_hf.create(small(), param_rules=rules), mars_hf.create(small())
+    without.load_state_dict(with_rules.state_dict())
+    settings = [(group.get("pattern"), group["gamma"], group["clip_threshold"]) for group in without.param_groups]
+    assert set(settings) == {(None, 0.1, None)}

@@ -1,0 +1,220 @@
+"""The table of settings: signatures and groups follow it, every door checks its values, `optim_args` reads them."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.groups.settings import (
+    DEFAULTS,
+    GROUP_KEYS,
+    KEYS_1D,
+    MODEL_DEFAULTS,
+    OVERRIDE_KEYS,
+    PAIR_KEYS,
+    SETTINGS,
+    UnknownHyperparameterError,
+    check_values,
+    parse_optim_args,
+)
+
+NAN, INF, LONG = float("nan"), float("inf"), 10**400
+NUMBERS = (NAN, INF, LONG, -LONG, "1", b"1", True, None, object(), [1.0], 1j)
+# Values that each setting refuses.
+WRONG = {
+    **dict.fromkeys(("eps", "weight_decay", "gamma"), (*NUMBERS, -1e-8, torch.tensor(0.1))),
+    "lr": (*NUMBERS, -1e-8, torch.ones(2), torch.tensor(-1.0), torch.tensor(NAN)),
+    **dict.fromkeys(
+        ("lr_1d", "lr_embeddings", "weight_decay_1d"), (*(value for value in NUMBERS if value is not None), -1e-8)
+    ),
+    **dict.fromkeys(("clip_threshold", "max_grad_norm"), (*(v for v in NUMBERS if v is not None), 0, -1.0)),
+    **dict.fromkeys(("betas", "betas_1d"), ((1.0, 0.9), (0.9, -0.1), (0.9, NAN), (0.9, LONG), (0.9,), 0.9, "99", None)),
+    **dict.fromkeys(
+        ("is_approx", "amsgrad", "optimize_1d", "maximize", "release_gradients"), (None, 0, 1, "yes", np.bool_(True))
+    ),
+    "fused": (0, 1, "auto"),
+    "mars_type": ("mars-sgd", "mars_m", ["mars-m"], None, 1),
+    **dict.fromkeys(("second_moment", "rounding"), ("raw", ["kahan"], None, torch.ones(2))),
+    "ns_steps": (0, -1, 101, LONG, 5.0, True, "5", None),
+    "ns_coefficients": (
+        "cubic",
+        (1.0, 2.0),
+        [(1.0, 2.0, NAN)] * 5,
+        (LONG, 1.0, 1.0),
+        [(1.0, 2.0, "3")],
+        [],
+        None,
+        {"a": 1},
+    ),
+    "ns_dtype": ("float16", torch.int8, 32),
+    "state_dtype": ("int8", torch.complex64, 32),
+    "layout": (
+        {"transpose": True},
+        {"transposed": 1},
+        {"transposed": None},
+        {"batched": 1},
+        {"parts": 2},
+        {"parts": ()},
+        {"parts": (0, 2)},
+    ),
+    "split_fused": ("all", 3, None, {"a": ["b"]}, {"a": [0]}, {"a": [True]}, {"a": 3}),
+    "param_rules": ("a;lr:1", {"a": 1}, [("a",)], [("a", {"lr": -1})], [("a", {"lr": 1}), ("a", {"lr": 2})]),
+}
+# Another accepted value of each setting, as a string of `optim_args`.
+TEXTS = {
+    **{"lr": "5e-1", "eps": "1e-6", "weight_decay": "0.25", "gamma": "1", "mars_type": "mars-lion", "amsgrad": "true"},
+    **{"is_approx": "False", "clip_threshold": "none", "optimize_1d": "true", "lr_1d": "0.125", "ns_steps": "3"},
+    **{"weight_decay_1d": "0.25", "second_moment": "gradient", "ns_coefficients": "polar-express"},
+    **{"ns_dtype": "float32", "max_grad_norm": "0.5", "state_dtype": "bfloat16", "rounding": "kahan"},
+    **{"maximize": "true", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
+    **{"param_rules": '[{"pattern":"a.*"}]', "beta1": "0.5", "beta2_1d": ".5", "release_gradients": "true"},
+}
+
+
+def matrix() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, 2))]
+
+
+def test_table():
+    """Signatures and groups follow it, and the examples here are complete."""
+    parameters = inspect.signature(Mars).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.name not in ("params", "process_group")}
+    assert defaults == dict(DEFAULTS)
+    assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS, "release_gradients"]
+    group = Mars(matrix()).param_groups[0]
+    assert group.keys() == {"params", "role", *GROUP_KEYS}
+    assert not {*KEYS_1D, *MODEL_DEFAULTS} & group.keys()
+    assert WRONG.keys() == {*SETTINGS, "layout"}
+    assert TEXTS.keys() == SETTINGS.keys() - {"betas", "betas_1d"} | {"beta1", "beta2_1d"}
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["create", "Mars", "group", "rule"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values(name, door):
+    for value in WRONG[name]:
+        with pytest.raises(ValueError, match=rf"(?s){name}") as refused:
+            if (door == "create" and name in SETTINGS) or name in SETTINGS.keys() - DEFAULTS.keys():
+                mars_hf.create(nn.Linear(2, 2), **{name: value})
+            elif door == "Mars" and name in DEFAULTS:
+                Mars(matrix(), **{name: value})
+            elif door == "group":
+                Mars([{"params": matrix(), name: value}])
+            elif name in OVERRIDE_KEYS and not isinstance(value, str):  # strings of overrides are read
+                mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})])
+            else:
+                check_values({name: value})
+        line = str(refused.value)
+        assert line.isprintable() and len(line) < 600
+        assert "accepted: " in line or "param_rules" in line
+
+
+@pytest.mark.parametrize("settings", [{"ns_coefficients": [(3.0, -4.0, 2.0)] * 4}, {"ns_steps": 4}], ids=str)
+def test_schedules(settings):
+    settings = {"ns_coefficients": "polar-express", **settings}
+    for of_mars, of_group in ((settings, {}), ({}, settings)):
+        with pytest.raises(ValueError, match=r"schedule of [45] steps and ns_steps=[54]; give as many triples"):
+            Mars([{"params": matrix(), **of_group}], mars_type="mars-m", **of_mars)
+
+
+def test_long_values():
+    with pytest.raises(ValueError) as refused:
+        Mars(matrix(), mars_type="a\x1b[31m\n\u2028" + 10_000 * "x")
+    line = str(refused.value)
+    assert line.startswith(r"mars_type='a\x1b[31m\n\u2028xxx") and line.isprintable() and len(line) < 400
+
+
+def test_plain_types():
+    checked = check_values(
+        {"lr": np.float64(0.5), "betas": [np.float32(0.5), 1 / 3], "fused": None, "layout": MatrixLayout()}
+    )
+    assert [type(value) for value in checked.values()] == [float, tuple, type(None), dict]
+    assert [type(beta) for beta in checked["betas"]] == [float, float]
+    lr = torch.tensor([0.1])
+    assert check_values({"lr": lr})["lr"] is lr
+    assert check_values({"somebody's": lr}) == {"somebody's": lr}
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("learning_rate", "lr"),
+        ("wd", "weight_decay"),
+        ("adam_beta1", "betas"),
+        ("max_norm", "max_grad_norm"),
+        ("epsilon", "eps"),
+        ("gama", "gamma"),
+        ("lr1d", "lr_1d"),
+        ("Mars-Type", "mars_type"),
+    ],
+)
+def test_misspelt_names(name, meant):
+    message = f"did you mean '{meant}'.*accepted: lr, betas"
+    with pytest.raises(UnknownHyperparameterError, match=message):
+        mars_hf.create(matrix(), **{name: 1})
+    with pytest.raises(UnknownHyperparameterError, match=message):
+        Mars([{"params": matrix(), name: 1}])
+
+
+def test_labels():
+    assert Mars([{"params": matrix(), "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
+    with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
+        mars_hf.create(matrix(), lr_scale=0.5)
+
+
+# --- optim_args -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_optim_args(name):
+    value = parse_optim_args(f"{name}={TEXTS[name]}")[name]
+    default = DEFAULTS[PAIR_KEYS[name][0]] if name in PAIR_KEYS else SETTINGS[name].default
+    assert check_values({name: value})[name] not in (default, TEXTS[name] if TEXTS[name][0].isdigit() else default)
+
+
+def test_several_optim_args():
+    text = "gamma=5e-2, clip_threshold=None,mars_type=mars-m,like=me/model-2,fused=TRUE"
+    expected = {"gamma": 0.05, "clip_threshold": None, "mars_type": "mars-m", "like": "me/model-2", "fused": True}
+    assert parse_optim_args(text) == expected
+    assert parse_optim_args(None) == parse_optim_args("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gamma", "'gamma' is not name=value"),
+        ("gamma=0.1=2", "'gamma=0.1=2' is not name=value"),
+        ("gamma=", "'gamma=' is not name=value"),
+        ("gamma=0.1,", "'' is not name=value"),
+        ("gamma=0.1,gamma=0.2", "'gamma=0.2' is given twice"),
+        ("gama=1", "unknown 'gama'; did you mean 'gamma'"),
+        ("betas=0.9", "unknown 'betas'.*beta1"),
+        ("layout=none", "unknown 'layout'"),
+        ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
+        ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not an override"),
+        ("gamma=much", "gamma='much' is not valid; accepted: a finite number >= 0"),
+        ("gamma=" + 6000 * "9", "gamma='999.*accepted"),
+        ("gamma=1e999", "gamma=inf is not valid"),
+        ("gamma=" + 3000 * "(", "accepted"),
+        ("amsgrad=maybe", "accepted: True, False"),
+        ("ns_steps=2.5", "an integer from 1 to 100"),
+        ("mars_type=mars_m", "did you mean 'mars-m'"),
+        ("rounding=Nearest", "did you mean 'nearest'"),
+        ("ns_coefficients=quintik", "did you mean 'quintic'"),
+    ],
+)
+def test_wrong_optim_args(text, message):
+    with pytest.raises(ValueError, match=message):
+        check_values(parse_optim_args(text))

@@ -1,0 +1,151 @@
+"""python -m mars_hf suggest: held to what the real optimizers do, and its output can be pasted."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import mars_hf
+from mars_hf.__main__ import main
+from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
+from mars_hf.groups.suggest import suggest, update_rms
+
+WIDTH = 32
+# Newton-Schulz leaves singular values of a root mean square of 0.85 to 0.95, by shape, and 0.9 is assumed.
+TOLERANCES = {"mars-adamw": 0.03, "mars-lion": 0.03, "mars-shampoo": 0.08, "mars-m": 0.08}
+SHAPES = [(WIDTH, WIDTH)] * 4 + [(4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+
+
+def updates(optimizer: torch.optim.Optimizer) -> float:
+    """Return the RMS of late updates, lr included, from gradients that are independent from step to step.
+
+    They are small, so that the clip of MARS does not act. Orthogonalized updates have their size from the first step.
+    """
+    steps, warmup = (8, 2) if optimizer.defaults.get("mars_type") in ORTHOGONAL_TYPES else (100, 70)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    squares = elements = 0.0
+    for step in range(steps):
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-4
+        optimizer.step()
+        if step >= warmup:
+            squares += sum(float((a.detach() - b).square().sum()) for a, b in zip(params, before, strict=True))
+            elements += sum(param.numel() for param in params)
+    return math.sqrt(squares / elements)
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    """Return the matrices of a transformer's block."""
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.99)])
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_size_of_updates(rule, betas):
+    settings = suggest(rule, 3e-4, betas, width=WIDTH)
+    ours = updates(mars_hf.Mars(matrices(), **{**settings, "eps": 1e-12, "weight_decay": 0.0}))
+    theirs = updates(torch.optim.AdamW(matrices(), lr=3e-4, betas=betas, eps=1e-12, weight_decay=0.0))
+    assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.025, 0.1])
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_update_rms(rule, gamma):
+    optimizer = mars_hf.Mars(matrices(), 1e-3, (0.95, 0.99), eps=1e-12, gamma=gamma, mars_type=rule)
+    predicted = update_rms(rule, beta1=0.95, gamma=gamma, width=WIDTH)
+    assert updates(optimizer) / 1e-3 == pytest.approx(predicted, rel=TOLERANCES[rule])
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_half_lives(rule):
+    settings = suggest(rule, 3e-4, width=WIDTH)
+    first, second = (math.log(0.5) / math.log(beta) for beta in settings["betas"])
+    assert first == pytest.approx(6.5788 * (2 if rule in ORTHOGONAL_TYPES else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
+    assert second == pytest.approx(13.5134, rel=1e-4)  # 0.95 ** 13.5134 = 0.5
+    assert settings["betas_1d"] == (0.9, 0.95) and settings["lr_1d"] == 3e-4
+
+
+def test_width():
+    assert suggest("mars-m", 3e-4, width=64)["lr"] == pytest.approx(suggest("mars-m", 3e-4)["lr"])
+    small, large = (suggest("mars-shampoo", 3e-4, width=width)["lr"] for width in (256, 1024))
+    assert large == pytest.approx(2 * small)
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+def test_weight_decay(rule):
+    """Compare weights without gradients after 20 steps."""
+
+    def decayed(make, **settings) -> float:
+        param = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+        optimizer = make([param], **settings)
+        for _ in range(20):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        return 1 - float(param.detach().mean())
+
+    theirs = decayed(torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
+    assert decayed(mars_hf.Mars, **suggest(rule, 3e-4, width=WIDTH)) == pytest.approx(theirs, rel=1e-3)
+
+
+def printed(capsys, *argv: str) -> str:
+    main(["suggest", "--adamw-lr", "3e-4", *argv])
+    return capsys.readouterr().out
+
+
+def test_rules(capsys):
+    text = printed(capsys, "--width", "768")
+    assert [line for line in text.splitlines() if line in MARS_TYPES] == list(MARS_TYPES)
+    assert "\nmuon is mars-m without the clip" in text
+    # 3e-4 sqrt(0.1 / 1.9), 0.1 * 3e-4 / 6.88e-5
+    assert "--optim mars_lion --learning_rate 6.88e-05 --weight_decay 0.436 " in text
+    text = printed(capsys)
+    assert "\nmars-m\n" in text and "mars-shampoo" not in text
+
+
+@pytest.mark.parametrize("rule", MARS_TYPES)
+@pytest.mark.parametrize("betas", [("0.9", "0.95"), ("0.9", "0.999"), ("0.95", "0.99")])
+def test_forms(rule, betas, capsys, tmp_path):
+    """The command's arguments and the call make the same optimizer."""
+    text = printed(capsys, "--width", "768", "--adamw-betas", *betas, "--rule", rule)
+    command, call = text[text.index("  --optim ") :].split("  mars_hf.create")
+    words = shlex.split(command.replace("\\\n", " "))
+    flags = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+    flags |= {name: float(flags[name]) for name in ("learning_rate", "weight_decay")}
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    mars_hf.register()
+    make, settings = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(tmp_path, use_cpu=True, **flags), model)
+    by_call = eval(f"mars_hf.create{call}", {"mars_hf": mars_hf, "model": model})
+    groups, others = (
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in (make()(model, **settings), by_call)
+    )
+    assert groups == others
+    assert groups[0]["mars_type"] == rule
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ("", "the following arguments are required: --adamw-lr"),
+        ("--adamw-lr 0", "--adamw-lr and --width are numbers > 0"),
+        ("--adamw-lr nan", "lr=nan is not valid"),
+        ("--adamw-lr 1e-3 --adamw-betas 0.9 1", "betas=(0.9, 1.0) is not valid"),
+        ("--adamw-lr 1e-3 --adamw-weight-decay -1", "weight_decay=-1.0 is not valid"),
+        ("--adamw-lr 1e-3 --width 0", "--adamw-lr and --width are numbers > 0"),
+        ("--adamw-lr 1e-3 --width wide", "invalid int value: 'wide'"),
+        ("--adamw-lr 1e-3 --rule mars-shampoo", "depends on the width of the model; give --width"),
+        ("--adamw-lr 1e-3 --rule adamw", "invalid choice: 'adamw'"),
+    ],
+)
+def test_wrong_command_lines(argv, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["suggest", *argv.split()])
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert part in line and line.count("\n") == 1
+    assert line.startswith("python -m mars_hf: ")
