@@ -22,7 +22,6 @@ import torch
 PRIVATE_NAMES = {
     "torch._disable_dynamo": "`Mars.step` cannot be imported.",
     "torch._foreach_add_": "No rule runs; `rules.py` and others use this family.",
-    "torch:Tensor._is_zerotensor": "Zero tensors would be read as memory.",
     "torch.optim:Optimizer._optimizer_step_pre_hooks": "Hooks before a step see gradients that are not clipped yet.",
     "torch:Tensor._version": "Norms of last gradients cannot be remembered on a CPU.",
     "torch.cpu._is_avx512_bf16_supported": "On a CPU mars-shampoo and mars-m need `ns_dtype`: it has no default.",

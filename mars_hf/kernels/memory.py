@@ -22,7 +22,7 @@ class Memory(NamedTuple):
 
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
-    """Return whether contiguous tensors are in memory, aligned, and share none of it."""
+    """Return whether tensors without gaps are in memory, aligned, and share none of it."""
     starts = list(map(Tensor.data_ptr, tensors))
     sizes = list(map(Tensor.element_size, tensors))
     if not all(starts) or any(map(operator.mod, starts, sizes)):
@@ -36,37 +36,64 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
 def inspect_memory(rows: Sequence[Sequence[Tensor]]) -> list[Memory]:
     """Look closely at the memory of each parameter, its gradient and its states; a row holds them in this order.
 
+    If any tensors share memory, none of their kind fits: that is rare, and right for all.
+
     Raises:
-        RuntimeError: memory has been freed.
+        RuntimeError: a tensor that cannot be read or updated where it is.
     """
-    for row in rows:
-        _reject_freed(row)
-    sharing = _sharing(rows)
     memories = []
-    for position, (param, grad, *states) in enumerate(rows):
+    updated: list[Tensor] = []
+    read: list[Tensor] = []
+    for param, grad, *states in rows:
+        _reject_freed("parameter", param)
+        _reject_freed("gradient", grad)
+        _reject_view("parameter", param)
+        for state in states:
+            _reject_freed("state", state)
+            _reject_view("state", state)
         order = _order_of(param)
-        state_fits = position not in sharing and all(_fits(tensor, order) for tensor in (param, *states))
-        memories.append(Memory(state_fits, _fits(grad, order)))
+        state_fits = all(_fits(tensor, order) for tensor in (param, *states))
+        grad_fits = _fits(grad, order)
+        memories.append(Memory(state_fits, grad_fits))
+        if state_fits:
+            updated += filter(_is_in_memory, [param, *states])
+        if grad_fits:
+            read += filter(_is_in_memory, [grad])
+    if not are_apart(updated):
+        memories = [memory._replace(state_fits=False) for memory in memories]
+    if not are_apart([*updated, *read]):
+        memories = [memory._replace(grad_fits=False) for memory in memories]
     return memories
 
 
 def _has_values(tensor: Tensor) -> bool:
     """Return whether a tensor's values are those in its memory: it is dense, and no wrapper around other tensors."""
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return tensor.layout is torch.strided and not is_wrapper and not tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not is_wrapper
 
 
-def _needs_memory(tensor: Tensor) -> bool:
+def _is_in_memory(tensor: Tensor) -> bool:
     return _has_values(tensor) and tensor.device.type != "meta" and tensor.numel() > 0
 
 
-def _reject_freed(row: Sequence[Tensor]) -> None:
-    for position, tensor in enumerate(row):
-        if _needs_memory(tensor) and tensor.data_ptr() == 0:
-            what = ("parameter", "gradient", "state")[min(position, 2)]
-            raise RuntimeError(
-                f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
-            )
+def _reject_freed(what: str, tensor: Tensor) -> None:
+    if _is_in_memory(tensor) and tensor.data_ptr() == 0:
+        raise RuntimeError(
+            f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
+        )
+
+
+def _reject_view(what: str, tensor: Tensor) -> None:
+    """Raise RuntimeError for a view that a step cannot update."""
+    if not _is_in_memory(tensor):
+        return
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    repeats = [size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)]
+    if any(repeats) or tensor.is_neg():
+        raise RuntimeError(
+            f"a {what} of shape {shape} is an expanded or negated view (strides {strides}), which cannot be updated; "
+            "replace it with its .clone()"
+        )
 
 
 def _order_of(param: Tensor) -> list[int] | None:
@@ -82,26 +109,3 @@ def _fits(tensor: Tensor, order: list[int] | None) -> bool:
         return False
     in_order = tensor if order is None else tensor.permute(order)
     return in_order.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-
-
-def _sharing(rows: Sequence[Sequence[Tensor]]) -> set[int]:
-    """Return the positions of rows with a tensor that shares memory with another one."""
-    spans = []
-    for position, row in enumerate(rows):
-        for tensor in row:
-            if _needs_memory(tensor):
-                spans.append((tensor.data_ptr(), _end_of(tensor), position))
-    sharing: set[int] = set()
-    furthest, owner = 0, -1
-    for start, end, position in sorted(spans):
-        if start < furthest:
-            sharing |= {owner, position}
-        if end > furthest:
-            furthest, owner = end, position
-    return sharing
-
-
-def _end_of(tensor: Tensor) -> int:
-    """Return the address behind the last element of a tensor."""
-    distances = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (1 + sum(distances)) * tensor.element_size()

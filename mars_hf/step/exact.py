@@ -97,8 +97,7 @@ def keep_stale_gradients(param_groups: Sequence[Mapping[str, Any]], all_states: 
 def _kept_gradient(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor:
     """Return a copy of a parameter's gradient as a step would use it."""
     kept = torch.zeros_like(param, dtype=states.buffer_dtype(param, group, state), memory_format=torch.preserve_format)
-    gradient = local(param.grad).resolve_neg()  # copy_ ignores the neg bit between dtypes
-    local(kept).copy_(-gradient if group["maximize"] else gradient)
+    local(kept).add_(local(param.grad), alpha=-1 if group["maximize"] else 1)
     return kept
 
 

@@ -240,13 +240,6 @@ def check_gradient(param: Tensor, grad: Any) -> None:
             f"gradient of shape {tuple(grad.shape)} on {grad.device} for a parameter of shape {tuple(shape)} on "
             f"{param.device}: the parameter has been changed since backward(); compute the gradient again"
         )
-    if param.is_neg():
-        raise RuntimeError(f"a parameter of shape {tuple(shape)} is a negated view; use its .resolve_neg()")
-    if 0 in param.stride() and states.is_expanded(param):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(shape)} is expanded (strides {param.stride()}): its elements share memory "
-            "and cannot be updated; use its .clone()"
-        )
 
 
 def _reject_another_gamma(group: Mapping[str, Any]) -> None:
@@ -307,7 +300,7 @@ def _make_list(
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
         dtypes.pop("compensation", None)
     backend = choose_backend(group, key.device, dtypes, rule.arithmetic, step_numel, dense=key.state_fits)
-    rows = [_tensors_of(member, backend) for member in members]
+    rows = [_tensors_of(member) for member in members]
     columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     tensors = TensorList(group, rule, backend, key.chunk, key.process_group, **columns)
     for entry, shard, _ in members:
@@ -324,13 +317,11 @@ def _make_list(
     return tensors
 
 
-def _tensors_of(member: _Member, backend: Backend) -> list[Tensor]:
-    """Return the tensors of a member; a gradient that does not suit the backend is copied."""
+def _tensors_of(member: _Member) -> list[Tensor]:
+    """Return the tensors of a member; a gradient that does not suit kernels is copied, whoever computes."""
     tensors, shard = member.entry.tensors, member.shard
     param, grad = tensors[:2]
-    # PyTorch takes any gradient but a negated one: it loses the neg bit between float16 and float32.
-    must_copy = grad.is_neg() if backend.kernels is None else not member.grad_fits
-    if must_copy:
+    if not member.grad_fits:
         tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
     if shard is None or shard.numel == param.numel():
         return tensors

@@ -136,21 +136,6 @@ def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: b
             "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
             "size cannot be resumed: start with a fresh optimizer"
         )
-    view = None
-    if value.is_neg():
-        view = "a negated view"
-    elif 0 in value.stride() and is_expanded(value):
-        view = f"expanded (strides {value.stride()})"
-    if view is not None:
-        raise UnfitStateError(
-            f"{key} of a parameter of shape {tuple(param.shape)} is {view}, which cannot be updated; replace "
-            "it with its .clone()"
-        )
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

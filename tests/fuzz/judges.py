@@ -21,7 +21,7 @@ from torch import Tensor
 
 # Parameters and states are written to; gradients are only read, so that their elements may share memory.
 WRITABLE = ("contiguous", "offset", "misaligned", "every other", "permuted", "loose", "real part", "odd strides")
-READABLE = (*WRITABLE, "expanded", "one element", "overlapping", "negated", "zero tensor")
+READABLE = (*WRITABLE, "expanded", "one element", "overlapping", "negated")
 COMPLEX = {torch.float16: torch.complex32, torch.float32: torch.complex64, torch.float64: torch.complex128}
 _CANARY = 0xFF  # in every byte: NaN in all floating dtypes
 _MARGIN = 64  # bytes
@@ -66,8 +66,6 @@ def place(values: Tensor, dtype: torch.dtype, layout: str, random: Random) -> Gu
     shape = tuple(values.shape)
     if layout == "contiguous":
         return Guarded(layout, values.to(dtype).contiguous().clone())
-    if layout == "zero tensor":
-        return Guarded(layout, torch._efficientzerotensor(shape, dtype=dtype))
     if layout == "negated":
         guarded = place(-values, dtype, random.choice(WRITABLE[1:]), random)
         return Guarded(f"negated {guarded.layout}", torch._neg_view(guarded.tensor), guarded.memory)

@@ -120,10 +120,9 @@ class Subject:
                 dtype = param.dtype if draw < 0.85 else self.random.choice(DTYPES)
                 values = draw_values(self.random, shape, self.random.choice((0.01, 0.3, 3.0)))
                 param.grad = self.place("gradient", values, dtype, ("contiguous", "contiguous", *READABLE))
-                if self.guards[-1][1].layout != "zero tensor":
-                    shared[shape] = param.grad
-                    if draw < 0.35:
-                        param.grad.requires_grad_()
+                shared[shape] = param.grad
+                if draw < 0.35:
+                    param.grad.requires_grad_()
 
     def step(self, *, bfloat16: float) -> None:
         """Take a step and judge it; if an edit is refused and may be, undo it and step again."""

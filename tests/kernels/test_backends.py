@@ -87,7 +87,10 @@ OVERLAPPING = {
     "apart": ([slice(0, 8), slice(8, 16), slice(16, 24)], ["compiled"]),
     "two": ([slice(0, 12), slice(8, 20)], ["for-loop"]),
     "within": ([slice(0, 24), slice(4, 8), slice(12, 16)], ["for-loop"]),  # the last one is behind the second
-    "across gaps": ([(slice(0, None), slice(0, 2)), slice(8, 14)], ["for-loop"]),  # 4 rows of 6 elements, 2 of each
+    "across gaps": (
+        [(slice(0, None), slice(0, 2)), slice(8, 14)],
+        ["for-loop", "compiled"],
+    ),  # 4 rows of 6 elements, 2 of each
     "beside gaps": ([(slice(0, 2), slice(0, 2)), slice(12, 20)], ["for-loop", "compiled"]),
 }
 
@@ -114,6 +117,21 @@ def test_tensors_that_overlap_are_updated_one_by_one(case):
         for optimizer in (together, *each):
             optimizer.step()
         torch.testing.assert_close(memory, expected, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+def test_gradients_that_lie_in_parameters_are_copied():
+    """A kernel writes the parameters, several at a time, while it reads gradients."""
+    results = []
+    for shared in (False, True):
+        params = [nn.Parameter(MEMORY.clone().view(4, 6)) for _ in range(2)]
+        optimizer = Mars(params, lr=0.1, fused=True)
+        for param, other in zip(params, reversed(params), strict=True):
+            param.grad = other.detach() if shared else other.detach().clone()
+        assert backend_names(optimizer) == ["compiled"]
+        optimizer.step()
+        results.append([param.detach() for param in params])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
