@@ -63,10 +63,16 @@ class StepMetrics:
         compared = parts.sum() * has_last
         self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
 
-    def add_update(self, update: Tensor, group: Group = HERE) -> None:
-        """Add a piece's x_{t+1} - x_t."""
-        square = torch.linalg.vector_norm(update, dtype=SUM_DTYPES[update.device.type]).square()
-        self._accumulate(group, [square, torch.full_like(square, update.numel())], 7)
+    def add_update(self, params: Sequence[Tensor], before: Sequence[Tensor], group: Group = HERE) -> None:
+        """Add the x_{t+1} - x_t of pieces of parameters, from copies of them before the step."""
+        squares = []
+        for param, old in zip(params, before, strict=True):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            change = param.to(dtype) - old.to(dtype)
+            squares.append(torch.linalg.vector_norm(change, dtype=SUM_DTYPES[param.device.type]).square())
+        square = torch.stack(squares).sum()
+        elements = sum(param.numel() for param in params)
+        self._accumulate(group, [square, torch.full_like(square, elements)], 7)
 
     def read(self) -> dict[str, float]:
         """Return the metrics as floats, the same on every rank; empty if no parameter uses the MARS rule.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,10 @@ from mars_hf.distributed.exchange import Exchange, Matrix, Round
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
 from mars_hf.step.sums import CC
+
+# Elements of parameters that are copied at once to measure their change: 256 MiB in float32. A larger one is copied
+# alone.
+MEASURED_ELEMENTS = 2**26
 
 # --- matrices ---------------------------------------------------------------------------------------------------------
 
@@ -97,25 +101,30 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
     Args:
         tensors: the list; its steps have been counted.
         directions: one per entry if the rule orthogonalizes; None if not.
-        metrics: receives the change, entry by entry, which copies one at a time; None skips it.
+        metrics: receives the change of the parameters, from copies of `MEASURED_ELEMENTS` at a time; None skips it.
     """
     if metrics is None or not tensors.rule.corrects:
         _move(tensors, directions)
         return
-    for single, direction in _one_by_one(tensors, directions):
-        (param,) = single.params
-        before = param.clone()
-        _move(single, direction)
-        dtype = torch.promote_types(single.exp_avg[0].dtype, torch.float32)
-        metrics.add_update(param.to(dtype) - before.to(dtype), counted_by(tensors.process_group))
+    for positions in _parts_of(tensors.params):
+        part = tensors.select(positions)
+        of_part = None if directions is None else [directions[position] for position in positions]
+        before = [param.clone() for param in part.params]
+        _move(part, of_part)
+        metrics.add_update(part.params, before, counted_by(part.process_group))
 
 
-def _one_by_one(
-    tensors: TensorList, directions: list[Tensor] | None
-) -> Iterator[tuple[TensorList, list[Tensor] | None]]:
-    """Yield a list of each entry, with its direction."""
-    for position in range(len(tensors.params)):
-        yield tensors.select([position]), None if directions is None else [directions[position]]
+def _parts_of(params: Sequence[Tensor]) -> list[list[int]]:
+    """Return positions of successive parameters that together have at most `MEASURED_ELEMENTS`, or are one."""
+    parts: list[list[int]] = []
+    room = 0
+    for position, param in enumerate(params):
+        if not parts or param.numel() > room:
+            parts.append([])
+            room = MEASURED_ELEMENTS
+        parts[-1].append(position)
+        room -= param.numel()
+    return parts
 
 
 def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:

@@ -8,6 +8,7 @@ from test_formulas import gradients, parameters, references, scaled
 from torch import Tensor, nn
 
 from mars_hf import Mars
+from mars_hf.step import update
 from mars_hf.step.metrics import StepMetrics
 
 
@@ -37,11 +38,11 @@ def test_metrics_of_a_step(mars_type, clip_threshold, limit, foreach):
         c = [line.corrected(tensor) for line, tensor in zip(lines, g, strict=False)]
         for line, tensor in zip(lines, g, strict=False):
             line.step(tensor)
-        update = flat([param.detach() - old for param, old in zip(params, before, strict=False)])
+        change = flat([param.detach() - old for param, old in zip(params, before, strict=False)])
         expected = {
             "mars/clip_fraction": sum(clip_threshold is not None and tensor.norm() > clip_threshold for tensor in c)
             / 2,
-            "mars/update_rms": update.square().mean().sqrt(),
+            "mars/update_rms": change.square().mean().sqrt(),
         }
         if mars_type == "mars-adamw" or clip_threshold is not None:  # otherwise it keeps no last gradient
             norm = flat(g).norm()
@@ -50,6 +51,24 @@ def test_metrics_of_a_step(mars_type, clip_threshold, limit, foreach):
                 expected["mars/grad_cosine"] = nn.functional.cosine_similarity(flat(g), last, dim=0)
         assert metrics == {name: pytest.approx(float(value), abs=1e-6) for name, value in expected.items()}
     assert optimizer.pop_metrics() == {}
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_copies_for_metrics_are_bounded(mars_type, monkeypatch):
+    """In parts that hold one parameter or several; they change neither a bit of the step nor what is measured."""
+    runs = []
+    for most, parts in ((100, [5]), (24, [2, 1, 2]), (1, [1] * 5)):
+        monkeypatch.setattr(update, "MEASURED_ELEMENTS", most)
+        params = parameters(torch.float32, ((4, 3), (3, 4), (5, 4), (2, 3), (3, 3)))
+        optimizer = Mars(params, mars_type=mars_type, lr=0.1, fused=False)
+        optimizer.collect_metrics(True)
+        for param, grad in zip(params, gradients(params, 1), strict=True):
+            param.grad = grad
+        assert [len(part) for part in update._parts_of(params)] == parts
+        optimizer.step()
+        runs.append(([param.detach() for param in params], optimizer.pop_metrics()["mars/update_rms"]))
+    for moved, measured in runs[1:]:
+        assert all(map(torch.equal, moved, runs[0][0])) and measured == pytest.approx(runs[0][1], rel=1e-12)
 
 
 def test_shares_of_clipped_parameters():
