@@ -650,7 +650,7 @@ def create(
     """
     reject_unknown(settings, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, settings.get("mars_type"))
-    settings = check_arguments({**saved, **settings})
+    settings = {**saved, **check_arguments(settings)}
     release_gradients = settings.pop("release_gradients", False)
     expanded = expand(settings)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}

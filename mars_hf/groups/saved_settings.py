@@ -34,10 +34,10 @@ def write(
 
 
 def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return arguments of `create` as JSON holds them, with the defaults of those left out; None for None."""
+    """Return checked arguments of `create` as JSON holds them, with the defaults of those left out; None for None."""
     if created_with is None:
         return None
-    values = check_arguments({**DEFAULTS, **MODEL_DEFAULTS, **created_with})
+    values = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
     return dict(json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain)))
 
 

@@ -40,7 +40,7 @@ class MarsFactory:
     """
 
     def __init__(self, args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None = None) -> None:
-        """See the class."""
+        """See the class; the settings are checked."""
         self.args, self.settings, self.model = args, settings, model
 
     def __call__(
@@ -62,7 +62,7 @@ class MarsFactory:
             groups = model_or_params
         if groups is None and model is None:
             return self
-        arguments = resolve({**self.settings, **settings}, args or self.args)
+        arguments = resolve({**self.settings, **_checked(settings)}, args or self.args)
         return create(model, **arguments) if groups is None else _from_groups(groups, model or self.model, arguments)
 
 
@@ -87,18 +87,22 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
-    if "param_rules" in settings:
-        settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
-    resolve(settings, args)  # complains here, where the caller can see it
-    return MarsFactory(args, settings), {}
+    checked = _checked(settings)
+    resolve(checked, args)  # complains here, where the caller can see it
+    return MarsFactory(args, checked), {}
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    reject_unknown(settings, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
+    return check_arguments(settings)
 
 
 def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
-    """Return the arguments of `create`: settings and what TrainingArguments state, above what `like` takes up."""
-    reject_unknown(settings, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
-    like = settings.get("like")
+    """Return the arguments of `create`: checked settings, what TrainingArguments state, and what `like` takes up."""
+    others = dict(settings)
+    like = others.pop("like", None)
     saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
-    given = split_beta_pairs(check_arguments({name: value for name, value in settings.items() if name != "like"}))
+    given = split_beta_pairs(others)
     if args.optim_target_modules:
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r} is for GaLore, APOLLO and the like, and MARS has no "
@@ -204,11 +208,11 @@ def _optim(args: TrainingArguments) -> str:
 
 
 def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in `optim_args` and `mars_kwargs`, with the rule that `optim` names, if it names one."""
-    settings = parse_optim_args(args.optim_args)
-    for name in settings.keys() & mars_kwargs:
+    """Return the settings in `optim_args` and `mars_kwargs`, checked, with the rule that `optim` names, if any."""
+    from_text = parse_optim_args(args.optim_args)
+    for name in from_text.keys() & mars_kwargs:
         raise ValueError(f"{name}: given in optim_args={args.optim_args!r} and in mars_kwargs; give one")
-    settings.update(mars_kwargs)
+    settings = _checked({**from_text, **mars_kwargs})
     rule = OPTIM_NAMES.get(_optim(args))
     if rule is None:
         return settings
