@@ -52,7 +52,7 @@ Sizes = tuple[int, int, int]
 
 def sizes() -> list[Sizes]:
     """Return all combinations of tile, block and warps in which a tile holds a block, today's first."""
-    today = (gpu.TILE, gpu.BLOCK, gpu.OPTIONS["num_warps"])
+    today = (gpu.TILE, gpu.BLOCK, gpu.LAUNCH_OPTIONS["num_warps"])
     others = [one for one in itertools.product(TILES, BLOCKS, WARPS) if one[1] <= one[0] and one != today]
     return [today, *others]
 
@@ -60,8 +60,8 @@ def sizes() -> list[Sizes]:
 def set_sizes(tile: int, block: int, warps: int) -> None:
     """Let the next launches take these sizes."""
     gpu.TILE, gpu.BLOCK = tile, block
-    gpu.OPTIONS = {**gpu.OPTIONS, "num_warps": warps}
-    gpu._kept.cache_clear()  # tables of another tile
+    gpu.LAUNCH_OPTIONS = {**gpu.LAUNCH_OPTIONS, "num_warps": warps}
+    gpu._cached_table.cache_clear()  # tables of another tile
 
 
 class Kernels:

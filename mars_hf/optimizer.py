@@ -677,9 +677,9 @@ def _names_unsharded(model: nn.Module) -> frozenset[str]:
 
 def _reject_options_of_models(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that ask for names or modules, which plain parameters do not have."""
-    stated = []
+    options = []
     for name, default in MODEL_DEFAULTS.items():
         if name in settings and settings[name] != default:
-            stated.append(f"{name}={shown(settings[name])}")
-    if stated:
-        raise ValueError(f"{', '.join(stated)}: plain parameters have neither names nor modules; pass the model")
+            options.append(f"{name}={shown(settings[name])}")
+    if options:
+        raise ValueError(f"{', '.join(options)}: plain parameters have neither names nor modules; pass the model")

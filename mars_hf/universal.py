@@ -338,7 +338,7 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
 def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Size, folder: Path) -> None:
     """Put a parameter together from the ranks that hold some of it, in their partitions of this index."""
     folder.mkdir(parents=True)
-    places = [rank.offsets[index][name] for rank in holders]
+    spans = [rank.offsets[index][name] for rank in holders]
     for key in (WEIGHTS, *holders[0].states[index]):
         flats = [rank.flat(index, key) for rank in holders]
         if key == "step":
@@ -349,7 +349,7 @@ def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Si
                 raise ValueError(
                     f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
                 )
-        whole = _joined(flats, places)
+        whole = _joined(flats, spans)
         if whole.numel() != shape.numel():
             raise ValueError(
                 f"{key} of {name} has {whole.numel()} elements on all ranks and should have {tuple(shape)}"
@@ -357,10 +357,10 @@ def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Si
         torch.save({"param": whole.view(shape), "cat_dim": 0}, folder / f"{key}.pt")
 
 
-def _joined(flats: list[Tensor], places: list[tuple[int, int]]) -> Tensor:
-    """Return what partitions hold at these places, start and length, as one flat tensor."""
+def _joined(flats: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
+    """Return what partitions hold in these spans, start and length, as one flat tensor."""
     pieces = []
-    for flat, (start, numel) in zip(flats, places, strict=True):
+    for flat, (start, numel) in zip(flats, spans, strict=True):
         pieces.append(flat[start:][:numel])
     return torch.cat(pieces)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pretraining import files
 from pretraining.compare import launch, page, presets
-from pretraining.compare.comparison import Run
+from pretraining.compare.comparison import FinishedRun
 from pretraining.compare.presets import Preset
 from pretraining.run import checkpoints, resuming
 from pretraining.run.arguments import OPTIMIZERS
@@ -75,7 +75,7 @@ class _Job(NamedTuple):
                 "remove that folder"
             )
 
-    def run(self) -> Run:
+    def run(self) -> FinishedRun:
         """Start or resume the run, and return its result."""
         with files.locked(self.folder, "trains", wait=True):  # a killed comparison leaves its runs training
             pass
@@ -90,13 +90,13 @@ class _Job(NamedTuple):
             files.write_json(self.folder / "diverged.json", {"message": str(error)})
         return self.result()
 
-    def result(self) -> Run:
+    def result(self) -> FinishedRun:
         """Return the result of a finished run."""
         if (self.folder / "diverged.json").exists():
-            return Run(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
+            return FinishedRun(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
         metrics = launch.metrics_of(self.folder)
         history = json.loads((self.folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        return Run(
+        return FinishedRun(
             self.arm,
             self.seed,
             metrics["learning_rate"],
@@ -168,11 +168,11 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]
     preset = presets.load(arguments.preset) if arguments.preset else Preset(arms)
     if arguments.arms:
         preset = preset.only(arguments.arms)
-    stated = {name for settings in preset.arms.values() for name in settings}
+    of_arms = {name for settings in preset.arms.values() for name in settings}
     for name in (word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")):
         if name in presets.RESERVED:
             raise ValueError(f"--{name} differs between the runs; remove it: {presets.RESERVED[name]}")
-        if name in stated:
+        if name in of_arms:
             raise ValueError(f"--{name}: the arms state it themselves; remove the flag, or write a preset of your own")
     for arm in preset.arms:
         launch.settings_of([*rest, *presets.words(preset.arms[arm])])  # wrong ones end the comparison at once

@@ -30,7 +30,7 @@ import metrics
 from peft import get_peft_model
 from pretraining.data import embedded
 from tasks import finetuning, models
-from tasks.finetuning import LoraArguments, RecipeArguments, Start
+from tasks.finetuning import LoraArguments, RecipeArguments, SuggestedRate
 from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
 
 import mars_hf
@@ -38,18 +38,18 @@ import mars_hf
 # By --use_peft and --optim.
 STARTS = {
     False: {
-        "mars_adamw": Start(8e-3, "beta1=0.9,beta2=0.95"),
-        "mars_m": Start(1.6e-2, "beta1=0.95,lr_1d=0.016"),
-        "mars_lion": Start(2e-3),
-        "mars_shampoo": Start(3.2e-2, "beta1=0.95,lr_1d=0.004"),
-        "adamw_torch": Start(4e-3),
+        "mars_adamw": SuggestedRate(8e-3, "beta1=0.9,beta2=0.95"),
+        "mars_m": SuggestedRate(1.6e-2, "beta1=0.95,lr_1d=0.016"),
+        "mars_lion": SuggestedRate(2e-3),
+        "mars_shampoo": SuggestedRate(3.2e-2, "beta1=0.95,lr_1d=0.004"),
+        "adamw_torch": SuggestedRate(4e-3),
     },
     True: {
-        "mars_adamw": Start(1.6e-2, "beta1=0.9,beta2=0.95"),
-        "mars_m": Start(1.6e-2, "beta1=0.95"),
-        "mars_lion": Start(4e-3),
-        "mars_shampoo": Start(1.6e-2, "beta1=0.95"),
-        "adamw_torch": Start(1.6e-2),
+        "mars_adamw": SuggestedRate(1.6e-2, "beta1=0.9,beta2=0.95"),
+        "mars_m": SuggestedRate(1.6e-2, "beta1=0.95"),
+        "mars_lion": SuggestedRate(4e-3),
+        "mars_shampoo": SuggestedRate(1.6e-2, "beta1=0.95"),
+        "adamw_torch": SuggestedRate(1.6e-2),
     },
 }
 # The model that STARTS was tuned on.

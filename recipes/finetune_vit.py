@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 from tasks import finetuning
-from tasks.finetuning import RecipeArguments, Start
+from tasks.finetuning import RecipeArguments, SuggestedRate
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -44,9 +44,9 @@ from transformers import (
 import mars_hf
 
 STARTS = {
-    "mars_m": Start(2e-3, "beta1=0.95"),
-    "mars_adamw": Start(1e-3, "beta1=0.9,beta2=0.95"),
-    "adamw_torch": Start(2e-3),
+    "mars_m": SuggestedRate(2e-3, "beta1=0.95"),
+    "mars_adamw": SuggestedRate(1e-3, "beta1=0.9,beta2=0.95"),
+    "adamw_torch": SuggestedRate(2e-3),
 }
 
 

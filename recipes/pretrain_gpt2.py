@@ -71,10 +71,10 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # A new run, or a checkpoint of this one.
     settings = resuming.settings_of(run, source.identity, training.world_size)
-    start = processes.on_main(training, lambda: resuming.choose(training, output, settings))
-    if start.is_complete:
+    resume = processes.on_main(training, lambda: resuming.choose(training, output, settings))
+    if resume.is_complete:
         return
-    if start.checkpoint:
+    if resume.checkpoint:
         training.eval_on_start = False  # what step 0 gave is in the log
 
     # Model and optimizer.
@@ -97,8 +97,8 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         data_collator=default_data_collator,
         optimizer_cls_and_kwargs=optimizer,
         callbacks=callbacks,
-        run=start.run,
-        resumed=start.manifest,
+        run=resume.run,
+        resumed=resume.manifest,
     )
     stopping = processes.Stopping(trainer.accelerator)
     trainer.add_callback(stopping)
@@ -109,7 +109,7 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # Train.
     try:
-        result = trainer.train(resume_from_checkpoint=start.checkpoint and str(start.checkpoint))
+        result = trainer.train(resume_from_checkpoint=resume.checkpoint and str(resume.checkpoint))
     except mars_hf.NonFiniteError as error:
         raise ValueError(str(error)) from error
     if stopping.reason:

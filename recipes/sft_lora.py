@@ -29,7 +29,7 @@ from typing import Any
 import datasets
 from pretraining.data import embedded
 from tasks import finetuning, models
-from tasks.finetuning import LoraArguments, RecipeArguments, Start
+from tasks.finetuning import LoraArguments, RecipeArguments, SuggestedRate
 from transformers import HfArgumentParser, set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
@@ -37,9 +37,9 @@ from trl import SFTConfig, SFTTrainer
 import mars_hf
 
 STARTS = {
-    "mars_adamw": Start(3.2e-2, "beta1=0.9,beta2=0.95"),
-    "mars_m": Start(1.6e-2, "beta1=0.95"),
-    "adamw_torch": Start(1.6e-2),
+    "mars_adamw": SuggestedRate(3.2e-2, "beta1=0.9,beta2=0.95"),
+    "mars_m": SuggestedRate(1.6e-2, "beta1=0.95"),
+    "adamw_torch": SuggestedRate(1.6e-2),
 }
 _BASE_SETTINGS = (
     "--n_layer 2 --max_steps 150 --warmup_steps 20 --per_device_train_batch_size 8 "

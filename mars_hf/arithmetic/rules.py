@@ -105,7 +105,7 @@ class Options:
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
-    limits: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
+    clip_bounds: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
 
 

@@ -62,11 +62,11 @@ class GroupSums:
         """
         message = None if error is None else f"rank {dist.get_rank()}: {error}"
         for group in sorted(self._sums, key=group_order):
-            total, present = self._sums[group], self._present[group]
-            present[-1] = float(message is not None)
-            total[-1] = torch.tensor(present, dtype=total.dtype).to(total.device)
-            total.copy_(all_reduce(total, group))
-            self._present[group] = total[-1].tolist()
+            sums, presence = self._sums[group], self._present[group]
+            presence[-1] = float(message is not None)
+            sums[-1] = torch.tensor(presence, dtype=sums.dtype).to(sums.device)
+            sums.copy_(all_reduce(sums, group))
+            self._present[group] = sums[-1].tolist()
             *fractions, has_error = self._present[group]
             if has_error:
                 messages: list[Any] = [None] * dist.get_world_size(group)

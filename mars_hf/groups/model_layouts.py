@@ -97,9 +97,9 @@ def _first_match(name: str, patterns: Iterable[str]) -> str | None:
 def _with_stated_parts(layout: MatrixLayout | LeftOut, shape: Sequence[int], parts: Sequence[int]) -> MatrixLayout:
     """Return a layout with the parts that the user states, also for a parameter that would be left out."""
     whole = of_shape(shape) if isinstance(layout, LeftOut) else layout
-    stated = replace(whole, parts=tuple(parts))
-    check_shape(shape, stated)
-    return stated
+    split = replace(whole, parts=tuple(parts))
+    check_shape(shape, split)
+    return split
 
 
 def _reject_unused(patterns: Iterable[str], pattern_of: Mapping[str, str | None]) -> None:

@@ -92,17 +92,16 @@ def param_groups(
             continue
         index = override_indices.get(param, _NO_OVERRIDE)
         override = _EMPTY if index == _NO_OVERRIDE else param_rules[index]
-        stated = override.settings
-        orthogonalizes = UPDATE_RULES[stated.get("mars_type", mars_type)].orthogonalizes
-        settings = _settings_in_model(name, param, of_model, stated, orthogonalizes, lr_embeddings)
+        orthogonalizes = UPDATE_RULES[override.settings.get("mars_type", mars_type)].orthogonalizes
+        settings = _settings_in_model(name, param, of_model, override.settings, orthogonalizes, lr_embeddings)
         order = _ORDER.index((settings["role"], "weight_decay" not in settings))
-        settings |= stated
+        settings |= override.settings
         if override is not _EMPTY:
             settings["pattern"] = override.pattern
         group = groups.setdefault((index, order, repr(settings)), {"params": [], **settings})
         group["params"].append((name, param))
         if orthogonalizes and settings["role"] != "matrix" and param in of_model.layouts:
-            group.setdefault("left_out", {})[name] = _why_left_out(name, param, of_model, stated)
+            group.setdefault("left_out", {})[name] = _why_left_out(name, param, of_model, override.settings)
     if not groups:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
@@ -166,12 +165,12 @@ def _settings_in_model(
     name: str,
     param: nn.Parameter,
     of_model: _OfModel,
-    stated: Mapping[str, Any],
+    override: Mapping[str, Any],
     orthogonalizes: bool,
     lr_embeddings: float | None,
 ) -> dict[str, Any]:
     """Return what a parameter's place in the model decides; an override has the last word on the role alone."""
-    role = stated.get("role") or of_model.role(name, param, orthogonalizes)
+    role = override.get("role") or of_model.role(name, param, orthogonalizes)
     settings: dict[str, Any] = {"role": role}
     if role == "matrix" and orthogonalizes:
         layout = of_model.layouts.get(param)
@@ -180,13 +179,13 @@ def _settings_in_model(
         settings["weight_decay"] = 0.0
     is_table = param in of_model.tables and not of_model.is_vector(name, param)
     if lr_embeddings is not None and is_table:
-        settings |= _rate_of_table(role, stated, lr_embeddings)
+        settings |= _rate_of_table(role, override, lr_embeddings)
     return settings
 
 
-def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, stated: Mapping[str, Any]) -> str:
-    if "role" in stated:
-        return f"role {stated['role']!r} in param_rules"
+def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, override: Mapping[str, Any]) -> str:
+    if "role" in override:
+        return f"role {override['role']!r} in param_rules"
     reason = of_model.reason(param)
     if reason is None or of_model.is_vector(name, param):
         return "bias or norm"
@@ -222,9 +221,9 @@ def _any_matches(names: Iterable[str], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _rate_of_table(role: str, stated: Mapping[str, Any], lr: float) -> dict[str, Any]:
+def _rate_of_table(role: str, override: Mapping[str, Any], lr: float) -> dict[str, Any]:
     """Return the rate of an embedding or head, unless its override states one."""
-    if "lr" in stated or (role != "matrix" and "lr_1d" in stated):
+    if "lr" in override or (role != "matrix" and "lr_1d" in override):
         return {}
     # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
     keys = {"matrix": ["lr"], "adamw": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
@@ -311,8 +310,8 @@ def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]])
     parts: dict[tuple[int, str], dict[str, Any]] = {}
     for index, group in enumerate(groups):
         for entry in _entries_of(group["params"]):
-            stated = in_model.get(_param_of(entry), {})
-            part = parts.setdefault((index, repr(stated)), {**group, **stated, "params": []})
+            settings = in_model.get(_param_of(entry), {})
+            part = parts.setdefault((index, repr(settings)), {**group, **settings, "params": []})
             part["params"].append(entry)
     return list(parts.values())
 
@@ -355,10 +354,10 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
         parts.setdefault(_role_of(entry, group, settings), []).append(entry)
-    stated = {key: value for key, value in group.items() if key not in KEYS_1D}
+    without_1d = {key: value for key, value in group.items() if key not in KEYS_1D}
     split = []
     for role in sorted(parts, key=ROLES.index):
-        one_role = {**stated, "params": parts[role], "role": role}
+        one_role = {**without_1d, "params": parts[role], "role": role}
         if not update_rule({**settings, **one_role}).corrects:
             one_role |= _adamw_settings(role, group, defaults)
         split.append(one_role)

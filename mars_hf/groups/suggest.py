@@ -97,11 +97,11 @@ def run(options: argparse.Namespace) -> str:
 def _forms(settings: dict[str, Any]) -> str:
     """Return settings as arguments of a command line and as a call of `create`, without those at their defaults."""
     rule, lr, decay = (_text(settings[name]) for name in ("mars_type", "lr", "weight_decay"))
-    stated = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
-    keywords = ", ".join(f"{name}={text}" for name, text in stated.items() if name != "mars_type")
+    texts = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
+    keywords = ", ".join(f"{name}={text}" for name, text in texts.items() if name != "mars_type")
     call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
-    arguments = [f"{name}={text}" for name, text in stated.items() if name == "lr_1d"]
-    for name in stated.keys() & {"betas", "betas_1d"}:
+    arguments = [f"{name}={text}" for name, text in texts.items() if name == "lr_1d"]
+    for name in texts.keys() & {"betas", "betas_1d"}:
         arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
     return f"""{rule}
   --optim {rule.replace("-", "_")} --learning_rate {lr} --weight_decay {decay} \\

@@ -1,6 +1,7 @@
 """Choose the backend of a list of tensors: the plain rules, or kernels that compute the same faster.
 
-Kernels prove that at first use, see `check`; those that fail give way to the plain rules for the rest of the run.
+Kernels prove that at first use, see `compare_with_plain`; those that fail give way to the plain rules for the rest of
+the run.
 
 | backend  | where | what it is                               | chosen by `fused=None`                 |
 | -------- | ----- | ---------------------------------------- | -------------------------------------- |
@@ -136,7 +137,9 @@ def _kernels_that_work(
     if not kernels.is_available(device):
         return None, f"no kernels run on {device.type}: {NEEDS}"
     backend = Backend(kernels.NAME, kernels)
-    problem = _failures.get(device) or check(backend, device, tuple(dtypes.items()), arithmetic, second_moment)
+    problem = _failures.get(device) or compare_with_plain(
+        backend, device, tuple(dtypes.items()), arithmetic, second_moment
+    )
     return (None, problem) if problem else (backend, "")
 
 
@@ -146,7 +149,9 @@ def kernels_of(device: torch.device) -> ModuleType:
 
 
 @functools.cache
-def check(backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str) -> str:
+def compare_with_plain(
+    backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str
+) -> str:
     """Return what kernels compute otherwise than `rules`, "" if nothing; once a process for each set of arguments.
 
     They take the sums and the update of a few small tensors, with and without scales; tensors and random numbers are

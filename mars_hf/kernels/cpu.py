@@ -93,10 +93,10 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    table = _table([[], gradients, [], [], last_grads])
+    descriptor = _descriptor([[], gradients, [], [], last_grads])
     scalars = _scalars(len(gradients), scale=scale, correction=k)
     _library().mars_sums(
-        len(gradients), table.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
+        len(gradients), descriptor.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
         result.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return result
@@ -112,7 +112,7 @@ def update(
 ) -> Tensor:
     """Update dense tensors as `rules.update` does, in memory order.
 
-    With `limits` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
+    With `clip_bounds` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
     """
     lr = float(options.lr)
     rates, roots = _bias_corrected(options, lr)
@@ -130,15 +130,15 @@ def update(
         root=roots,
         eps=options.eps,
     )
-    table = _table([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.rounding.seeds)
-    limits = array("d", options.limits)
+    descriptor = _descriptor([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.rounding.seeds)
+    bounds = array("d", options.clip_bounds)
     if options.squares is None:
         squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
     else:
         squares = options.squares.contiguous()
     _library().mars_update(
-        len(params), table.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
-        options.second_moment == "gradient", bool(options.rounding.seeds), limits.buffer_info()[0] if limits else None,
+        len(params), descriptor.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
+        options.second_moment == "gradient", bool(options.rounding.seeds), bounds.buffer_info()[0] if bounds else None,
         options.squares is not None, squares.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return squares
@@ -155,18 +155,18 @@ def _bias_corrected(options: Options, lr: float) -> tuple[list[float], list[floa
     return [rates[t] for t in options.steps], [roots[t] for t in options.steps]
 
 
-def _table(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
-    """Return the words that describe tensors to the kernels."""
+def _descriptor(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
+    """Return the numbers that describe tensors to the kernels: dtypes, addresses, sizes, seeds (see cpu.cpp)."""
     sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
     assert all(len({tensor.dtype for tensor in tensors}) < 2 for tensors in lists), "dtypes differ in a list"
     absent = [0] * len(sizes)
-    words = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists])
+    descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists])
     for tensors in lists:
-        words.extend(list(map(Tensor.data_ptr, tensors)) or absent)
-    words.extend(sizes)
-    words.extend(seeds or absent)
-    return words
+        descriptor.extend(list(map(Tensor.data_ptr, tensors)) or absent)
+    descriptor.extend(sizes)
+    descriptor.extend(seeds or absent)
+    return descriptor
 
 
 def _scalars(count: int, **columns: Tensor | list[float] | float | None) -> array[float]:

@@ -36,14 +36,14 @@ NAME = "triton"
 # (benchmarks/results/gpu_kernels_h100.json).
 TILE = 8192  # elements per program
 BLOCK = 1024  # elements that a program has in flight
-REST = 512  # the same for masked accesses
+MASKED_BLOCK = 512  # the same where accesses are masked
 TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's embedding has 4712
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-OPTIONS_OF_TOTALS = {**OPTIONS, "num_warps": 8}
+LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+LAUNCH_OPTIONS_OF_TOTALS = {**LAUNCH_OPTIONS, "num_warps": 8}
 ARITHMETICS = ("adamw", "lion", "momentum")  # of gpu_device.update
 HAS_KAHAN = True
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-KEPT_TABLES = 256
+CACHED_TABLES = 256
 
 
 def is_available(device: torch.device) -> bool:
@@ -71,15 +71,15 @@ def sums(
     lists, count, last = [gradients, last_grads], len(gradients), _triton_type(last_grads)
     out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
     with torch.cuda.device_of(out):
-        words, tiles = _table(lists, (k,))
+        table, tiles = _table(lists, (k,))
         partials = out.new_empty((4 if last_grads else 1, tiles))
         if tiles:
             gpu_device.partial_sums[(tiles,)](
-                words, count, tiles, scale, partials,
+                table, count, tiles, scale, partials,
                 GRADIENT=_triton_type(gradients), LAST=last, **_constants(lists),
             )  # fmt: skip
         gpu_device.total_sums[(count, len(partials))](
-            words, count, tiles, partials, out, LAST=last, TILE=TILE, BLOCK=TOTALS, **OPTIONS_OF_TOTALS
+            table, count, tiles, partials, out, LAST=last, TILE=TILE, BLOCK=TOTALS, **LAUNCH_OPTIONS_OF_TOTALS
         )
     return out
 
@@ -103,12 +103,12 @@ def update(
     keys = _to_device(rounding.seeds, device) if rounding.seeds else None
     betas = [[beta, math.log(beta) if beta else -math.inf] for beta in (options.beta1, options.beta2)]
     with torch.cuda.device_of(counts):
-        words, tiles = _table(
+        table, tiles = _table(
             lists, (options.k, options.nesterov, *betas[0], *betas[1], options.eps, options.weight_decay)
         )
         if tiles:
             gpu_device.update[(tiles,)](
-                words, len(params), counts, rate, options.scale, options.factors, keys, **types,
+                table, len(params), counts, rate, options.scale, options.factors, keys, **types,
                 RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected", **_constants(lists),
             )  # fmt: skip
 
@@ -121,13 +121,13 @@ def _table(lists: Sequence[list[Tensor]], numbers: tuple[float, ...]) -> tuple[T
     assert all(len({tensor.dtype for tensor in list_}) < 2 for list_ in lists), "dtypes differ in a list"
     addresses = tuple(tuple(map(Tensor.data_ptr, list_)) for list_ in lists)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(device, stream, sizes, addresses, numbers)
+    return _cached_table(device, stream, sizes, addresses, numbers)
 
 
-@functools.lru_cache(maxsize=KEPT_TABLES)
-def _kept(device: torch.device, stream: int, *content: Any) -> tuple[Tensor, int]:
-    words, tiles = _words(*content)
-    return _to_device(words, device), tiles
+@functools.lru_cache(maxsize=CACHED_TABLES)
+def _cached_table(device: torch.device, stream: int, *described: Any) -> tuple[Tensor, int]:
+    content, tiles = _content_of_table(*described)
+    return _to_device(content, device), tiles
 
 
 def _to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -136,15 +136,21 @@ def _to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtyp
     return host.to(device, non_blocking=True)
 
 
-def _words(
+def _content_of_table(
     sizes: tuple[int, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[float, ...]
 ) -> tuple[list[int], int]:
     """Return the contents of a table (see `gpu_device`) and the number of tiles."""
     ends = list(accumulate(-(-size // TILE) for size in sizes))
-    header = struct.unpack("<8q", struct.pack("<8d", *numbers, *[0.0] * (8 - len(numbers))))
-    aligned = [all(address % 16 == 0 for address in of) for of in zip(*filter(None, addresses), strict=True)]
-    rows = [[0, *ends[:-1]], sizes, aligned, *(row or (0,) * len(sizes) for row in addresses)]
-    return [*header, *(int(word) for row in rows for word in row)], ends[-1]
+    unused = [0.0] * (8 - len(numbers))
+    table = list(struct.unpack("<8q", struct.pack("<8d", *numbers, *unused)))
+    table += [0, *ends[:-1]]  # where the tiles of each tensor start
+    table += sizes
+    for of_tensor in zip(*filter(None, addresses), strict=True):
+        table.append(int(all(address % 16 == 0 for address in of_tensor)))
+    absent = [0] * len(sizes)
+    for row in addresses:
+        table += row or absent
+    return table, ends[-1]
 
 
 def _constants(lists: Sequence[list[Tensor]]) -> dict[str, Any]:
@@ -152,7 +158,14 @@ def _constants(lists: Sequence[list[Tensor]]) -> dict[str, Any]:
     dtypes = {list_[0].dtype for list_ in lists if list_}
     compute = gpu_device.tl.float64 if torch.float64 in dtypes else gpu_device.tl.float32
     vector = 16 // max(dtype.itemsize for dtype in dtypes)  # 16 bytes of the widest dtype
-    return {"COMPUTE": compute, "TILE": TILE, "BLOCK": BLOCK, "REST": REST, "VECTOR": vector, **OPTIONS}
+    return {
+        "COMPUTE": compute,
+        "TILE": TILE,
+        "BLOCK": BLOCK,
+        "MASKED_BLOCK": MASKED_BLOCK,
+        "VECTOR": vector,
+        **LAUNCH_OPTIONS,
+    }
 
 
 def _triton_type(tensors: list[Tensor]) -> Any:

@@ -198,7 +198,7 @@ def _block_sums(
 def partial_sums(
     table, count, tiles, scale, partials,
     GRADIENT: tl.constexpr, LAST: tl.constexpr, COMPUTE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sum g*g, g*last, last*last and c*c over one tile into `partials`, rows of one number per tile.
 
@@ -214,7 +214,7 @@ def partial_sums(
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
     gg, gl, ll, cc = _block_sums(gradient, last, 0, whole, scale, k, BLOCK, False, COMPUTE, VECTOR)
     rest_gg, rest_gl, rest_ll, rest_cc = _block_sums(
-        gradient, last, whole, length, scale, k, REST, True, COMPUTE, VECTOR
+        gradient, last, whole, length, scale, k, MASKED_BLOCK, True, COMPUTE, VECTOR
     )
     row = tiles.to(tl.int64)
     tl.store(partials + tile, gg + rest_gg)
@@ -244,7 +244,7 @@ def update(
     table, count, steps, lr, scale, factors, seeds,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
     LOST: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once; a block is read before it is written.
 
@@ -284,8 +284,8 @@ def update(
 
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
     for masked in tl.static_range(2):
-        for first in range(whole if masked else 0, length if masked else whole, REST if masked else BLOCK):
-            offsets = first + tl.arange(0, REST if masked else BLOCK)
+        for first in range(whole if masked else 0, length if masked else whole, MASKED_BLOCK if masked else BLOCK):
+            offsets = first + tl.arange(0, MASKED_BLOCK if masked else BLOCK)
             mask = offsets < length if masked else None
             # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
             g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)

@@ -28,17 +28,17 @@ class LastNorms:
         for last, norm in zip(last_grads, squares.sqrt().tolist(), strict=True):
             self._remembered[last] = _Remembered(last.data_ptr(), last._version, norm)
 
-    def limits(self, last_grads: Sequence[Tensor], clip_threshold: float, k: float) -> list[float]:
+    def clip_bounds(self, last_grads: Sequence[Tensor], clip_threshold: float, k: float) -> list[float]:
         """Return, for each last gradient, the largest <g, g> at which c is surely not clipped; -1 if nothing is sure.
 
         From ||c|| <= (1 + k) ||g|| + k ||last||.
         """
-        limits = []
+        bounds = []
         for last in last_grads:
             # The margin is for last gradients that a state has rounded.
             slack = min(clip_threshold, 1e150) / 1.01 - k * self._norm_of(last)
-            limits.append((slack / (1 + k)) ** 2 if slack >= 0 else -1.0)
-        return limits
+            bounds.append((slack / (1 + k)) ** 2 if slack >= 0 else -1.0)
+        return bounds
 
     def _norm_of(self, last: Tensor) -> float:
         """Return the norm of a last gradient, infinity if it is not known."""

@@ -52,8 +52,8 @@ class TensorList:
     sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
     scale: Tensor | None = None  # 0-d; None means 1
     factors: Tensor | None = None  # one per entry; None means 1
-    limits: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
-    squares: Tensor | None = None  # <g, g> of lists with limits; None before it is known
+    clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
+    squares: Tensor | None = None  # <g, g> of lists with bounds; None before it is known
 
     @property
     def clip_threshold(self) -> float | None:

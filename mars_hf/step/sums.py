@@ -26,7 +26,7 @@ def take_sums(
 ) -> None:
     """Take the sums over each list that needs norms.
 
-    Lists of compiled kernels that clip get limits from remembered norms instead: `update` sees to the rest.
+    Lists of compiled kernels that clip get bounds from remembered norms instead: `update` sees to the rest.
 
     Args:
         lists: the lists of the step.
@@ -84,7 +84,7 @@ def _can_bound(tensors: TensorList) -> bool:
 
 def _bound(tensors: TensorList, last_norms: LastNorms) -> None:
     assert tensors.clip_threshold is not None
-    tensors.limits = last_norms.limits(tensors.last_grad, tensors.clip_threshold, tensors.correction)
+    tensors.clip_bounds = last_norms.clip_bounds(tensors.last_grad, tensors.clip_threshold, tensors.correction)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def _set_scale(
     k = tensors.correction
     scale = scale.to(sums.device, sums.dtype, non_blocking=True)
     tensors.scale = scale if tensors.scale is None else tensors.scale * scale
-    if tensors.limits:
+    if tensors.clip_bounds:
         tensors.squares = sums[GG] * scale**2
         if metrics is not None:  # the factors that the update would find, to the bit
-            tensors.limits = []
+            tensors.clip_bounds = []
             sums = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k)
             _set_clip_factors(tensors, sums, shared, metrics)
     elif _needs_corrected(tensors, metrics):

@@ -151,21 +151,21 @@ def _write(
         tensors.last_grad,
         options=_options(tensors, arithmetic, rounding),
     )
-    if tensors.limits:
+    if tensors.clip_bounds:
         tensors.squares = squares
         _write_left_out(tensors, params, arithmetic)
 
 
 def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) -> None:
-    """Update the entries above their limits, which may be clipped: now their norms are taken."""
+    """Update the entries above their bounds, which may be clipped: now their norms are taken."""
     assert tensors.squares is not None and tensors.clip_threshold is not None
     positions = []
-    for position, (square, limit) in enumerate(zip(tensors.squares.tolist(), tensors.limits, strict=True)):
-        if not square <= limit:  # NaN is above, too
+    for position, (square, bound) in enumerate(zip(tensors.squares.tolist(), tensors.clip_bounds, strict=True)):
+        if not square <= bound:  # NaN is above, too
             positions.append(position)
     if not positions:
         return
-    left = replace(tensors.select(positions), limits=[], squares=None)
+    left = replace(tensors.select(positions), clip_bounds=[], squares=None)
     sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
     left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
     moves_params = params is tensors.params
@@ -194,7 +194,7 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
         rounding=rounding,
-        limits=tensors.limits,
+        clip_bounds=tensors.clip_bounds,
         squares=tensors.squares,
     )
 

@@ -69,11 +69,13 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
             "or the optimizer that saved it, or load the checkpoint as the model, with from_pretrained"
         )
-    given = saved_settings.to_json(mars.created_with)
+    settings = saved_settings.to_json(mars.created_with)
     changed = []
-    if resumes and saved["create"] is not None and given is not None:
+    if resumes and saved["create"] is not None and settings is not None:
         create = saved["create"]
-        changed = [f"{name}={create[name]} (given: {given[name]})" for name in given if create[name] != given[name]]
+        for name, value in settings.items():
+            if create[name] != value:
+                changed.append(f"{name}={create[name]} (given: {value})")
         mars.created_with = check_arguments(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
     if not changed:

@@ -102,7 +102,7 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     others = dict(settings)
     like = others.pop("like", None)
     saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
-    given = split_beta_pairs(others)
+    of_mars = split_beta_pairs(others)
     if args.optim_target_modules:
         raise ValueError(
             f"optim_target_modules={args.optim_target_modules!r} is for GaLore, APOLLO and the like, and MARS has no "
@@ -110,24 +110,24 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
         )
     in_arguments = _settings_in_arguments(args)
     for name, (key, value) in in_arguments.items():
-        if key in given and float(given[key]) != value:
+        if key in of_mars and float(of_mars[key]) != value:
             raise ValueError(
-                f"{name}={value!r} in TrainingArguments and {key}={given[key]!r} for MARS contradict each other; give "
-                f"{name} alone"
+                f"{name}={value!r} in TrainingArguments and {key}={of_mars[key]!r} for MARS contradict each other; "
+                f"give {name} alone"
             )
-    return join_beta_pairs(saved | dict(in_arguments.values()) | given)
+    return join_beta_pairs(saved | dict(in_arguments.values()) | of_mars)
 
 
 def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, float]]:
     """Return what TrainingArguments state, by their names: MARS's name of the setting, and its value."""
-    stated = {"learning_rate": ("lr", args.learning_rate)}
+    settings = {"learning_rate": ("lr", args.learning_rate)}
     for name, key in _ARGUMENTS.items():
         value = getattr(args, name)
         default, own_default = _default(TrainingArguments, name), _default(type(args), name)
         # The user has stated what is no default, and the author of a subclass what is no default of TrainingArguments.
         if value != own_default or own_default != default:
-            stated[name] = key, value
-    return stated
+            settings[name] = key, value
+    return settings
 
 
 def join_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,9 +91,9 @@ class StalePass(TrainerCallback):
         restore_random_state()
 
         def compare(inputs: Any) -> None:
-            place = _difference(expected.pop(0), inputs) if expected else "their number"
-            if place is not None:
-                self._refuse(f"computes the two losses of a step from different inputs ({place} differs)")
+            path = _difference(expected.pop(0), inputs) if expected else "their number"
+            if path is not None:
+                self._refuse(f"computes the two losses of a step from different inputs ({path} differs)")
 
         with self._observe_inputs(compare):
             yield
@@ -251,22 +251,22 @@ def _copied(value: Any) -> Any:
 
 
 def _difference(one: Any, other: Any) -> str | None:
-    """Return the place of a tensor in which two batches differ, or None; other objects count as equal."""
+    """Return the path of a tensor in which two batches differ, or None; other objects count as equal."""
     ones, others = dict(_tensors(one)), dict(_tensors(other))
-    for place in sorted({*ones, *others}):
-        a, b = ones.get(place), others.get(place)
+    for path in sorted({*ones, *others}):
+        a, b = ones.get(path), others.get(path)
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype) or not torch.allclose(a, b, 0, 0, True):
-            return place  # NaN equals NaN
+            return path  # NaN equals NaN
     return None
 
 
-def _tensors(value: Any, place: str = "inputs") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a batch, each with its place."""
+def _tensors(value: Any, path: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a batch, each with its path."""
     if isinstance(value, Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, (Mapping, list, tuple)):
         for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(entry, f"{place}[{key!r}]")
+            yield from _tensors(entry, f"{path}[{key!r}]")
 
 
 def _total_norm(params: Iterable[nn.Parameter]) -> Tensor:

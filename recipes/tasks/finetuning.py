@@ -17,21 +17,21 @@ from peft import LoraConfig
 from mars_hf.groups.suggest import suggest
 
 
-class Start(NamedTuple):
+class SuggestedRate(NamedTuple):
     """Learning rate to start from with one optimizer, and further settings as `--optim_args` takes them."""
 
     learning_rate: float
     optim_args: str | None = None
 
 
-def suggested(adamw_lr: float) -> dict[str, Start]:
+def suggested(adamw_lr: float) -> dict[str, SuggestedRate]:
     """Return what `python -m mars_hf suggest` derives from a learning rate of AdamW, by `--optim`."""
-    starts = {"adamw_torch": Start(adamw_lr)}
+    rates = {"adamw_torch": SuggestedRate(adamw_lr)}
     for rule in ("mars-adamw", "mars-m", "mars-lion"):
         settings = suggest(rule, adamw_lr)
         optim_args = "beta1={:.2g},beta2={:.2g},lr_1d={:g}".format(*settings["betas"], settings["lr_1d"])
-        starts[rule.replace("-", "_")] = Start(float(f"{settings['lr']:.2g}"), optim_args)
-    return starts
+        rates[rule.replace("-", "_")] = SuggestedRate(float(f"{settings['lr']:.2g}"), optim_args)
+    return rates
 
 
 @dataclass
@@ -58,21 +58,21 @@ class RecipeArguments:
     eval_on_start: bool = True
     save_strategy: str = "no"
 
-    def fill_in(self, starts: Mapping[str, Start], name: str) -> None:
+    def fill_in(self, rates: Mapping[str, SuggestedRate], name: str) -> None:
         """Fill in folder, learning rate and optim_args that the command line leaves out.
 
         Raises:
             ValueError: there is no learning rate to start from.
         """
-        start = starts.get(self.optim)
-        if self.learning_rate is None and start is None:
+        suggested_rate = rates.get(self.optim)
+        if self.learning_rate is None and suggested_rate is None:
             raise ValueError(
-                f"--optim {self.optim}: the recipe has no learning rate for it, only for {', '.join(starts)}; give "
+                f"--optim {self.optim}: the recipe has no learning rate for it, only for {', '.join(rates)}; give "
                 "--learning_rate (python -m mars_hf suggest derives one from AdamW's)"
             )
-        if start is not None:
-            self.learning_rate = start.learning_rate if self.learning_rate is None else self.learning_rate
-            self.optim_args = start.optim_args if self.optim_args is None else self.optim_args
+        if suggested_rate is not None:
+            self.learning_rate = suggested_rate.learning_rate if self.learning_rate is None else self.learning_rate
+            self.optim_args = suggested_rate.optim_args if self.optim_args is None else self.optim_args
         self.output_dir = self.output_dir or f"runs/{name}-{self.optim}"
 
 

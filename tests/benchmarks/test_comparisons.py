@@ -32,7 +32,7 @@ class Shipped(NamedTuple):
     """A comparison as its file has it, and the preset that it ran."""
 
     result: dict[str, Any]
-    runs: list[comparison.Run]
+    runs: list[comparison.FinishedRun]
     preset: presets.Preset
 
     @property
@@ -45,7 +45,7 @@ class Shipped(NamedTuple):
 
 def load(name: str) -> Shipped:
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    runs = [comparison.Run(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    runs = [comparison.FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
     return Shipped(result, runs, presets.load(SHIPPED[name][0]).only(list(result["arms"])))
 
 

@@ -85,14 +85,14 @@ def test_nothing_is_reported(chosen, cache):
 CALL = """
 import torch
 from mars_hf.kernels import cpu as compiled
-tensor, original = torch.ones(100), compiled._table
+tensor, original = torch.ones(100), compiled._descriptor
 
 def wrong(*given):
     words = original(*given)
     {change}
     return words
 
-compiled._table = wrong
+compiled._descriptor = wrong
 print(compiled.sums([tensor], []).tolist())
 """
 

@@ -26,7 +26,7 @@ def kernels(backend, device, monkeypatch):
     monkeypatch.setattr(backends, "COMPILED_FROM", 0)
     monkeypatch.setattr(backends, "_failures", {})
     monkeypatch.setattr(module, "DTYPES", {torch.float32, torch.bfloat16})
-    monkeypatch.setattr(backends, "check", functools.cache(backends.check.__wrapped__))
+    monkeypatch.setattr(backends, "compare_with_plain", functools.cache(backends.compare_with_plain.__wrapped__))
     return module
 
 
@@ -92,7 +92,7 @@ def test_check_leaves_no_trace(backend, device, kernels, monkeypatch):
         torch.use_deterministic_algorithms(True)
         with torch.enable_grad(), torch.autocast(device, dtype=torch.bfloat16):
             optimizer = train(device)
-        backends.check.cache_clear()
+        backends.compare_with_plain.cache_clear()
         with torch.inference_mode():
             optimizer.step()
     finally:
@@ -100,7 +100,7 @@ def test_check_leaves_no_trace(backend, device, kernels, monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), states[0])
     set_gradients(optimizer)
     assert set(backend_names(optimizer)) == {backend} and not backends._failures
-    assert backends.check.cache_info().misses == 2
+    assert backends.compare_with_plain.cache_info().misses == 2
 
 
 @every_kernel
@@ -108,7 +108,7 @@ def test_check_leaves_no_trace(backend, device, kernels, monkeypatch):
 def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch):
     """The dtypes of a list's tensors; of mars-m the momenta that Newton-Schulz takes, not the parameters."""
     seen = []
-    monkeypatch.setattr(backends, "check", lambda _, device, *args: seen.append(args) or "")
+    monkeypatch.setattr(backends, "compare_with_plain", lambda _, device, *args: seen.append(args) or "")
     train(device, mars_type=mars_type, state_dtype="bfloat16", ns_dtype="bfloat16", second_moment="gradient")
     written = torch.bfloat16 if mars_type == "mars-m" else torch.float32
     dtypes = ("params", written), ("grads", torch.float32), ("exp_avg", torch.bfloat16), ("last_grad", torch.bfloat16)
@@ -126,7 +126,7 @@ def test_command(backend, device, kernels, monkeypatch, capsys):
         (first, kernels, "update"),
         (-1, selfcheck.multiprocessing, "spawn"),
     ]:
-        backends.check.cache_clear()
+        backends.compare_with_plain.cache_clear()
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
             if row is not None:
                 patch.setattr(module, name, fail)

@@ -72,8 +72,8 @@ def test_threads_change_no_bit():
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_limits(known, threads, monkeypatch):
-    """Of tensors in several waves, those whose <g, g> is at most their limit take the usual update, others none."""
+def test_tensors_above_their_bound_are_left_out(known, threads, monkeypatch):
+    """Of tensors in several waves, those whose <g, g> is at most their bound take the usual update, others none."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     sizes = [3, 700_000, 0, 5000, 600_000, 9000, 1_100_000, 17, 8]
     lists, updated = (problem(sizes, "cpu", without=("max_exp_avg_sqs",), gradients=torch.bfloat16) for _ in range(2))
@@ -82,7 +82,7 @@ def test_limits(known, threads, monkeypatch):
     before = [tensor.clone() for tensor in lists["params"]]
     scale = torch.tensor(-0.5)
     squares = torch.stack([(0.5 * gradient.double()).square().sum() for gradient in lists["gradients"]])
-    limits = (squares * torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, 1.01, 0, -1], dtype=torch.float64)).tolist()
+    clip_bounds = (squares * torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, 1.01, 0, -1], dtype=torch.float64)).tolist()
     run(updated, scale=scale)
     settings = {
         **STEP,
@@ -90,7 +90,7 @@ def test_limits(known, threads, monkeypatch):
         "steps": [1.0] * len(sizes),
         "lr": 0.01,
         "scale": scale,
-        "limits": limits,
+        "clip_bounds": clip_bounds,
     }
     arguments = [lists[name] for name in NAMES if name != "max_exp_avg_sqs"]
     taken = compiled.update(*arguments, rules.Options(**settings, squares=squares if known else None))
@@ -111,7 +111,7 @@ def test_no_thread_updates_before_all_squares_are_there(monkeypatch):
         for gradient, is_updated in ((small, True), (large, False)):  # memory that is reused holds small squares
             before = lists["params"][0].clone()
             lists["gradients"] = [gradient]
-            run(lists, limits=[1e3])
+            run(lists, clip_bounds=[1e3])
             changed = lists["params"][0] != before
             assert bool(changed.any()) == bool(changed.float().mean() > 0.9) == is_updated
 

@@ -50,7 +50,7 @@ def test_dtypes_of_scales(device, dtype, gradient):
 
 @here
 def test_more_partial_sums_than_one_block(device, monkeypatch):
-    for name, value in {"TILE": 64, "BLOCK": 64, "REST": 32, "TOTALS": 16}.items():
+    for name, value in {"TILE": 64, "BLOCK": 64, "MASKED_BLOCK": 32, "TOTALS": 16}.items():
         monkeypatch.setattr(kernels, name, value)
     sizes = [64 * 70 + 5, 3]
     check_sums("triton", draw(sizes, device=device), draw(sizes, device=device, seed=1), k=0.4)
@@ -76,7 +76,7 @@ def locate(words, count, tile, device):
 def test_positions_beyond_31_bits(device):
     """The tensors exceed memory here, so the test reads the places of their tiles off the table."""
     sizes = (5, 2**31 + 10, 0, 2**33 + 1, 2**45)
-    words, tiles = kernels._words(sizes, ((0,) * 5,), ())
+    words, tiles = kernels._content_of_table(sizes, ((0,) * 5,), ())
     first = words[8:13]
     assert tiles == sum(-(-size // kernels.TILE) for size in sizes)
     per = kernels.TILE
@@ -100,7 +100,7 @@ def test_update_beyond_31_bits(device):
     order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
     addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
     numbers = (0.475, 0.0, 0.95, math.log(0.95), 0.99, math.log(0.99), 1e-8, 0.1)
-    words, tiles = kernels._words((start + length,), addresses, numbers)
+    words, tiles = kernels._content_of_table((start + length,), addresses, numbers)
     assert locate(words, 1, tiles - 1, device) == [0, start, length]
     words[8] = 1 - tiles  # as if the launch began at the last tile
     steps, lr = (torch.tensor(values, device=device) for values in ([1.0], 1e-2))
@@ -108,28 +108,28 @@ def test_update_beyond_31_bits(device):
         torch.tensor(words, device=device), 1, steps, lr, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
         LOST=None, COMPUTE=tl.float32, RULE="adamw", CORRECTED=True,
-        TILE=kernels.TILE, BLOCK=kernels.BLOCK, REST=kernels.REST, VECTOR=4,
+        TILE=kernels.TILE, BLOCK=kernels.BLOCK, MASKED_BLOCK=kernels.MASKED_BLOCK, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
 
 
 @here
 def test_tables_are_kept_by_content(device):
-    kernels._kept.cache_clear()
+    kernels._cached_table.cache_clear()
     gradients = draw([10, 20], device=device)
     kernels.sums(gradients, [])
     kernels.sums(gradients, [])
-    assert kernels._kept.cache_info().misses == 1
+    assert kernels._cached_table.cache_info().misses == 1
     moved = [gradients[0].clone(), gradients[1]]
     assert torch.equal(kernels.sums(moved, []), kernels.sums(gradients, []))
-    assert kernels._kept.cache_info().misses == 2
+    assert kernels._cached_table.cache_info().misses == 2
 
 
 @here
 def test_only_tensors_with_every_address_aligned_are_called_aligned(device):
     """An error here is invisible on the CPU and a misaligned access on a GPU."""
     addresses = ((0, 16, 32, 8), (), (4096, 4100, 48, 16))
-    words, _ = kernels._words((9, 9, 9, 9), addresses, ())
+    words, _ = kernels._content_of_table((9, 9, 9, 9), addresses, ())
     assert words[8 + 2 * 4 : 8 + 3 * 4] == [1, 0, 1, 0]
 
 
@@ -142,7 +142,7 @@ def test_tensors_at_odd_addresses_have_no_whole_blocks(device):
         for tensor in range(0, count):
             tl.store(out + tensor, whole_blocks(table, count, tensor, 2 * BLOCK + 5, BLOCK))
 
-    words, _ = kernels._words((9, 9, 9), ((0, 8, 32), (4096, 16, 4100)), ())
+    words, _ = kernels._content_of_table((9, 9, 9), ((0, 8, 32), (4096, 16, 4100)), ())
     out = torch.zeros(3, dtype=torch.int32, device=device)
     kernel[(1,)](torch.tensor(words, device=device), 3, out, gpu_device._whole_blocks, kernels.BLOCK)
     assert out.tolist() == [2 * kernels.BLOCK, 0, 0]
@@ -172,7 +172,7 @@ class OnCuda(torch.Tensor):
 def test_tables_are_kept_by_stream(monkeypatch):
     """The memory of an evicted table is reused only after the kernels that read it, on their stream."""
     kept = []
-    monkeypatch.setattr(kernels, "_kept", lambda *content: kept.append(content) or (None, 0))
+    monkeypatch.setattr(kernels, "_cached_table", lambda *content: kept.append(content) or (None, 0))
     tensor = torch.zeros(10).as_subclass(OnCuda)
     for stream in (7, 8, 7):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, stream=stream: SimpleNamespace(cuda_stream=stream))
@@ -290,13 +290,13 @@ def test_a_step_in_a_compiled_function(device):
 # --- the assembly -----------------------------------------------------------------------------------------------------
 
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
-SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "REST": kernels.REST}
+SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "MASKED_BLOCK": kernels.MASKED_BLOCK}
 POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32"}
 POINTERS |= dict.fromkeys(("table", "seeds"), "*i64") | dict.fromkeys(("scale", "factors", "partials", "sums"), "*fp64")
 WIDE = (tl.float32,) * 4
 
 
-def compiled(kernel, target=HOPPER, options=kernels.OPTIONS, **constants):
+def compiled(kernel, target=HOPPER, options=kernels.LAUNCH_OPTIONS, **constants):
     signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
     constants = {name: value for name, value in {**SIZES, **constants}.items() if signature.get(name) == "constexpr"}
     return triton.compile(ASTSource(kernel, signature, constants), target=target, options=options)
@@ -366,7 +366,7 @@ def test_float64_and_amd_compile():
 def test_sums_move_128_bits_at_once_and_no_register_is_spilled(last, tmp_path):
     of_sums = sums(tl.float32, last)
     assert accesses(of_sums, "v4.b32")[0] == (2 if last is None else 4)
-    totals = compiled(gpu_device.total_sums, options=kernels.OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)
+    totals = compiled(gpu_device.total_sums, options=kernels.LAUNCH_OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)
     for code in (update(*WIDE[:3], last), of_sums, totals):
         (tmp_path / "kernel.cubin").write_bytes(code.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "kernel.cubin"]

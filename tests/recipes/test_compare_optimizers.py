@@ -13,26 +13,26 @@ import pytest
 from helpers import refused
 from pretraining import files
 from pretraining.compare import comparison, launch, page, presets
-from pretraining.compare.comparison import Run
+from pretraining.compare.comparison import FinishedRun
 from pretraining.compare.presets import Preset
 from test_pretrain_gpt2 import TINY
 
 # --- statistics and pages, from runs made by hand --------------------------------------------------------------------
 
 
-def run(arm: str, seed: int, losses: list[float], *, lr: float = 1e-3, speed: float = 100.0) -> Run:
+def run(arm: str, seed: int, losses: list[float], *, lr: float = 1e-3, speed: float = 100.0) -> FinishedRun:
     curve = tuple((10 * index, loss) for index, loss in enumerate(losses))
-    return Run(arm, seed, lr, losses[-1], speed, curve)
+    return FinishedRun(arm, seed, lr, losses[-1], speed, curve)
 
 
-def of(arm: str, losses: list[float]) -> list[Run]:
+def of(arm: str, losses: list[float]) -> list[FinishedRun]:
     return [run(arm, seed, [8.0, loss]) for seed, loss in enumerate(losses)]
 
 
 RUNS = [
     run("mars_adamw", 1, [8.0, 5.0, 4.2, 4.0], lr=2e-3, speed=80.0),
     # evaluated again where it was resumed
-    Run("adamw", 1, 1e-3, 4.5, 100.0, ((0, 8.0), (10, 6.0), (17, 5.5), (20, 4.9), (30, 4.5))),
+    FinishedRun("adamw", 1, 1e-3, 4.5, 100.0, ((0, 8.0), (10, 6.0), (17, 5.5), (20, 4.9), (30, 4.5))),
     run("mars_adamw", 2, [8.0, 5.2, 4.4, 4.2], lr=2e-3, speed=60.0),
     run("adamw", 2, [8.0, 6.0, 4.8, 4.4], speed=140.0),
 ]

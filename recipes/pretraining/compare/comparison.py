@@ -17,7 +17,7 @@ from scipy.stats import ttest_rel
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """One finished run; numbers of a run that diverged are NaN and its curve is empty.
 
     Args:
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     speed: float
 
 
-def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
+def difference(runs: Sequence[FinishedRun], against: Sequence[FinishedRun]) -> Difference:
     """Return the difference of final held-out losses over the seeds that both arms have."""
     theirs = {run.seed: run.eval_loss for run in against}
     losses = np.array([(run.eval_loss, theirs[run.seed]) for run in runs if run.seed in theirs])
@@ -93,7 +93,7 @@ def difference(runs: Sequence[Run], against: Sequence[Run]) -> Difference:
     return Difference(*names, mean, low, high, float(test.pvalue))
 
 
-def differences(runs: Sequence[Run], baseline: str, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
+def differences(runs: Sequence[FinishedRun], baseline: str, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
     """Return the difference of each arm to the baseline, and of each further pair that shares a seed."""
     arms = by_contender(runs)
     asked = dict.fromkeys([*((name, baseline) for name in arms if name != baseline), *pairs])
@@ -113,14 +113,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(p) for p in corrected]
 
 
-def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
+def mean_curve(runs: Sequence[FinishedRun]) -> list[tuple[int, float]]:
     """Return one arm's mean loss at the steps that all its runs evaluated; a resumed run has extra ones."""
     curves = [dict(run.curve) for run in runs]
     steps = [step for step in curves[0] if all(step in curve for curve in curves)]
     return [(step, statistics.fmean(curve[step] for curve in curves)) for step in steps]
 
 
-def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
+def summarize(runs: Sequence[FinishedRun], baseline: str) -> list[Row]:
     """Return one row per arm, in the order of their first runs."""
     arms = by_contender(runs)
     goal = statistics.fmean(run.eval_loss for run in arms[baseline])
@@ -150,7 +150,7 @@ def summarize(runs: Sequence[Run], baseline: str) -> list[Row]:
     return rows
 
 
-def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_contender(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
     """Group runs by arm, in the order of their first runs."""
     names = dict.fromkeys(run.contender for run in runs)
     return {name: [run for run in runs if run.contender == name] for name in names}

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from pretraining import files
 from pretraining.compare import comparison
-from pretraining.compare.comparison import Difference, Row, Run
+from pretraining.compare.comparison import Difference, FinishedRun, Row
 from pretraining.compare.launch import describe_machine
 from pretraining.compare.presets import Preset
 
@@ -35,7 +35,7 @@ COLORS = {
 def write(
     output: Path,
     preset: Preset,
-    runs: Sequence[Run],
+    runs: Sequence[FinishedRun],
     *,
     missing: int = 0,
     data: Sequence[Mapping[str, Any]] = (),
@@ -94,7 +94,7 @@ def color(name: str) -> str:
     return next((COLORS[word] for word in words if word in COLORS), "pink")
 
 
-def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
+def draw(runs: Sequence[FinishedRun], baseline: str, path: Path) -> None:
     """Draw final held-out losses less the baseline's of the same seed: means as bars, seeds as dots."""
     losses = {run.seed: run.eval_loss for run in runs if run.contender == baseline}
     figure = Figure(figsize=(7.5, 5), layout="constrained")
@@ -107,12 +107,14 @@ def draw(runs: Sequence[Run], baseline: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def lines_of(runs: Sequence[Run], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
+def lines_of(runs: Sequence[FinishedRun], preset: Preset) -> dict[str, list[tuple[float, list[float]]]]:
     """Return the lines of a table over the preset's axis: places and the losses of all seeds."""
     lines: dict[str, list[tuple[float, list[float]]]] = {}
     for name, members in comparison.by_contender(runs).items():
-        if place := preset.place(name):
-            lines.setdefault(place[0], []).append((place[1], [run.eval_loss for run in members]))
+        position = preset.position_of(name)
+        if position is not None:
+            line, at = position
+            lines.setdefault(line, []).append((at, [run.eval_loss for run in members]))
     return lines
 
 

@@ -59,8 +59,8 @@ class Preset:
         arms = {name: settings for name, settings in self.arms.items() if name in (self.baseline, *names)}
         return replace(self, arms=arms, pairs=[pair for pair in self.pairs if set(pair) <= set(arms)])
 
-    def place(self, arm: str) -> tuple[str, float] | None:
-        """Return the line that an arm belongs to and its place on the axis; None if it has none."""
+    def position_of(self, arm: str) -> tuple[str, float] | None:
+        """Return the line that an arm belongs to and its position on the axis; None if it has none."""
         settings = self.arms[arm]
         if self.axis is None or self.axis not in settings:
             return None

@@ -157,21 +157,21 @@ class RunArguments(NamedTuple):
 
     def check_tokens(self) -> None:
         """Raise ValueError if the tokens of a step are not `tokens_per_step`; the message says what to change."""
-        training, block, stated = self.training, self.model.block_size, self.training.tokens_per_step
-        if not stated or self.count_tokens() == stated:
+        training, block, wanted = self.training, self.model.block_size, self.training.tokens_per_step
+        if not wanted or self.count_tokens() == wanted:
             return
         devices = training.world_size * max(1, training.n_gpu)
-        sequences = stated // block // devices  # of a device; the largest batch that fits where the configured one fits
+        sequences = wanted // block // devices  # of a device; the largest batch that fits where the configured one fits
         batches = [size for size in range(1, training.per_device_train_batch_size + 1) if sequences % size == 0]
-        if stated == sequences * block * devices:
+        if wanted == sequences * block * devices:
             flags = "--per_device_train_batch_size {} --gradient_accumulation_steps {}"
             remedy = flags.format(batches[-1], sequences // batches[-1])
         else:
-            remedy = f"another --block_size or number of devices, whose product divides {stated:,}"
+            remedy = f"another --block_size or number of devices, whose product divides {wanted:,}"
         raise ValueError(
             f"a step has {self.count_tokens():,} tokens ({training.train_batch_size} sequences x "
             f"{training.gradient_accumulation_steps} accumulation steps x {training.world_size} processes x {block:,} "
-            f"tokens), but tokens_per_step is {stated:,}; give {remedy}, or --tokens_per_step 0 for any number"
+            f"tokens), but tokens_per_step is {wanted:,}; give {remedy}, or --tokens_per_step 0 for any number"
         )
 
 

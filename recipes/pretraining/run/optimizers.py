@@ -51,8 +51,8 @@ class TorchFactory:
         sorted_by_mars = mars_hf.create(model, mars_type=rule, lr=lr, **settings).param_groups
         groups = [_group_of(group, optimizer) for group in sorted_by_mars]
         if optimizer == "muon":
-            own = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
-            return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **own)
+            of_muon = {"momentum": settings["betas"][0], "ns_steps": settings.get("ns_steps", 5)}
+            return MuonWithAdamW(groups, lr=lr, eps=eps, adjust_lr_fn=adjust_lr_fn, **of_muon)
         if optimizer == "nadamw":
             settings = {"momentum_decay": _WHOLE_MOMENTUM, "decoupled_weight_decay": True}
             return torch.optim.NAdam(groups, lr=lr, eps=eps, **settings)

@@ -57,14 +57,14 @@ TRAINING = (
 _FREE_MODEL = ("dropout", "attn_implementation")
 
 
-class Run(NamedTuple):
+class RunIdentity(NamedTuple):
     """A run, as its folder names it: a random id, and the settings that its weights depend on."""
 
     id: str
     settings: dict[str, Any]
 
 
-class Start(NamedTuple):
+class ResumePoint(NamedTuple):
     """Where a run starts.
 
     Args:
@@ -74,7 +74,7 @@ class Start(NamedTuple):
         is_complete: True if there is nothing left to do.
     """
 
-    run: Run
+    run: RunIdentity
     checkpoint: Path | None = None
     manifest: checkpoints.Manifest | None = None
     is_complete: bool = False
@@ -103,16 +103,16 @@ def settings_of(run: RunArguments, data: dict[str, Any], world_size: int) -> dic
     return plain
 
 
-def read_run(output: Path) -> Run | None:
+def read_run(output: Path) -> RunIdentity | None:
     """Return the run of a folder; None if it names none that can be read."""
     try:
         content = json.loads((output / RUN).read_text(encoding="utf-8"))
-        return Run(str(content["id"]), dict(content["settings"]))
+        return RunIdentity(str(content["id"]), dict(content["settings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def begin(output: Path, settings: dict[str, Any]) -> Run:
+def begin(output: Path, settings: dict[str, Any]) -> RunIdentity:
     """Name a new run of a folder, and move what an earlier run wrote there into earlier-1, or the next.
 
     A kill at any moment leaves one run complete or none: the result moves first, and checkpoints that have not moved
@@ -122,7 +122,7 @@ def begin(output: Path, settings: dict[str, Any]) -> Run:
         ValueError: the folder holds files that no run made.
     """
     output.mkdir(parents=True, exist_ok=True)
-    run = Run(uuid.uuid4().hex, settings)
+    run = RunIdentity(uuid.uuid4().hex, settings)
     if not (output / RUN).exists():
         # compare_optimizers.py writes arguments.json before a run; a killed start leaves run.json.partial.
         names = (path.name for path in output.iterdir() if not path.name.startswith((".", "arguments.json", RUN)))
@@ -144,7 +144,7 @@ def begin(output: Path, settings: dict[str, Any]) -> Run:
     return run
 
 
-def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
+def choose(training: Any, output: Path, settings: dict[str, Any]) -> ResumePoint:
     """Return where the run starts.
 
     Args:
@@ -162,19 +162,19 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
                 f"{output} holds a finished run; give another --output_dir, or --overwrite_output_dir true to start "
                 "again"
             )
-        return Start(begin(output, settings))
+        return ResumePoint(begin(output, settings))
     run = read_run(output)
     if wanted.lower() not in ("true", "auto"):
         return _from_path(output, run, Path(wanted), settings)
     if run is None:
         print(f"--resume_from_checkpoint {wanted}: no run in {output}, so a new one begins")
-        return Start(begin(output, settings))
+        return ResumePoint(begin(output, settings))
     _compare(run.settings, settings, output)
     if result.exists():
         steps = json.loads(result.read_text(encoding="utf-8"))["steps"]
         if steps >= training.max_steps:
             print(f"{output} holds this run, finished after step {steps}; nothing is missing")
-            return Start(run, is_complete=True)
+            return ResumePoint(run, is_complete=True)
     folder, passed_over = checkpoints.newest_whole(output, run.id)
     for line in passed_over:
         print(line)
@@ -183,7 +183,7 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
         if wanted.lower() == "true":
             raise ValueError(f"--resume_from_checkpoint true: {message}; give auto, or remove the flag, to start again")
         print(f"--resume_from_checkpoint auto: {message}, so a new run begins")
-        return Start(begin(output, settings))
+        return ResumePoint(begin(output, settings))
     if result.exists():
         print(f"{output}: the result of the shorter run is now in {result.replace(output / 'metrics-earlier.json')}")
     manifest = checkpoints.read(folder)
@@ -192,10 +192,10 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> Start:
             f"{folder} is the end of this run, step {manifest.step} of {training.max_steps}: only its result is written"
         )
     checkpoints.rotate(output, None)  # remains of older ones whose deletion was killed
-    return Start(run, folder, manifest)
+    return ResumePoint(run, folder, manifest)
 
 
-def _from_path(output: Path, run: Run | None, folder: Path, settings: dict[str, Any]) -> Start:
+def _from_path(output: Path, run: RunIdentity | None, folder: Path, settings: dict[str, Any]) -> ResumePoint:
     try:
         manifest = checkpoints.check(folder)
     except ValueError as error:
@@ -203,13 +203,13 @@ def _from_path(output: Path, run: Run | None, folder: Path, settings: dict[str, 
     _compare(manifest.settings, settings, folder)
     if run is None or manifest.run != run.id:  # another run goes on here
         run = begin(output, settings)
-    return Start(run, folder, manifest)
+    return ResumePoint(run, folder, manifest)
 
 
-def _compare(saved: dict[str, Any], given: dict[str, Any], where: Path) -> None:
+def _compare(saved: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
     """Print which settings of the training have changed; refuse others."""
     changes: dict[str, list[str]] = {"training": [], "others": []}
-    for section, values in given.items():
+    for section, values in wanted.items():
         kind = "training" if section == "training" else "others"
         for key, value in values.items():
             if (old := saved.get(section, {}).get(key, value)) != value:
