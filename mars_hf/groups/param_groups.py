@@ -469,7 +469,7 @@ def warn_of_unknown_roles(groups: Iterable[Mapping[str, Any]]) -> None:
         return
     named = f" (by their names {', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''})" if tables else ""
     warnings.warn(
-        f"{rules[0]} orthogonalizes all {count} matrices of plain parameters, embeddings and heads included{named}: "
+        f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included{named}: "
         "only shapes are known. Pass the model, create(model), or several, create([a, b]), which leave those to AdamW; "
         "or give each group its role, 'matrix' or 'adamw'",
         stacklevel=3,

@@ -137,7 +137,7 @@ SCHEDULERS = {
     "greedy": GreedyLR,
     "sequence": in_sequence,
     "chain": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer)]),
-    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.1], total_steps=4),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.1], 4, cycle_momentum=False),
     "deepspeed": of_deepspeed,
 }
 
