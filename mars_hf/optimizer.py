@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mars_hf import _compat
 from mars_hf.arithmetic.update_rules import update_rule
-from mars_hf.distributed.shards import place_gradients
+from mars_hf.distributed.shards import ModelRef, place_gradients
 from mars_hf.distributed.tensors import Group, is_dtensor, local
 from mars_hf.groups import saved_settings
 from mars_hf.groups.param_groups import (
@@ -25,6 +25,7 @@ from mars_hf.groups.param_groups import (
     split_by_model,
     split_by_role,
     warn_of_one_rate,
+    warn_of_unknown_roles,
 )
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -175,10 +176,12 @@ class Mars(torch.optim.Optimizer):
     _was_trainable = False
     # Of the groups when they were made, in their order; empty when unpickled, or once their loss has been said.
     _made_rates: list[float]
+    # Whether any group has come with a role, as those of a model do.
+    _roles_are_stated = True
     # What the groups stated when they were last checked.
     _structure: Sequence[dict[str, Any]] = ()
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
-    _model: weakref.ref[nn.Module] | None = None
+    _model: ModelRef | None = None
     _unsharded: frozenset[str] = frozenset()
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
@@ -234,8 +237,11 @@ class Mars(torch.optim.Optimizer):
             self.process_group = process_group
         self._ranks = Ranks()
         self._made_rates = []
+        self._roles_are_stated = False
         super().__init__(params, check_values(settings))
         self._is_made = True
+        if not self._roles_are_stated:
+            warn_of_unknown_roles(self.param_groups)
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
                 extend()
@@ -274,15 +280,28 @@ class Mars(torch.optim.Optimizer):
             raise
         for group in self.param_groups[before:]:
             self._ranks.shards.extend(group)
+        if "role" in param_group:
+            self._roles_are_stated = True
+        elif self._is_made and self._roles_are_stated and self._known_model() is None:
+            warn_of_unknown_roles(self.param_groups[before:])
+
+    def _known_model(self) -> nn.Module | None:
+        """Return the model that `create` was given, while it lives."""
+        return None if self._model is None else self._model()
+
+    def _follow_model(self, model: nn.Module) -> None:
+        """Take the roles and layouts of groups to come from a model, which is not kept alive."""
+        self._model = _reference_to(model)
+        self._unsharded = _names_unsharded(model)
 
     def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
-        model = None if self._model is None else self._model()
+        model = self._known_model()
         if model is None or "role" in param_group:
             return [param_group]
         settings = expand(dict(self.created_with or {}))
         options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
-        of_model = param_groups(model, mars_type=self.defaults["mars_type"], **options)
+        of_model = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
         parts = split_by_model([param_group], of_model)
         params = params_of(parts)
         unknown = set(params).difference(params_of(of_model))
@@ -475,7 +494,7 @@ class Mars(torch.optim.Optimizer):
 
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
-        model = None if self._model is None else self._model()
+        model = self._known_model()
         known = {id(param) for param in self._params()}
         replaced = [
             name
@@ -612,13 +631,15 @@ def create(
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
-    With a model, module types and shapes decide which parameter is a matrix and which one decays (see `param_groups`).
-    Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m, modules also decide which
-    (out, in) matrices a parameter holds. These rules orthogonalize the weights that multiply activations; everything
-    else takes AdamW, heads included, and `print(optimizer)` says why. Plain parameters have shapes and nothing else.
+    With a model, or several, module types and shapes decide which parameter is a matrix and which one decays (see
+    `param_groups`). Frozen parameters are left out, tied weights appear once. For mars-shampoo and mars-m, modules also
+    decide which (out, in) matrices a parameter holds. These rules orthogonalize the weights that multiply activations;
+    everything else takes AdamW, heads included, and `print(optimizer)` says why. Plain parameters have shapes and
+    nothing else, so these rules orthogonalize all their matrices, with a warning.
 
     Args:
-        model_or_params: a module, or what `Mars` takes as `params`.
+        model_or_params: a module, a list of modules (whose parameters are then named as those of an nn.ModuleList,
+            `0.weight`), or what `Mars` takes as `params`.
         like: whose settings to reuse, for continued pretraining: a folder with the mars.json of a run, or the name
             of such a repository on the Hub. Arguments given here override them, also the rates that mars.json has for
             vectors and embeddings. Not reused: what the loop and the machine decide (`max_grad_norm`, `fused`,
@@ -655,18 +676,48 @@ def create(
     expanded = expand(settings)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
-    if isinstance(model_or_params, nn.Module):
-        groups = param_groups(model_or_params, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
+    model = _as_model(model_or_params)
+    if model is not None:
+        groups = param_groups(model, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
         mars = Mars(groups, process_group=process_group, **hyperparameters)
-        mars._model = weakref.ref(model_or_params)
-        mars._unsharded = _names_unsharded(model_or_params)
+        mars._follow_model(model)
     else:
         _reject_options_of_models(settings)
-        mars = Mars(model_or_params, process_group=process_group, **hyperparameters)
+        params: Any = model_or_params
+        mars = Mars(params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **settings}
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _as_model(model_or_params: Any) -> nn.Module | None:
+    """Return a module, or a list of modules as one; None for parameters."""
+    if isinstance(model_or_params, nn.Module):
+        return model_or_params
+    is_list = isinstance(model_or_params, (list, tuple)) and len(model_or_params) > 0
+    if is_list and all(isinstance(part, nn.Module) for part in model_or_params):
+        return nn.ModuleList(model_or_params)
+    return None
+
+
+def _reference_to(model: nn.Module) -> ModelRef:
+    """Return a weak reference to a model; to the models in a list or dict of modules, which nobody else may keep."""
+    if type(model) not in (nn.ModuleList, nn.ModuleDict):
+        return weakref.ref(model)
+    references = {name: weakref.ref(part) for name, part in model.named_children()}
+    container_class = type(model)
+
+    def collect() -> nn.Module | None:
+        container = container_class()
+        for name, reference in references.items():
+            part = reference()
+            if part is None:
+                return None
+            container.add_module(name, part)
+        return container
+
+    return collect
 
 
 def _names_unsharded(model: nn.Module) -> frozenset[str]:

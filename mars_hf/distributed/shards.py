@@ -21,6 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mars_hf import _compat
 from mars_hf.distributed.tensors import Group, Shard, ShardSpec, Slice, is_dtensor, ranks_of, shape_of
 
+# Returns a model that the optimizer does not keep alive; None once it is gone.
+ModelRef = Callable[[], nn.Module | None]
+
 
 def reject_parts(param: Tensor) -> None:
     """Raise RuntimeError for a parameter flattened by FSDP1 or divided by tensor parallelism without DTensors.
@@ -69,7 +72,7 @@ class Shards:
         self._originals.clear()
 
     def locate(
-        self, param_groups: Iterable[Mapping[str, Any]], wanted: Sequence[bool], model: weakref.ref[nn.Module] | None
+        self, param_groups: Iterable[Mapping[str, Any]], wanted: Sequence[bool], model: ModelRef | None
     ) -> dict[Tensor, ShardSpec]:
         """Return the specs of sharded tensors, those without a gradient included; whole parameters have none.
 
@@ -96,7 +99,7 @@ class Shards:
         known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
         return known is not None and self.shapes[known] == param.shape and not is_dtensor(param)
 
-    def spec_of(self, param: Any, index: int, model: weakref.ref[nn.Module] | None = None) -> ShardSpec | None:
+    def spec_of(self, param: Any, index: int, model: ModelRef | None = None) -> ShardSpec | None:
         """Return the spec of a DTensor, or of a tensor that the optimizer was not made from; as `locate`."""
         if is_dtensor(param):
             return self._spec_of_dtensor(param, index)
@@ -127,7 +130,7 @@ class Shards:
             known[key] = spec_of_dtensor(param, index)
         return known[key]
 
-    def _spec_of_flat(self, param: Tensor, model: weakref.ref[nn.Module] | None) -> ShardSpec | None:
+    def _spec_of_flat(self, param: Tensor, model: ModelRef | None) -> ShardSpec | None:
         """Return the spec of a flat tensor of DeepSpeed; None if it is not one."""
         originals = self._living_originals() or self._find_originals(model)
         # Parameters say where they are now.
@@ -141,7 +144,7 @@ class Shards:
                 living.append((index, param))
         return living
 
-    def _find_originals(self, model: weakref.ref[nn.Module] | None) -> list[tuple[int, Tensor]]:
+    def _find_originals(self, model: ModelRef | None) -> list[tuple[int, Tensor]]:
         """Find the parameters that DeepSpeed has flattened: those of the model, else among all objects, in 50 ms."""
         module = None if model is None else model()
         originals = self._originals_among(() if module is None else module.parameters())

@@ -46,6 +46,7 @@ _HEAD_NAME = re.compile(
     r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill)?|heads|score|cls|qa_outputs|seq_relationship|embed_out"
     r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
 )
+_EMBEDDING_NAME = re.compile(r"embed|^w[tp]e$", re.IGNORECASE)
 # The groups of a model: role, and whether `weight_decay` applies.
 _NO_OVERRIDE, _EMPTY = -1, Override("", {})  # sorts before the indices of overrides
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
@@ -58,6 +59,7 @@ def param_groups(
     split_fused: Any = "auto",
     lr_embeddings: float | None = None,
     param_rules: Sequence[Override] = (),
+    is_addition: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
 
@@ -78,6 +80,7 @@ def param_groups(
         split_fused: for mars-shampoo and mars-m, see `model_layouts.of_model`.
         lr_embeddings: learning rate of embeddings and heads, tied ones included; None: that of their role.
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
+        is_addition: the settings are those of an optimizer that exists, and may be for parameters frozen by now.
 
     Raises:
         ValueError: no trainable parameter, a pattern that matches nothing, an override's role that does not fit,
@@ -85,7 +88,7 @@ def param_groups(
             orthogonalize, or one that does not fit.
     """
     of_model = _look_at_modules(model, mars_type, split_fused, param_rules, with_tables=lr_embeddings is not None)
-    override_indices = _assign(model, param_rules)
+    override_indices = _assign(model, param_rules, each_decides=not is_addition)
     groups: dict[tuple[int, int, str], dict[str, Any]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
@@ -108,7 +111,7 @@ def param_groups(
             "load a PEFT adapter with is_trainable=True"
         )
     trains_tables = any(param.requires_grad for param in of_model.tables)
-    if lr_embeddings is not None and not trains_tables:
+    if lr_embeddings is not None and not trains_tables and not is_addition:
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
@@ -192,11 +195,12 @@ def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, override: 
     return reason
 
 
-def _assign(model: nn.Module, overrides: Sequence[Override]) -> dict[nn.Parameter, int]:
+def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bool) -> dict[nn.Parameter, int]:
     """Map trainable parameters to the first override, by its index, that matches one of their names (tied have more).
 
     Raises:
-        ValueError: an override that decides nothing: it matches no trainable parameter, or earlier ones match the same.
+        ValueError: with `each_decides`, an override that decides nothing: it matches no trainable parameter, or earlier
+            ones match the same.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -206,7 +210,7 @@ def _assign(model: nn.Module, overrides: Sequence[Override]) -> dict[nn.Paramete
     for index, (pattern, _) in enumerate(overrides):
         matched = [param for param in names if _any_matches(names[param], pattern)]
         new = [param for param in matched if param not in indices]
-        if not new:
+        if not new and each_decides:
             free = [name for param in names if param not in indices for name in names[param]]
             near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
             raise ValueError(
@@ -246,7 +250,8 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
         heads += _outputs(module)
         parent, _, name = path.rpartition(".")
         kinds = f"{type(module).__name__} {type(modules[parent]).__name__}"
-        ends_model = path == "fc" and module is list(model.children())[-1]
+        holds_model = not parent or (isinstance(model, nn.ModuleList) and "." not in parent)  # a list of models
+        ends_model = name == "fc" and holds_model and module is list(modules[parent].children())[-1]
         if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
             heads += _last_layers(module)
     of_heads = [param for head in heads for param in head.parameters()]
@@ -393,7 +398,10 @@ def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) 
     """Return the role of a group's entry; ValueError if it cannot have the role or the layout that the group states."""
     name, param = entry if isinstance(entry, tuple) else (None, entry)
     if not isinstance(param, Tensor):
-        raise TypeError(f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}")
+        raise TypeError(
+            f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}. mars_hf.create takes a "
+            "module, or a list of modules"
+        )
     reject_parts(param)
     shape = shape_of(param)
     role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
@@ -438,6 +446,40 @@ def _adamw_decay(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any
     if defaults["weight_decay_1d"] is not None:
         return defaults["weight_decay_1d"]
     return defaults["weight_decay"] if role == "adamw" else 0.0
+
+
+def warn_of_unknown_roles(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn if matrices are orthogonalized of which the shape alone is known, so embeddings and heads may be among them.
+
+    Args:
+        groups: those of an optimizer, to which nobody has given roles; a layout shows that their matrices are known.
+    """
+    count = 0
+    tables: list[str] = []
+    rules: list[str] = []
+    for group in groups:
+        rule = update_rule(group)
+        if not rule.orthogonalizes or group["layout"] is not None:
+            continue
+        count += len(group["params"])
+        tables += [name for name in group.get("param_names", ()) if _is_named_as_table(name)]
+        rules.append(rule.name)
+    if not count:
+        return
+    named = f" (by their names {', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''})" if tables else ""
+    warnings.warn(
+        f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included{named}: "
+        "only shapes are known. Pass the model, create(model), or several, create([a, b]), which leave those to AdamW; "
+        "or give each group its role, 'matrix' or 'adamw'",
+        stacklevel=3,
+    )
+
+
+def _is_named_as_table(name: str) -> bool:
+    """Return whether a parameter has the name of an embedding or head."""
+    path = name.rpartition(".")[0]
+    layer = path.rpartition(".")[2]
+    return _EMBEDDING_NAME.search(layer) is not None or _HEAD_NAME.fullmatch(layer) is not None
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:

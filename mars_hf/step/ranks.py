@@ -6,17 +6,16 @@ A process alone has the same object with nothing in it, so a step does not ask w
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.exchange import Exchange, MatrixPlanner, Round
 from mars_hf.distributed.norms import GroupSums
-from mars_hf.distributed.shards import Shards
+from mars_hf.distributed.shards import ModelRef, Shards
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics
@@ -92,7 +91,7 @@ class Ranks:
         max_grad_norm: float | None,
         metrics: StepMetrics | None,
         process_group: Group,
-        model: weakref.ref[nn.Module] | None,
+        model: ModelRef | None,
     ) -> SharedStep:
         """Return what a step shares. Collective where ranks share matrices for the first time.
 
@@ -147,7 +146,7 @@ class Ranks:
         param_groups: Sequence[Mapping[str, Any]],
         rules: Sequence[UpdateRule],
         max_grad_norm: float | None,
-        model: weakref.ref[nn.Module] | None,
+        model: ModelRef | None,
     ) -> dict[Tensor, ShardSpec]:
         """Return the specs of the sharded parameters whose norms or directions may be needed."""
         wanted = [max_grad_norm is not None or rule.corrects for rule in rules]

@@ -7,7 +7,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from mars_hf import _compat
-from mars_hf.training import registry
+from mars_hf.training import log, registry
 
 # Axolotl knows these by identity, to leave out an argument that they do not accept; they take MARS by name alone.
 _REWARD_TRAINERS = ("AxolotlRewardTrainer", "AxolotlPRMTrainer")
@@ -22,9 +22,10 @@ class AxolotlPlugin(BasePlugin):
     """
 
     def register(self, cfg: Any) -> None:
-        """Register the names of the optimizers."""
+        """Register the names of the optimizers, and log where Axolotl's own lines are: it drops other loggers' INFO."""
         super().register(cfg)
         registry.register()
+        log.log_below("axolotl")
 
     def pre_model_load(self, cfg: Any) -> None:
         """Let Axolotl's builders add MARS to the class of trainers; safe to call twice."""

@@ -45,10 +45,11 @@ class LastGradientCallback(TrainerCallback):
         required: False leaves runs alone that neither have a Mars nor ask for one.
 
     Raises:
-        RuntimeError: at train begin, if another optimizer would step, if Mars lacks trainable parameters of the model,
-            if trainable adapters of PEFT are merged, or for exact MARS without MarsTrainer. Also before a step, if
-            adapters have been merged, or others made active that the optimizer lacks; and at a log line, if layers have
-            been unfrozen that an optimizer of the Trainer's own making lacks.
+        RuntimeError: at train begin, if another optimizer would step or is scheduled, if Mars lacks trainable
+            parameters of the model, if trainable adapters of PEFT are merged, or for exact MARS without MarsTrainer.
+            Also before a step, if adapters have been merged, or others made active that the optimizer lacks; at a log
+            line, if layers have been unfrozen that an optimizer of the Trainer's own making lacks; and after a first
+            step, if a loss trains weights that `factory` has not seen.
     """
 
     trainer: Trainer | None = None  # where it is a Trainer's first callback
@@ -60,6 +61,8 @@ class LastGradientCallback(TrainerCallback):
         self.required = required
         self._mars: Mars | None = None
         self._known_missing = ""
+        self._known_missing_of_loss = ""
+        self._has_seen_loss = False  # its first backward in this run
         self._active: list[Any] | None = None  # adapters of each layer for which the parameters have been checked
 
     def on_train_begin(
@@ -75,7 +78,9 @@ class LastGradientCallback(TrainerCallback):
         has_mars = isinstance(guard.unwrap_optimizer(optimizer), Mars)
         if self.required or has_mars or _asks_for_mars(args, self.trainer):
             self._mars = guard.require_mars(optimizer, self.optimizer)
+            self._has_seen_loss = False
             self._check_run(args, self._mars, optimizer, kwargs["model"])
+            guard.require_scheduler(kwargs.get("lr_scheduler"), self._mars)
             _share_work_of_ranks(self._mars)
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
@@ -107,10 +112,16 @@ class LastGradientCallback(TrainerCallback):
         self._check_parameters(optimizer)
         self._mars.collect_metrics(_will_log(args, state))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Commit the last gradient."""
-        if self._mars is not None:
-            self._mars.update_last_grad()
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Commit the last gradient, and see after a first step whether all weights of the loss are trained."""
+        if self._mars is None:
+            return
+        self._mars.update_last_grad()
+        if not self._has_seen_loss:
+            self._has_seen_loss = True
+            self._check_loss(optimizer, state)
 
     def on_log(
         self,
@@ -124,6 +135,7 @@ class LastGradientCallback(TrainerCallback):
         """Put the metrics of the last step where trackers and the history see them."""
         if self._mars is not None and "loss" in logs:
             self._check_unfrozen(optimizer, state)
+            self._check_loss(optimizer, state)
             metrics = self._mars.pop_metrics()
             logs.update(metrics)
             if state.is_world_process_zero and math.isnan(logs.get("grad_norm", 0)):  # losses are logged without NaN
@@ -159,6 +171,22 @@ class LastGradientCallback(TrainerCallback):
         if state.is_world_process_zero:
             log.warning(message)
 
+    def _check_loss(self, optimizer: Any, state: TrainerState) -> None:
+        """Stop a run of `factory`, which sees the model alone, if a loss has weights too; others are warned, once."""
+        missing = guard.missing_parameters_of_loss(optimizer, getattr(self.trainer, "loss", None), self._model)
+        if not missing or missing == self._known_missing_of_loss:
+            return
+        message = (
+            f"step {state.global_step}: the optimizer lacks weights of the loss that get gradients ({missing}): they "
+            "have not moved. Use optim='mars_adamw' or mars_hf.with_mars(...), which train them, or create([model, "
+            "loss]); freeze them if they are not to be trained"
+        )
+        if _uses_factory(self.trainer):
+            raise RuntimeError(message)
+        self._known_missing_of_loss = missing
+        if state.is_world_process_zero:
+            log.warning(message)
+
     def _check_parameters(self, optimizer: Any) -> None:
         """Raise RuntimeError if the optimizer lacks parameters, or adapters are merged; costs microseconds a layer."""
         merged = [layer for layer in self._adapted if layer.merged and _trains_adapters(layer)]
@@ -191,8 +219,11 @@ _compat.call_after(Trainer, "__init__", attach_callback)
 
 def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
     """Return whether a run asks for MARS by a name of `optim`, or by `factory`."""
-    if str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES:
-        return True
+    is_named = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES
+    return is_named or _uses_factory(trainer)
+
+
+def _uses_factory(trainer: Trainer | None) -> bool:
     made_by = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return made_by is not None and type(made_by[0]).__name__ == "MarsFactory"
 

@@ -122,6 +122,25 @@ def require_one_gradient(mars: Mars, args: TrainingArguments) -> None:
         )
 
 
+def require_scheduler(scheduler: Any, mars: Mars) -> None:
+    """Raise RuntimeError if Trainer's scheduler was made for another optimizer, whose rates never reach Mars."""
+    while getattr(scheduler, "scheduler", None) is not None:  # accelerate's wrappers
+        scheduler = scheduler.scheduler
+    scheduled = unwrap_optimizer(getattr(scheduler, "optimizer", None))
+    groups = getattr(scheduled, "param_groups", None)
+    if groups is None:  # it does not say what it schedules
+        return
+    of_mars = {id(group) for group in mars.param_groups}
+    if not any(id(group) in of_mars for group in groups):
+        rate = float(mars.param_groups[0]["lr"])
+        other = "another Mars" if isinstance(scheduled, Mars) else type(scheduled).__name__
+        raise RuntimeError(
+            f"the scheduler {type(scheduler).__name__} was made for {other}: its rates would be logged, and MARS would "
+            f"train at lr={rate:g} to the end; make it from the optimizer that steps, or leave it to Trainer with "
+            "optimizers=(optimizer, None)"
+        )
+
+
 def require_parameters(optimizer: Any, model: nn.Module) -> None:
     """Raise RuntimeError unless Trainer's optimizer has every trainable parameter of the model; it may have others."""
     missing = missing_parameters(optimizer, model)
@@ -145,6 +164,24 @@ def missing_parameters(optimizer: Any, model: nn.Module) -> str:
         f"the optimizer holds {len(trainable) - len(missing)} of the model's {len(trainable)} trainable parameters "
         f"(missing: {name} of shape {shape}{more})"
     )
+
+
+def missing_parameters_of_loss(optimizer: Any, loss: Any, model: nn.Module) -> str:
+    """Return the names of a loss's weights that get gradients and are not in Trainer's optimizer; empty if none.
+
+    sentence-transformers' Trainer has a module, or a dict of modules, as its loss, which may have weights outside the
+    model. A guide or teacher in a loss gets no gradients.
+    """
+    losses = list(loss.values()) if isinstance(loss, dict) else [loss]
+    param_ids = _ids_of_parameters(optimizer) | {id(param) for param in model.parameters()}
+    missing = []
+    for module in losses:
+        if not isinstance(module, nn.Module):
+            continue
+        for name, param in module.named_parameters():
+            if param.requires_grad and param.grad is not None and id(param) not in param_ids:
+                missing.append(f"{type(module).__name__}.{name}")
+    return ", ".join(dict.fromkeys(missing))
 
 
 def _ids_of_parameters(optimizer: Any) -> set[int]:

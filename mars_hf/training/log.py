@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import logging
 
-_LOGGER = logging.getLogger("mars_hf")
+_logger = logging.getLogger("mars_hf")
+
+
+def log_below(parent: str) -> None:
+    """Log as a child of another package's logger from now on, where that package shows its own lines alone."""
+    global _logger
+    _logger = logging.getLogger(f"{parent}.mars_hf")
 
 
 def info(message: str) -> None:
@@ -19,8 +25,8 @@ def warning(message: str) -> None:
 
 def _log(level: int, message: str) -> None:
     # Now, not at import: the user's own logging decides where there is any.
-    if _LOGGER.level == logging.NOTSET:
-        _LOGGER.setLevel(logging.INFO)
-    if not _LOGGER.hasHandlers():
-        _LOGGER.addHandler(logging.StreamHandler())
-    _LOGGER.log(level, message)
+    if _logger.level == logging.NOTSET:
+        _logger.setLevel(logging.INFO)
+    if not _logger.hasHandlers():
+        _logger.addHandler(logging.StreamHandler())
+    _logger.log(level, message)

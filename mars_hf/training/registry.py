@@ -11,7 +11,6 @@ from torch import nn
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mars_hf import _compat
-from mars_hf.arithmetic.update_rules import UPDATE_RULES
 from mars_hf.groups import saved_settings
 from mars_hf.groups.param_groups import param_groups, split_by_model
 from mars_hf.groups.settings import (
@@ -25,7 +24,6 @@ from mars_hf.groups.settings import (
     reject_unknown,
 )
 from mars_hf.optimizer import Mars, create
-from mars_hf.training import log
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
 
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
@@ -42,6 +40,7 @@ class MarsFactory:
     def __init__(self, args: TrainingArguments, settings: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """See the class; the settings are checked."""
         self.args, self.settings, self.model = args, settings, model
+        self.loss: nn.Module | None = None  # of sentence-transformers, around the model
 
     def __call__(
         self,
@@ -63,7 +62,9 @@ class MarsFactory:
         if groups is None and model is None:
             return self
         arguments = resolve({**self.settings, **_checked(settings)}, args or self.args)
-        return create(model, **arguments) if groups is None else _from_groups(groups, model or self.model, arguments)
+        if groups is None:
+            return create(model, **arguments)
+        return _from_groups(groups, model or self.model, self.loss, arguments)
 
 
 def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict[str, Any]]:
@@ -87,6 +88,14 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
+    rates_by_name = getattr(args, "learning_rate_mapping", None)  # of sentence-transformers
+    if rates_by_name:
+        raise ValueError(
+            f"learning_rate_mapping={rates_by_name!r} does not reach mars_hf.factory; use "
+            "optim='mars_adamw' after mars_hf.register(), or mars_hf.with_mars(SentenceTransformerTrainer)"
+        )
+    if "param_rules" in settings:
+        settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
     checked = _checked(settings)
     resolve(checked, args)  # complains here, where the caller can see it
     return MarsFactory(args, checked), {}
@@ -157,21 +166,27 @@ def _default(arguments_class: type[TrainingArguments], name: str) -> Any:
     return arguments_class.__dataclass_fields__[name].default
 
 
-def _from_groups(groups: Iterable[Any], model: nn.Module | None, arguments: dict[str, Any]) -> Mars:
-    """Make Mars of somebody else's groups, which keep what they state; roles and layouts are those in the model."""
+def _from_groups(
+    groups: Iterable[Any], model: nn.Module | None, loss: nn.Module | None, arguments: dict[str, Any]
+) -> Mars:
+    """Make Mars of somebody else's groups, which keep what they state; roles and layouts are those in the model.
+
+    A loss may hold the model and weights of its own, whose roles it decides.
+    """
+    if model is None:
+        return create(groups, **arguments)
     expanded = expand(arguments)
     mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
-    if model is None:
-        if UPDATE_RULES[mars_type].orthogonalizes:
-            log.warning(
-                f"mars_type={mars_type!r} from plain parameter groups orthogonalizes every matrix, embeddings and "
-                "heads included: nothing but their shapes is known; pass model=... to leave those to AdamW"
-            )
-        return create(groups, **arguments)
     options = {name: value for name, value in expanded.items() if name in MODEL_DEFAULTS}
     others = {name: value for name, value in expanded.items() if name not in MODEL_DEFAULTS}
-    mars = create(split_by_model(groups, param_groups(model, mars_type=mars_type, **options)), **others)
+    of_model = param_groups(model, mars_type=mars_type, **options)
+    of_loss = []
+    if loss is not None and loss is not model:
+        rate = options.get("lr_embeddings")
+        of_loss = param_groups(loss, mars_type=mars_type, lr_embeddings=rate, is_addition=True)
+    mars = create(split_by_model(groups, [*of_loss, *of_model]), **others)
     mars.created_with = {**expanded, **arguments}
+    mars._follow_model(model)
     return mars
 
 
@@ -200,6 +215,7 @@ def _handler(context: Any) -> tuple[MarsFactory, dict[str, Any]]:
     """Return what transformers asks for by an `--optim` name; `lr` is there because other handlers have it too."""
     args = context.args
     made_by = getattr(args, "mars_factory", None) or MarsFactory(args, settings_by_name(args, {}), context.model)
+    made_by.loss = context.model  # sentence-transformers asks with its loss in place of the model
     return made_by, {"lr": args.learning_rate}
 
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import mars_hf
 from mars_hf import Mars
+from mars_hf.groups.summary import one_line_summary
 
 RULES = ("mars-adamw", "mars-m")
 
@@ -161,6 +162,34 @@ def test_fused_projections(make, targets, split_fused, split):
     expected = {f"base_model.model.{name}.lora_B.default.weight" for name in split}
     assert {name for name, layout in layouts.items() if (layout or {}).get("parts") == (8, 8, 8)} == expected
     assert all((layout or {}).get("parts") is None for name, layout in layouts.items() if name not in expected)
+
+
+# Methods of PEFT whose tensors multiply no activations as matrices do, or are vectors.
+OTHER_METHODS = {
+    "LoHaConfig": {"r": 2},
+    "LoKrConfig": {"r": 2},
+    "OFTConfig": {"oft_block_size": 4},
+    "BOFTConfig": {},
+    "AdaLoraConfig": {"init_r": 2, "total_step": 9},
+    "IA3Config": {"feedforward_modules": ["down_proj"]},
+    "VeraConfig": {"r": 2},
+    "LNTuningConfig": {"target_modules": ["norm"]},
+    "PromptTuningConfig": {"num_virtual_tokens": 3, "target_modules": None},
+    "PrefixTuningConfig": {"num_virtual_tokens": 3, "target_modules": None},
+}
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_first_line_of_other_methods(method):
+    """All of it takes AdamW under the name mars-m."""
+    settings = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **OTHER_METHODS[method]}
+    if settings["target_modules"] is None:
+        del settings["target_modules"]
+    model = get_peft_model(llama(), getattr(peft, method)(**settings))
+    optimizer = mars_hf.create(model, mars_type="mars-m")
+    line = one_line_summary(optimizer.param_groups, model, "mars-m")
+    assert line.startswith("mars-m (approximate, ") and "): nothing is orthogonalized, " in line
+    assert {group["role"] for group in optimizer.param_groups} <= {"adamw", "vector"}
 
 
 # --- several adapters, switching -------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import warnings
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.groups import saved_settings
 from mars_hf.groups.param_groups import embeddings_and_heads
 from mars_hf.groups.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.groups.summary import trained_groups
@@ -231,6 +235,75 @@ SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
 def test_heads(model, heads):
     tables = embeddings_and_heads(model)
     assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
+
+
+# --- several models ---------------------------------------------------------------------------------------------------
+
+
+def named_fc() -> nn.Module:
+    return nn.ModuleDict({"body": nn.Linear(4, 4), "fc": nn.Linear(4, 3)})
+
+
+@pytest.mark.parametrize("collect", [list, tuple, nn.ModuleList])
+def test_several_models(tmp_path, collect):
+    """Each parameter has the settings of its own model's optimizer, also where it is added later, and with like=."""
+    settings = {"mars_type": "mars-m", "lr_embeddings": 1e-4}
+    models = [gpt2(), small(), named_fc()]
+    expected = {}
+    for model in models:
+        alone = mars_hf.create(model, **settings)
+        for group in alone.param_groups:
+            kept = {key: value for key, value in group.items() if key not in ("params", "param_names", "left_out")}
+            expected |= dict.fromkeys(group["params"], kept)
+    models[1].requires_grad_(False)
+    together = mars_hf.create(collect(models), **settings)
+    gc.collect()  # nobody has kept the collection
+    models[1].requires_grad_(True)
+    together.add_param_group({"params": models[1].parameters()})
+    found = {param: {key: group.get(key) for key in expected[param]} for group in together.param_groups
+             for param in group["params"]}  # fmt: skip
+    assert found == expected
+    saved_settings.write(
+        tmp_path, "0", together.created_with, trained_groups(together.param_groups, nn.ModuleList(models))
+    )
+    again = mars_hf.create(collect(models), like=tmp_path)
+    assert {p: group["lr"] for group in again.param_groups for p in group["params"]} == {
+        param: kept["lr"] for param, kept in expected.items()
+    }
+
+
+def test_models_among_parameters_are_refused():
+    for mixed in ([small(), *params((2, 2))], {"a": small()}):
+        with pytest.raises(
+            TypeError, match=r"mars_hf\.create takes a module, or a list of modules|iterable of Tensors"
+        ):
+            mars_hf.create(mixed)
+
+
+@pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
+@pytest.mark.parametrize("make", [mars_hf.create, Mars])
+def test_plain_parameters_have_no_roles(make, rule):
+    """Embeddings and heads are orthogonalized like all else, which is said once, and not where roles are stated."""
+    one, other = small(), gpt2()
+    if make is Mars and rule == "muon":
+        return
+    both = [*one.parameters(), *other.parameters()]
+    with pytest.warns(UserWarning) as said:
+        optimizer = make(itertools.chain(one.parameters(), other.parameters()), mars_type=rule)
+    (message,) = [str(warning.message) for warning in said]
+    count = sum(param.ndim > 1 for param in both)
+    assert f"every matrix of plain parameters ({count}), embeddings and heads included: " in message
+    assert message.startswith(optimizer.param_groups[0]["mars_type"]) and "create([a, b])" in message
+    with pytest.warns(UserWarning, match=r"\(by their names wte\.weight, transformer\.wte\.weight, transformer\.wpe"):
+        make([*one.named_parameters(), *other.named_parameters()], mars_type=rule)
+    matrices = [param for param in both if param.ndim > 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        added = make([{"params": matrices, "role": "matrix"}, {"params": params((3,))}], mars_type=rule)
+        make(both)
+        make(params((3,)), mars_type=rule)
+    with pytest.warns(UserWarning, match=r"every matrix of plain parameters \(1\)"):
+        added.add_param_group({"params": params((2, 3), (3,))})
 
 
 # --- param_rules ------------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def a_model() -> nn.Module:
     ids=["Mars", "create", "group", "factory"],
 )
 def test_fast_vectors_are_said_once(make_optimizer, kind, tmp_path):
-    (said,) = warnings_of(lambda: make_optimizer(kind, tmp_path))
+    (said,) = warnings_of(lambda: make_optimizer(kind, tmp_path), "rate of vectors")
     assert "lr_1d=0.003" in said and "lr=5e-05" in said and "learning_rate" in said
 
 

@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, gpt2, trainer
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from helpers import arguments, gpt2, mars_trainer, trainer
 from torch import nn
+from torch.optim import lr_scheduler
 from transformers import TrainerControl, TrainerState
+from transformers.optimization import GreedyLR
 
 import mars_hf
+from mars_hf.training import guard
 
 
-def begin(optimizer: Any, model: nn.Module, folder: Any, **args: Any) -> None:
+def begin(optimizer: Any, model: nn.Module, folder: Any, scheduler: Any = None, **args: Any) -> None:
     """Begin a run with an optimizer, as Trainer does."""
     callback = mars_hf.LastGradientCallback()
-    callback.on_train_begin(
-        arguments(folder, **args), TrainerState(), TrainerControl(), optimizer=optimizer, model=model
-    )
+    run = {"optimizer": optimizer, "lr_scheduler": scheduler, "model": model}
+    callback.on_train_begin(arguments(folder, **args), TrainerState(), TrainerControl(), **run)
 
 
 def wrapped(optimizer: Any, kind: str, **attributes: Any) -> Any:
@@ -115,3 +120,74 @@ def test_remedy_for_another_optimizer(tmp_path, kind, wrapper, remedy):
     optimizer = wrapped(type(kind, (torch.optim.AdamW,), {})(model.parameters()), wrapper)
     with pytest.raises(RuntimeError, match=rf"would step is {kind}, not Mars; .*{remedy}"):
         begin(optimizer, model, tmp_path)
+
+
+def in_sequence(optimizer: Any) -> Any:
+    parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+def of_deepspeed(optimizer: Any) -> Any:
+    return pytest.importorskip("deepspeed.runtime.lr_schedules").WarmupLR(optimizer)
+
+
+SCHEDULERS = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5),
+    "plateau": lr_scheduler.ReduceLROnPlateau,
+    "greedy": GreedyLR,
+    "sequence": in_sequence,
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer)]),
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, [0.1, 0.1], 4, cycle_momentum=False),
+    "deepspeed": of_deepspeed,
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_of_another_optimizer(tmp_path, kind):
+    """Its decay is logged, and MARS trains at its first rate; whatever wraps scheduler and optimizer."""
+    model = nn.Linear(3, 2)
+    mars, make = mars_hf.create(model), SCHEDULERS[kind]
+    Accelerator(cpu=True)  # whose state its wrappers read
+    accelerated = AcceleratedOptimizer(mars)
+    of_zero = type("DeepSpeedZeroOptimizer", (torch.optim.Optimizer,), {"__init__": lambda self: None})()
+    of_zero.optimizer, of_zero.param_groups, of_zero.defaults = mars, mars.param_groups, {}
+    for scheduled in (mars, accelerated, of_zero):
+        scheduler = make(scheduled)
+        for stepping in (mars, accelerated, of_zero):
+            begin(stepping, model, tmp_path, scheduler)
+            begin(stepping, model, tmp_path, AcceleratedScheduler(scheduler, stepping))
+    groups = [{"params": [param]} for param in model.parameters()]
+    for other, name in (
+        (torch.optim.SGD(groups, lr=0.1, momentum=0.9), "SGD"),
+        (mars_hf.create(model), "another Mars"),
+    ):
+        for scheduler in (make(other), AcceleratedScheduler(make(other), accelerated)):
+            with pytest.raises(RuntimeError, match=rf"was made for {name}: .* at lr=\S+ to the end; make it from the"):
+                begin(accelerated, model, tmp_path, scheduler)
+    begin(accelerated, model, tmp_path, SimpleNamespace(step=print))  # does not say what it schedules
+
+
+@pytest.mark.parametrize("make", [trainer, mars_trainer])
+def test_scheduler_of_before_stops_a_run(tmp_path, make):
+    model = gpt2()
+    before = lr_scheduler.LambdaLR(torch.optim.AdamW(model.parameters()), lambda step: 1 / (1 + step))
+    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model), before))
+    with pytest.raises(
+        RuntimeError, match=r"the scheduler LambdaLR was made for AdamW: .* optimizers=\(optimizer, None"
+    ):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_weights_of_a_loss_without_gradients():
+    """A guide or teacher that a loss holds is not missing, nor is the model in it; what gets a gradient is."""
+    model, loss = nn.Linear(3, 2), nn.Module()
+    loss.model, loss.guide, loss.head = model, nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
+    mars = mars_hf.create(model)
+    model.weight.grad = torch.ones(2, 3)
+    assert not guard.missing_parameters_of_loss(mars, loss, model)
+    loss.head.weight.grad = torch.ones(2, 2)
+    for held in (loss, {"one": loss, "other": loss}):
+        assert guard.missing_parameters_of_loss(mars, held, model) == "Module.head.weight"
+    assert not guard.missing_parameters_of_loss(mars_hf.create([model, loss]), loss, model)
+    assert not guard.missing_parameters_of_loss(mars, lambda: loss, model)

@@ -294,14 +294,38 @@ def test_rates_of_groups_and_weights_of_a_loss(tmp_path):
     assert [len(group["params"]) for group in optimizer.param_groups] == [10, 18, 1, 1]
 
 
-def test_groups_without_a_model(tmp_path, caplog):
+def test_groups_without_a_model(tmp_path):
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim="mars_m"))
     model = gpt2()
-    optimizer = cls([{"params": list(model.parameters())}], **kwargs)
-    assert shown(optimizer, "role") == [("matrix",), ("vector",)]
-    assert caplog.text.count("embeddings and heads included") == 1
-    cls([{"params": list(model.parameters())}], model=model, **kwargs)
-    assert caplog.text.count("embeddings and heads included") == 1 and cls() is cls
+    with pytest.warns(UserWarning, match="embeddings and heads included") as said:
+        optimizer = cls([{"params": list(model.parameters())}], **kwargs)
+        assert shown(optimizer, "role") == [("matrix",), ("vector",)]
+        cls([{"params": list(model.parameters())}], model=model, **kwargs)
+    assert len(said) == 1 and cls() is cls
+
+
+def test_groups_added_to_a_mars_made_by_name(tmp_path):
+    """They take roles and layouts from the model, as after `create(model)`."""
+    run = trainer(arguments(tmp_path, optim="mars_m", **SETTINGS))
+    run.model.transformer.wte.requires_grad_(False)
+    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
+    params = [param for param in run.model.parameters() if param.requires_grad]
+    optimizer = cls()(run.model, optimizer_dict=[{"params": params}], **kwargs)
+    run.model.transformer.wte.requires_grad_(True)
+    optimizer.add_param_group({"params": run.model.transformer.wte.parameters()})
+    assert optimizer.param_groups[-1]["role"] == "adamw"
+
+
+def test_rates_by_name_of_sentence_transformers(tmp_path):
+    """The factory does not see its `learning_rate_mapping`."""
+    args = arguments(tmp_path)
+    args.learning_rate_mapping = {}
+    mars_hf.factory(args)
+    args.learning_rate_mapping = {"classifier": 1e-2}
+    with pytest.raises(
+        ValueError, match=r"learning_rate_mapping=\{'classifier': 0\.01\} does not reach.*optim='mars_ad"
+    ):
+        mars_hf.factory(args)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
 
 import mars_hf
+from mars_hf.training import log
 from mars_hf.training.registry import OPTIM_NAMES
 from mars_hf.training.trainer import TrainerWithMars
 
@@ -221,6 +225,22 @@ class AxolotlRewardTrainer(Trainer):
     """Known by its name in Axolotl."""
 
 
+@contextlib.contextmanager
+def axolotl_log() -> Iterator[io.StringIO]:
+    """Show what Axolotl's configuration of logging shows: its own INFO, other loggers' warnings."""
+    shown, loggers = io.StringIO(), [logging.getLogger("axolotl"), logging.getLogger()]
+    handler, level = logging.StreamHandler(shown), loggers[1].level
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith("axolotl"))
+    handler.setFormatter(logging.Formatter("[%(name)s] %(message)s"))
+    for logger, at in zip(loggers, (logging.INFO, logging.WARNING), strict=True):
+        logger.addHandler(handler), logger.setLevel(at)
+    loggers[0].propagate = False
+    yield shown
+    for logger in loggers:
+        logger.removeHandler(handler), logger.setLevel(level)
+    loggers[0].propagate = True
+
+
 @pytest.mark.parametrize(
     ("kind", "optim", "is_exact"),
     [(ChosenTrainer, "mars_adamw", True), (AxolotlRewardTrainer, "mars_adamw", False), (ChosenTrainer, "sgd", None)],
@@ -241,6 +261,7 @@ def test_axolotl_plugin(tmp_path, monkeypatch, kind, optim, is_exact):
     for name in ("", ".integrations", ".integrations.base", ".core", ".core.builders", ".core.builders.base"):
         stand_in = SimpleNamespace(BasePlugin=Axolotl, TrainerBuilderBase=Axolotl)
         monkeypatch.setitem(sys.modules, f"axolotl{name}", stand_in)
+    monkeypatch.setattr(log, "_logger", log._logger)  # which the plugin replaces
     monkeypatch.setitem(sys.modules, "mars_hf.training.axolotl", None)  # its base class is the stand-in
     del sys.modules["mars_hf.training.axolotl"]
     builder, plugin = Axolotl(), mars_hf.AxolotlPlugin()
@@ -251,8 +272,10 @@ def test_axolotl_plugin(tmp_path, monkeypatch, kind, optim, is_exact):
     kwargs, chosen = builder.hook_pre_create_trainer({**kwargs, "train_dataset": Blocks()}, kind)
     assert issubclass(chosen, kind) and issubclass(chosen, TrainerWithMars) == bool(is_exact)
     run = chosen(**kwargs)
-    run.train()
+    with axolotl_log() as shown:
+        run.train()
     assert getattr(run.optimizer.optimizer, "is_exact", None) == is_exact
+    assert ("[axolotl.mars_hf] mars-adamw (" in shown.getvalue()) == (is_exact is not None)
 
 
 def test_axolotl_config_of_the_docs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -130,10 +131,9 @@ def test_grpo(tmp_path):
 # --- sentence-transformers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
-@pytest.mark.parametrize("loss", ["MultipleNegativesRankingLoss", "SoftmaxLoss"])
-def test_sentence_transformers(tmp_path, loss, exact):
-    """SoftmaxLoss has weights of its own, which Trainer does not clip."""
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Any:
+    """Return sentence-transformers, and save a tiny BERT for `sentence_trainer`."""
     package = pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed: pip install -e '.[test]'"
     )
@@ -141,23 +141,39 @@ def test_sentence_transformers(tmp_path, loss, exact):
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 16}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     bert = BertModel(BertConfig(vocab_size=16, max_position_embeddings=32, **sizes, **still))
-    bert.save_pretrained(tmp_path / "bert"), tokenizer().save_pretrained(tmp_path / "bert")
+    package.bert = tmp_path_factory.mktemp("bert")
+    bert.save_pretrained(package.bert), tokenizer().save_pretrained(package.bert)
+    return package
+
+
+def sentence_trainer(package: Any, folder: Any, kind: type, loss: str, given: Any = None, **more: Any) -> Any:
+    """Return a trainer of sentence-transformers; `given` makes arguments of model, loss and TrainingArguments."""
     modules = package.sentence_transformer.modules if hasattr(package, "sentence_transformer") else package.models
+    transformer = modules.Transformer(str(package.bert), max_seq_length=16)
+    model = package.SentenceTransformer(modules=[transformer, modules.Pooling(8)], device="cpu")
+    torch.manual_seed(1)
+    columns = {"one": TEXTS, "two": TEXTS[::-1]}
+    arguments = {}
+    if loss == "SoftmaxLoss":
+        arguments = {"sentence_embedding_dimension": 8, "num_labels": 3}
+        columns["label"] = [index % 3 for index in range(len(TEXTS))]
+    module = getattr(package.sentence_transformer.losses, loss)(model, **arguments)
+    args = package.SentenceTransformerTrainingArguments(**settings(folder, **more))
+    others = {} if given is None else given(model, module, args)
+    return kind(model, args, train_dataset=Dataset.from_dict(columns), loss=module, **others)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
+@pytest.mark.parametrize("loss", ["MultipleNegativesRankingLoss", "SoftmaxLoss"])
+def test_sentence_transformers(tmp_path, package, loss, exact):
+    """SoftmaxLoss has weights of its own, which Trainer does not clip."""
 
     def make(kind: type, optimizer: Callable[[Any], Any] | None = None) -> Any:
-        transformer = modules.Transformer(str(tmp_path / "bert"), max_seq_length=16)
-        model = package.SentenceTransformer(modules=[transformer, modules.Pooling(8)], device="cpu")
-        torch.manual_seed(1)
-        columns = {"one": TEXTS, "two": TEXTS[::-1]}
-        arguments = {}
-        if loss == "SoftmaxLoss":
-            arguments = {"sentence_embedding_dimension": 8, "num_labels": 3}
-            columns["label"] = [index % 3 for index in range(len(TEXTS))]
-        module = getattr(package.sentence_transformer.losses, loss)(model, **arguments)
-        args = package.SentenceTransformerTrainingArguments(**settings(tmp_path))
-        params = {param: None for param in [*model.parameters(), *module.parameters()] if param.requires_grad}
-        given = {} if optimizer is None else {"optimizers": (optimizer(list(params)), None)}
-        return kind(model, args, train_dataset=Dataset.from_dict(columns), loss=module, **given)
+        def given(model: Any, module: Any, args: Any) -> Any:
+            params = {param: None for param in [*model.parameters(), *module.parameters()] if param.requires_grad}
+            return {"optimizers": (optimizer(list(params)), None)}
+
+        return sentence_trainer(package, tmp_path, kind, loss, given if optimizer else None)
 
     hold_to_straight_lines(make, package.SentenceTransformerTrainer, exact=exact, bar=1e-3)
     run = make(mars_hf.with_mars(package.SentenceTransformerTrainer))
@@ -165,3 +181,40 @@ def test_sentence_transformers(tmp_path, loss, exact):
     mars = run.optimizer.optimizer
     assert isinstance(mars, mars_hf.Mars)
     assert set(trained(run).values()) == {param for group in mars.param_groups for param in group["params"]}
+
+
+DOORS = {
+    "optim": None,
+    "with_mars": None,
+    "factory": lambda model, loss, args: {
+        "optimizer_cls_and_kwargs": mars_hf.factory(args, mars_type="mars-m", lr_1d=1e-3)
+    },
+    "create(model)": lambda model, loss, args: {"optimizers": (mars_hf.create(model, mars_type="mars-m"), None)},
+    "create([model, loss])": lambda model, loss, args: {
+        "optimizers": (mars_hf.create([model, loss], mars_type="mars-m"), None)
+    },
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_weights_of_a_loss(tmp_path, package, door, caplog):
+    """They train, as the head that they are, or the run says that they do not; they stayed as they were in silence."""
+    mars_hf.register()
+    kind = package.SentenceTransformerTrainer
+    kind = mars_hf.with_mars(kind) if door == "with_mars" else kind
+    by_name = {"optim": "mars_m"} if door in ("optim", "with_mars") else {}
+    run = sentence_trainer(package, tmp_path, kind, "SoftmaxLoss", DOORS[door], learning_rate=1e-3, **by_name)
+    head = run.loss.classifier.weight
+    before = head.detach().clone()
+    message = "step 1: the optimizer lacks weights of the loss that get gradients (SoftmaxLoss.classifier.weight, "
+    if door == "factory":
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            run.train()
+        return
+    run.train()
+    is_left_out = door == "create(model)"
+    assert caplog.text.count(message) == is_left_out
+    assert torch.equal(head, before) == is_left_out
+    mars = run.optimizer.optimizer
+    roles = [group["role"] for group in mars.param_groups if any(param is head for param in group["params"])]
+    assert roles == [] if is_left_out else roles == ["adamw"]
