@@ -45,7 +45,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import CORRECTED, PRODUCTS, set_factors, take_sums
+from mars_hf.step.sums import rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
@@ -382,7 +382,7 @@ class Mars(torch.optim.Optimizer):
         _reject_capture()
         groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
         rules = [update_rule(group) for group in groups]
-        has_gradients = any(param.grad is not None for param in self._params())
+        has_gradients = self._has_gradients()
         if not has_gradients or not self.state:
             self._reject_replaced()
         shared = self._ranks.begin(
@@ -397,13 +397,12 @@ class Mars(torch.optim.Optimizer):
             self._reject_frozen()
             return
         with self._autocast_off():
-            if dist.is_available() and dist.is_initialized():
-                place_gradients(groups)
+            place_gradients(groups)
             with shared.raising_together():  # nothing has changed until its end
                 self._check_edited_groups()
                 lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
-                take_sums(lists, max_grad_norm, metrics, self._last_norms or LastNorms())
-            shared.reduce(lists, CORRECTED if max_grad_norm is None else PRODUCTS)
+                take_sums(lists, max_grad_norm, metrics, self._last_norms)
+            shared.reduce(lists, rows_to_reduce(max_grad_norm))
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
@@ -414,13 +413,15 @@ class Mars(torch.optim.Optimizer):
             for tensors in lists:
                 if tensors.chunk is None:
                     update(tensors, metrics=metrics)
-            for chunk, exchange in shared.chunks(lists).items():
-                of_chunk = [tensors for tensors in lists if tensors.chunk == chunk]
-                update_matrices(of_chunk, groups, exchange, metrics)
+            for lists_of_chunk, exchange in shared.chunks(lists):
+                update_matrices(lists_of_chunk, groups, exchange, metrics)
             self._last_norms = self._norms_taken(lists)
             if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self._params())
 
     def _params(self) -> Iterator[Tensor]:
         for group in self.param_groups:

@@ -176,6 +176,8 @@ def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         RuntimeError: a gradient is not a DTensor on its parameter's mesh.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     for param in [param for group in param_groups for param in group["params"]]:
         grad: Any = param.grad
         if grad is None or not is_dtensor(param):

@@ -99,13 +99,10 @@ def choose_backend(
     Raises:
         RuntimeError: `fused=True` where no kernels run, or where they compute something else than the plain rules.
     """
-    on_cpu = device.type == "cpu"
-    # Whole lists save calls; large ones leave a CPU's cache.
-    on_lists = not on_cpu or (dense and numel < COMPILED_FROM)
-    plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
-    pays_off = not on_cpu or numel >= COMPILED_FROM
-    is_wanted = group["fused"] or (group["fused"] is None and pays_off)
-    if not is_wanted or not dense or not _can_compute(kernels_of(device), group, dtypes, arithmetic):
+    plain = _plain_backend(device, numel, dense=dense)
+    if not dense or not _wants_kernels(group, device, numel):
+        return plain
+    if not _can_compute(kernels_of(device), group, dtypes, arithmetic):
         return plain
     backend, problem = _kernels_that_work(device, dtypes, arithmetic, group["second_moment"])
     if backend is not None:
@@ -116,6 +113,22 @@ def choose_backend(
         logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
         _failures[device] = problem
     return plain
+
+
+def _plain_backend(device: torch.device, numel: int, *, dense: bool) -> Backend:
+    """Return the plain rules on whole lists, which saves calls, or on a CPU tensor by tensor if lists leave its cache.
+
+    So are tensors that may share memory: a rule reads a whole list before it writes one tensor.
+    """
+    on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
+    return Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
+
+
+def _wants_kernels(group: Mapping[str, Any], device: torch.device, numel: int) -> bool:
+    """Return whether kernels are asked for, or by `fused=None` pay off in a step of so many elements."""
+    if group["fused"] is not None:
+        return bool(group["fused"])
+    return device.type != "cpu" or numel >= COMPILED_FROM
 
 
 def _can_compute(

@@ -48,7 +48,7 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buff
             f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own "
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
-    state["step"] = parse_step(state.get("step", 0))
+    state["step"] = to_step_count(state.get("step", 0))
     for key in buffers:
         if key not in state:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
@@ -96,7 +96,7 @@ def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     return "exp_avg" in state and "last_grad" not in state
 
 
-def parse_step(value: Any) -> Tensor:
+def to_step_count(value: Any) -> Tensor:
     """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
     is_count = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float32
     if is_count and value.device.type == "cpu":
@@ -181,7 +181,7 @@ def copy_loaded(
     for id_, param in _pairs(state_dict, groups):
         for key, value in state_dict["state"].get(id_, {}).items():
             if key == "step":
-                state[param][key] = parse_step(value).clone()
+                state[param][key] = to_step_count(value).clone()
             elif isinstance(value, Tensor):
                 state[param][key] = value.detach().to(param.device, copy=True)
 
