@@ -446,8 +446,10 @@ class Mars(torch.optim.Optimizer):
                 self._made_rates = []  # said
         self._warn_of_assigned_rate()
         if self.is_exact:
-            before = zip(self.param_groups, self._structure, strict=False)
-            were_approx = [group for group, old in before if old["is_approx"]]
+            were_approx = []  # in the step before; a group that is new since then was not there
+            for group, before in zip(self.param_groups, self._structure, strict=False):
+                if before["is_approx"]:
+                    were_approx.append(group)
             exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
         self._structure = structure
 
@@ -477,12 +479,14 @@ class Mars(torch.optim.Optimizer):
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
         model = None if self._model is None else self._model()
+        if model is None:
+            return
         known = {id(param) for param in self._params()}
-        replaced = [
-            name
-            for name, param in (() if model is None else model.named_parameters())
-            if name in self._unsharded and is_dtensor(param) and id(param) not in known
-        ]
+        replaced = []
+        for name, param in model.named_parameters():
+            has_become_dtensor = name in self._unsharded and is_dtensor(param)
+            if has_become_dtensor and id(param) not in known:
+                replaced.append(name)
         if replaced:
             raise RuntimeError(
                 f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "

@@ -46,8 +46,10 @@ _HEAD_NAME = re.compile(
     r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill)?|heads|score|cls|qa_outputs|seq_relationship|embed_out"
     r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
 )
+# Of parameters that no override matches; it sorts before the indices of overrides.
+_NO_OVERRIDE = -1
+_EMPTY = Override("", {})
 # The groups of a model: role, and whether `weight_decay` applies.
-_NO_OVERRIDE, _EMPTY = -1, Override("", {})  # sorts before the indices of overrides
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
 
 
@@ -91,7 +93,7 @@ def param_groups(
         if not param.requires_grad:
             continue
         index = override_indices.get(param, _NO_OVERRIDE)
-        override = _EMPTY if index == _NO_OVERRIDE else param_rules[index]
+        override = param_rules[index] if param in override_indices else _EMPTY
         orthogonalizes = UPDATE_RULES[override.settings.get("mars_type", mars_type)].orthogonalizes
         settings = _settings_in_model(name, param, of_model, override.settings, orthogonalizes, lr_embeddings)
         order = _ORDER.index((settings["role"], "weight_decay" not in settings))
@@ -245,12 +247,17 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
             tables |= dict.fromkeys(module.parameters(), "embedding")
         heads += _outputs(module)
         parent, _, name = path.rpartition(".")
-        kinds = f"{type(module).__name__} {type(modules[parent]).__name__}"
+        has_name_of_head = _HEAD_NAME.fullmatch(name) and not _is_attention(module, modules[parent])
         ends_model = path == "fc" and module is list(model.children())[-1]
-        if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
+        if ends_model or has_name_of_head:
             heads += _last_layers(module)
     of_heads = [param for head in heads for param in head.parameters()]
     return dict.fromkeys(of_heads, "head") | tables
+
+
+def _is_attention(*modules: nn.Module) -> bool:
+    """Return whether any of some modules is one of attention, whose heads are of another kind."""
+    return any("Attention" in type(module).__name__ for module in modules)
 
 
 def _without_adapters(module: nn.Module) -> nn.Module:

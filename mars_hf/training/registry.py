@@ -63,7 +63,9 @@ class MarsFactory:
         if groups is None and model is None:
             return self
         arguments = resolve({**self.settings, **_checked(settings)}, args or self.args)
-        return create(model, **arguments) if groups is None else _from_groups(groups, model or self.model, arguments)
+        if groups is None:
+            return create(model, **arguments)
+        return _from_groups(groups, model or self.model, arguments)
 
 
 def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict[str, Any]]:
