@@ -46,7 +46,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import CORRECTED, PRODUCTS, set_factors, take_sums
+from mars_hf.step.sums import rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
@@ -262,18 +262,13 @@ class Mars(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         before = len(self.param_groups)
         try:
-            norms = {group["max_grad_norm"] for group in self.param_groups} if self._is_made else set()
-            if len(norms) == 1:  # the owner of the loop may have changed it
-                param_group = {"max_grad_norm": norms.pop(), **param_group}
+            if self._is_made:
+                param_group = self._with_max_grad_norm(param_group)
             for group in self._as_in_model(param_group):
                 for part in split_by_role(group, self.defaults):
                     if self._is_made and before:
                         self._match_names(part)
-                    super().add_param_group(part)
-                    for key in KEYS_1D:
-                        self.param_groups[-1].pop(key)
-                    self._made_rates.append(float(part["lr"]))
-                    self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
+                    self._add_part(part)
         except BaseException:
             del self.param_groups[before:]
             del self._made_rates[before:]
@@ -284,6 +279,19 @@ class Mars(torch.optim.Optimizer):
             self._roles_are_stated = True
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
             warn_of_unknown_roles(self.param_groups[before:])
+
+    def _with_max_grad_norm(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """Return a new group with the norm of the others, unless it states one: the loop may have changed theirs."""
+        norms = {group["max_grad_norm"] for group in self.param_groups}
+        return {"max_grad_norm": norms.pop(), **param_group} if len(norms) == 1 else param_group
+
+    def _add_part(self, part: dict[str, Any]) -> None:
+        """Add parameters of one role."""
+        super().add_param_group(part)
+        for key in KEYS_1D:
+            self.param_groups[-1].pop(key)
+        self._made_rates.append(float(part["lr"]))
+        self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
 
     def _known_model(self) -> nn.Module | None:
         """Return the model that `create` was given, while it lives."""
@@ -401,7 +409,7 @@ class Mars(torch.optim.Optimizer):
         _reject_capture()
         groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
         rules = [update_rule(group) for group in groups]
-        has_gradients = any(param.grad is not None for param in self._params())
+        has_gradients = self._has_gradients()
         if not has_gradients or not self.state:
             self._reject_replaced()
         shared = self._ranks.begin(
@@ -416,13 +424,12 @@ class Mars(torch.optim.Optimizer):
             self._reject_frozen()
             return
         with self._autocast_off():
-            if dist.is_available() and dist.is_initialized():
-                place_gradients(groups)
+            place_gradients(groups)
             with shared.raising_together():  # nothing has changed until its end
                 self._check_edited_groups()
                 lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
-                take_sums(lists, max_grad_norm, metrics, self._last_norms or LastNorms())
-            shared.reduce(lists, CORRECTED if max_grad_norm is None else PRODUCTS)
+                take_sums(lists, max_grad_norm, metrics, self._last_norms)
+            shared.reduce(lists, rows_to_reduce(max_grad_norm))
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
@@ -433,13 +440,15 @@ class Mars(torch.optim.Optimizer):
             for tensors in lists:
                 if tensors.chunk is None:
                     update(tensors, metrics=metrics)
-            for chunk, exchange in shared.chunks(lists).items():
-                of_chunk = [tensors for tensors in lists if tensors.chunk == chunk]
-                update_matrices(of_chunk, groups, exchange, metrics)
+            for lists_of_chunk, exchange in shared.chunks(lists):
+                update_matrices(lists_of_chunk, groups, exchange, metrics)
             self._last_norms = self._norms_taken(lists)
             if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self._params())
 
     def _params(self) -> Iterator[Tensor]:
         for group in self.param_groups:
@@ -464,8 +473,10 @@ class Mars(torch.optim.Optimizer):
                 self._made_rates = []  # said
         self._warn_of_assigned_rate()
         if self.is_exact:
-            before = zip(self.param_groups, self._structure, strict=False)
-            were_approx = [group for group, old in before if old["is_approx"]]
+            were_approx = []  # in the step before; a group that is new since then was not there
+            for group, before in zip(self.param_groups, self._structure, strict=False):
+                if before["is_approx"]:
+                    were_approx.append(group)
             exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
         self._structure = structure
 
@@ -495,12 +506,14 @@ class Mars(torch.optim.Optimizer):
     def _reject_replaced(self) -> None:
         """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
         model = self._known_model()
+        if model is None:
+            return
         known = {id(param) for param in self._params()}
-        replaced = [
-            name
-            for name, param in (() if model is None else model.named_parameters())
-            if name in self._unsharded and is_dtensor(param) and id(param) not in known
-        ]
+        replaced = []
+        for name, param in model.named_parameters():
+            has_become_dtensor = name in self._unsharded and is_dtensor(param)
+            if has_become_dtensor and id(param) not in known:
+                replaced.append(name)
         if replaced:
             raise RuntimeError(
                 f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "

@@ -31,7 +31,8 @@ __all__ = ["extend_deepspeed", "load", "to_universal"]
 
 WEIGHTS = "fp32"
 _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
-_MODEL_FILES = {True: "zero_pp_rank_0_mp_rank_00_model_states.pt", False: "mp_rank_00_model_states.pt"}  # ZeRO-3 or not
+_MODEL_FILE_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_MODEL_FILE_OF_ZERO12 = "mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
 _COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of all ranks alike
 
@@ -209,9 +210,11 @@ def to_universal(source: str | Path, target: str | Path) -> None:
             optimizer_state = _optimizer_state(ranks[0])
         torch.save(optimizer_state, partial / "zero" / "optimizer_state.pt")
         # ZeRO-1/2 and ZeRO-3 look for different files, which DeepSpeed unpickles: they hold what was read here.
-        zero3 = ranks[0].zero3
-        torch.save(model, partial / _MODEL_FILES[zero3])
-        torch.save({**model, "module": {}}, partial / _MODEL_FILES[not zero3])
+        own, other = _MODEL_FILE_OF_ZERO12, _MODEL_FILE_OF_ZERO3
+        if ranks[0].zero3:
+            own, other = other, own
+        torch.save(model, partial / own)
+        torch.save({**model, "module": {}}, partial / other)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -264,10 +267,11 @@ def _optimizer_files(folder: Path) -> dict[int, Path]:
 
 
 def _model_file(folder: Path) -> Path:
-    for name in _MODEL_FILES.values():
+    names = (_MODEL_FILE_OF_ZERO3, _MODEL_FILE_OF_ZERO12)
+    for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(_MODEL_FILES.values())}")
+    raise ValueError(f"{folder} is incomplete: it has neither {' nor '.join(names)}")
 
 
 def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank:
@@ -373,7 +377,8 @@ def extend_deepspeed() -> None:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    zero12, zero3 = (functools.partial(_for_mars, loader) for loader in (load_zero12, load_zero3))
+    zero12 = functools.partial(_for_mars, load_zero12)
+    zero3 = functools.partial(_for_mars, load_zero3)
     _compat.replace_once(ZeROOptimizer, "load_hp_checkpoint_state_from_checkpoint_dir", zero12)
     name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
     _compat.replace_once(DeepSpeedZeroOptimizer_Stage3, name, zero3)

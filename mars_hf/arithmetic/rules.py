@@ -121,8 +121,7 @@ def update(
     """Update parameters and states in place.
 
     Arithmetic is in float32, or float64 if any tensor is; results of lower precision are rounded once, parameters as
-    `options.rounding` says. With g, last
-    and c as in `sums`, and c multiplied by the tensor's factor::
+    `options.rounding` says. With g, last and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
         m = e + nesterov (c - e)

@@ -118,8 +118,9 @@ class ProcessGroups(NamedTuple):
 
     def order(self) -> tuple[Any, ...]:
         """Return the sort key of these groups: one order on all ranks."""
-        orders = [() if group is None else group_order(group) for group in self[:2]]
-        return *orders, self.device.type, str(self.dtype)
+        shards = () if self.shards is None else group_order(self.shards)
+        replicas = () if self.replicas is None else group_order(self.replicas)
+        return shards, replicas, self.device.type, str(self.dtype)
 
 
 class Exchange:
@@ -279,7 +280,8 @@ class MatrixPlanner:
     def __init__(self) -> None:
         """Start without plans."""
         self._exchanges: dict[Any, Exchange] = {}
-        self.shared: list[tuple[Exchange, list[int]]] = []  # of this step, with the gradients of whole parameters here
+        # Of this step, with the indices of the whole parameters that have a gradient on this rank.
+        self.shared: list[tuple[Exchange, list[int]]] = []
 
     def assign(
         self,
@@ -324,8 +326,8 @@ class MatrixPlanner:
         shapes: Sequence[torch.Size],
     ) -> Exchange:
         """Return the exchange among some ranks, planned at the first step that has these members."""
-        places = [(each.param_index, each.group_index, each.param.shape, specs.get(each.param)) for each in members]
-        key = groups, tuple(places)
+        held = [(each.param_index, each.group_index, each.param.shape, specs.get(each.param)) for each in members]
+        key = groups, tuple(held)
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, specs, shapes))
         return self._exchanges[key]
@@ -333,9 +335,11 @@ class MatrixPlanner:
     def register(self, whole: GroupSums) -> None:
         """Take part in the sums of the ranks that share this step, and say which gradients are here."""
         for exchange, present in self.shared:
-            for group in filter(None, exchange.groups[:2]):
-                whole.register(group)
-            replicas = exchange.groups.replicas
+            shards, replicas = exchange.groups.shards, exchange.groups.replicas
+            if shards is not None:
+                whole.register(shards)
+            if replicas is not None:
+                whole.register(replicas)
             for index in present:
                 whole.add_present(replicas, index, 1 / dist.get_world_size(replicas))
 
@@ -433,8 +437,9 @@ def _matrix(
 
 
 def _whole(shape: torch.Size) -> Callable[[int], Slice | None]:
-    """Return what ranks hold of a matrix that each has whole."""
-    return {0: Slice(0, 0, shape[0])}.get
+    """Return what the only rank of a copy holds of a matrix: all rows."""
+    rows = Slice(0, 0, shape[0])
+    return lambda rank: rows
 
 
 def _matrices_of_zero(

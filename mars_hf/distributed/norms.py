@@ -72,7 +72,7 @@ class GroupSums:
                 messages: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(messages, message, group=group)
                 message = next(filter(None, messages))
-            partly = [index for index, part in enumerate(fractions) if min(abs(part), abs(part - 1)) > 1e-3]
+            partly = [index for index, fraction in enumerate(fractions) if _is_partial(fraction)]
             if partly and message is None:
                 first = partly[0]
                 message = (
@@ -116,6 +116,11 @@ def wire_device(device: torch.device, group: Group) -> torch.device:
     if device.type == "cpu" and dist.get_backend(group) == "nccl":  # ZeRO-Offload: states on CPU, ranks on GPUs
         return torch.device("cuda")
     return device
+
+
+def _is_partial(fraction: float) -> bool:
+    """Return whether a fraction is neither 0 nor 1, up to the rounding of sums over ranks."""
+    return abs(fraction) > 1e-3 and abs(fraction - 1) > 1e-3
 
 
 def _to_device(indices: Sequence[int], device: torch.device) -> Tensor:

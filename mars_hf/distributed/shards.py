@@ -58,8 +58,8 @@ class Shards:
         self._indices: dict[int, int] = {}  # by id
         # Parameters that DeepSpeed has put into flat tensors, by index.
         self._originals: dict[int, weakref.ref[Tensor]] = {}
-        # Mesh to specs, by index, placements and shapes of a DTensor.
-        self._meshes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Specs of the DTensors of a mesh, by index, placements and shapes.
+        self._specs_of_mesh: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for group in param_groups:
             self.extend(group)
 
@@ -109,8 +109,8 @@ class Shards:
             spec = self._spec_of_flat(param, model)
             if spec is not None:
                 return spec
-            # An unknown engine would have flattened matrices too.
-            if self._originals or (is_known and self._roles[index] != "vector"):
+            was_flattened = is_known and self._roles[index] != "vector"
+            if was_flattened or self._originals:  # an unknown engine would have flattened matrices too
                 raise RuntimeError(
                     f"unknown flat tensor of shape {tuple(param.shape)}: MARS cannot tell which matrix it is a piece "
                     "of. Use DDP, FSDP2 or DeepSpeed ZeRO, and build Mars from the model's own parameters"
@@ -124,11 +124,11 @@ class Shards:
         return None
 
     def _spec_of_dtensor(self, param: Any, index: int) -> ShardSpec | None:
-        known: dict[Any, ShardSpec | None] = self._meshes.setdefault(param.device_mesh, {})
+        specs: dict[Any, ShardSpec | None] = self._specs_of_mesh.setdefault(param.device_mesh, {})
         key = (index, param.placements, param.shape, param.to_local().shape)
-        if key not in known:
-            known[key] = spec_of_dtensor(param, index)
-        return known[key]
+        if key not in specs:
+            specs[key] = spec_of_dtensor(param, index)
+        return specs[key]
 
     def _spec_of_flat(self, param: Tensor, model: ModelRef | None) -> ShardSpec | None:
         """Return the spec of a flat tensor of DeepSpeed; None if it is not one."""
@@ -179,6 +179,8 @@ def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         RuntimeError: a gradient is not a DTensor on its parameter's mesh.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
     for param in [param for group in param_groups for param in group["params"]]:
         grad: Any = param.grad
         if grad is None or not is_dtensor(param):
@@ -228,9 +230,12 @@ def replicas_in_mesh(tensor: Any) -> Group:
     Along further dimensions ranks repeat the work, with the same result, since all start from the same values.
     """
     mesh = tensor.device_mesh
-    lengths = {dim: mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_replicate()}
-    longest = max(lengths, key=lengths.__getitem__, default=None)
-    return None if longest is None or lengths[longest] == 1 else mesh.get_group(longest)
+    longest = None
+    most_ranks = 1
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and mesh.size(dim) > most_ranks:
+            longest, most_ranks = dim, mesh.size(dim)
+    return None if longest is None else mesh.get_group(longest)
 
 
 # Dimensions of a tensor to the mesh dimensions of several ranks that divide them, in the order of the mesh, each with
@@ -344,7 +349,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     if not linked:
         return None
     _compat.refuse_old_deepspeed()
-    groups = {id(group): group for group in (param._dp_group for _, param in linked)}
+    groups = {id(param._dp_group): param._dp_group for _, param in linked}
     if len(groups) > 1:
         raise RuntimeError(
             f"DeepSpeed partitions these parameters over {len(groups)} different process groups (expert parallelism), "

@@ -47,8 +47,10 @@ _HEAD_NAME = re.compile(
     r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
 )
 _EMBEDDING_NAME = re.compile(r"embed|^w[tp]e$", re.IGNORECASE)
+# Of parameters that no override matches; it sorts before the indices of overrides.
+_NO_OVERRIDE = -1
+_EMPTY = Override("", {})
 # The groups of a model: role, and whether `weight_decay` applies.
-_NO_OVERRIDE, _EMPTY = -1, Override("", {})  # sorts before the indices of overrides
 _ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
 
 
@@ -94,7 +96,7 @@ def param_groups(
         if not param.requires_grad:
             continue
         index = override_indices.get(param, _NO_OVERRIDE)
-        override = _EMPTY if index == _NO_OVERRIDE else param_rules[index]
+        override = param_rules[index] if param in override_indices else _EMPTY
         orthogonalizes = UPDATE_RULES[override.settings.get("mars_type", mars_type)].orthogonalizes
         settings = _settings_in_model(name, param, of_model, override.settings, orthogonalizes, lr_embeddings)
         order = _ORDER.index((settings["role"], "weight_decay" not in settings))
@@ -110,12 +112,17 @@ def param_groups(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
             "load a PEFT adapter with is_trainable=True"
         )
-    trains_tables = any(param.requires_grad for param in of_model.tables)
-    if lr_embeddings is not None and not trains_tables and not is_addition:
+    if lr_embeddings is not None and not is_addition:
+        _require_tables(model, of_model, lr_embeddings)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
+
+
+def _require_tables(model: nn.Module, of_model: _OfModel, lr_embeddings: float) -> None:
+    """Raise ValueError for a rate of embeddings and heads where none trains."""
+    if not any(param.requires_grad for param in of_model.tables):
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
-    return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
 
 @dataclass(frozen=True)
@@ -249,13 +256,18 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
             tables |= dict.fromkeys(module.parameters(), "embedding")
         heads += _outputs(module)
         parent, _, name = path.rpartition(".")
-        kinds = f"{type(module).__name__} {type(modules[parent]).__name__}"
+        has_name_of_head = _HEAD_NAME.fullmatch(name) and not _is_attention(module, modules[parent])
         holds_model = not parent or (isinstance(model, nn.ModuleList) and "." not in parent)  # a list of models
         ends_model = name == "fc" and holds_model and module is list(modules[parent].children())[-1]
-        if ends_model or (_HEAD_NAME.fullmatch(name) and "Attention" not in kinds):
+        if ends_model or has_name_of_head:
             heads += _last_layers(module)
     of_heads = [param for head in heads for param in head.parameters()]
     return dict.fromkeys(of_heads, "head") | tables
+
+
+def _is_attention(*modules: nn.Module) -> bool:
+    """Return whether any of some modules is one of attention, whose heads are of another kind."""
+    return any("Attention" in type(module).__name__ for module in modules)
 
 
 def _without_adapters(module: nn.Module) -> nn.Module:

@@ -85,7 +85,8 @@ def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
     except ValueError as error:
         version = shown(content.get("mars_hf", "(unknown)"))
         raise ValueError(f"{where}: its {FILE}, of mars_hf {version}: {error}") from None
-    if mars_type == MUON != arguments["mars_type"]:
+    asks_for_muon = mars_type == MUON
+    if asks_for_muon and arguments["mars_type"] != MUON:
         raise ValueError(
             f"mars_type={MUON!r} and {where}, settings of {arguments['mars_type']}, contradict each other; give one"
         )

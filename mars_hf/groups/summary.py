@@ -25,20 +25,34 @@ def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
     The table has a column of patterns if any group has one.
     """
     header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
-    rows = [header, *(_row(group) for group in param_groups)]
+    rows = [_row(group) for group in param_groups]
     if any("pattern" in group for group in param_groups):
         header.append("pattern")
-        for row, group in zip(rows[1:], param_groups, strict=True):
+        for row, group in zip(rows, param_groups, strict=True):
             row.append(group.get("pattern", ""))
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(_aligned([header, *rows]) + _lines_left_out(param_groups))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, whose columns are as wide as their longest cells."""
+    widths = [0] * len(rows[0])
+    for row in rows:
+        widths = list(map(max, widths, map(len, row)))
+    lines = []
+    for row in rows:
+        lines.append("  ".join(map(str.ljust, row, widths)))
+    return lines
+
+
+def _lines_left_out(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
     left_out = _names_left_out(param_groups)
-    if left_out:
-        lines.append("not orthogonalized:")
+    if not left_out:
+        return []
+    lines = ["not orthogonalized:"]
     for reason, names in left_out.items():
         counts = [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
         lines.append(f"  {reason}: {', '.join(counts)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _row(group: Mapping[str, Any]) -> list[str]:
@@ -57,7 +71,7 @@ def _names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Coun
     """Return by reason the names that are not orthogonalized, with `*` for the numbers of layers, and how many each."""
     left_out: dict[str, Counter[str]] = {}
     for group in param_groups:
-        for name, reason in (group.get("left_out") or {}).items():
+        for name, reason in group.get("left_out", {}).items():
             without_numbers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             left_out.setdefault(reason, Counter())[without_numbers] += 1
     return left_out
@@ -95,16 +109,28 @@ def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module
     `name` is the `mars_type` that `create` was given, if any: groups do not know of `"muon"`.
     """
     groups = trained_groups(param_groups, model)
-    first = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
-    rule = MUON if name == MUON else first["mars_type"]
-    form = "approximate" if first["is_approx"] else "exact"
-    betas = "({:g}, {:g})".format(*first["betas"])
-    roles = list(dict.fromkeys(group["role"] for group in groups))
-    parts = [_part_of_line(role, [group for group in groups if group["role"] == role]) for role in roles]
-    if UPDATE_RULES[first["mars_type"]].orthogonalizes and "matrix" not in roles:
-        parts.insert(0, "nothing is orthogonalized")
-    text = f"{rule} ({form}, gamma={first['gamma']:g}, betas={betas}): {', '.join(parts)}"
+    main = main_group(groups)
+    rule = MUON if name == MUON else main["mars_type"]
+    form = "approximate" if main["is_approx"] else "exact"
+    betas = "({:g}, {:g})".format(*main["betas"])
+    by_role: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        by_role.setdefault(group["role"], []).append(group)
+    parts = []
+    if UPDATE_RULES[main["mars_type"]].orthogonalizes and "matrix" not in by_role:
+        parts.append("nothing is orthogonalized")
+    for role, of_role in by_role.items():
+        parts.append(_part_of_line(role, of_role))
+    text = f"{rule} ({form}, gamma={main['gamma']:g}, betas={betas}): {', '.join(parts)}"
     return textwrap.shorten(text, 160, placeholder="...")
+
+
+def main_group(groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first of trained groups that takes the MARS rule, or the first one if none does."""
+    for group in groups:
+        if UPDATE_RULES[group["rule"]].corrects:
+            return group
+    return groups[0]
 
 
 def _part_of_line(role: str, groups: Sequence[Mapping[str, Any]]) -> str:

@@ -99,13 +99,10 @@ def choose_backend(
     Raises:
         RuntimeError: `fused=True` where no kernels run, or where they compute something else than the plain rules.
     """
-    on_cpu = device.type == "cpu"
-    # Whole lists save calls; large ones leave a CPU's cache.
-    on_lists = not on_cpu or (dense and numel < COMPILED_FROM)
-    plain = Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
-    pays_off = not on_cpu or numel >= COMPILED_FROM
-    is_wanted = group["fused"] or (group["fused"] is None and pays_off)
-    if not is_wanted or not dense or not _can_compute(kernels_of(device), group, dtypes, arithmetic):
+    plain = _plain_backend(device, numel, dense=dense)
+    if not dense or not _wants_kernels(group, device, numel):
+        return plain
+    if not _can_compute(kernels_of(device), group, dtypes, arithmetic):
         return plain
     backend, problem = _kernels_that_work(device, dtypes, arithmetic, group["second_moment"])
     if backend is not None:
@@ -116,6 +113,22 @@ def choose_backend(
         logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
         _failures[device] = problem
     return plain
+
+
+def _plain_backend(device: torch.device, numel: int, *, dense: bool) -> Backend:
+    """Return the plain rules on whole lists, which saves calls, or on a CPU tensor by tensor if lists leave its cache.
+
+    So are tensors that may share memory: a rule reads a whole list before it writes one tensor.
+    """
+    on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
+    return Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
+
+
+def _wants_kernels(group: Mapping[str, Any], device: torch.device, numel: int) -> bool:
+    """Return whether kernels are asked for, or by `fused=None` pay off in a step of so many elements."""
+    if group["fused"] is not None:
+        return bool(group["fused"])
+    return device.type != "cpu" or numel >= COMPILED_FROM
 
 
 def _can_compute(
@@ -165,18 +178,17 @@ def compare_with_plain(
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
             for scaled in (False, True):
-                results = [
-                    _compute(one, device, dtypes, arithmetic, second_moment, scaled)
-                    for one in (backend, Backend("foreach", foreach=True))
-                ]
-                for (name, ours), (_, plain) in zip(*results, strict=True):
-                    torch.testing.assert_close(
-                        ours.double(),
-                        plain.double(),
-                        rtol=torch.finfo(plain.dtype).eps,
-                        atol=tolerance * float(plain.abs().max()),
-                        msg=functools.partial("{}: {}".format, name),
-                    )
+                by_kernels = _compute(backend, device, dtypes, arithmetic, second_moment, scaled)
+                by_rules = _compute(Backend("foreach", foreach=True), device, dtypes, arithmetic, second_moment, scaled)
+                for name in by_rules:
+                    for ours, plain in zip(by_kernels[name], by_rules[name], strict=True):
+                        torch.testing.assert_close(
+                            ours.double(),
+                            plain.double(),
+                            rtol=torch.finfo(plain.dtype).eps,
+                            atol=tolerance * float(plain.abs().max()),
+                            msg=functools.partial("{}: {}".format, name),
+                        )
     except Exception as error:
         names = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in dtypes}))
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -186,20 +198,17 @@ def compare_with_plain(
 
 def _compute(
     backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str, scaled: bool
-) -> list[tuple[str, Tensor]]:
+) -> dict[str, list[Tensor]]:
     """Return the tensors of a check after an update, and their sums, by name."""
     generator = torch.Generator("cpu").manual_seed(0)
     lists: dict[str, list[Tensor]] = {
         name: [] for name in ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation")
     }
     for name, dtype in dtypes:
-        lists[name] = [
-            torch.randn(offset + shape.numel(), dtype=torch.float32, device="cpu", generator=generator)
-            .to(device, dtype)[offset:]  # all but the first start at odd addresses
-            .view(shape)
-            .transpose(0, -1)
-            for offset, shape in enumerate(_SHAPES)
-        ]
+        for offset, shape in enumerate(_SHAPES):
+            values = torch.randn(offset + shape.numel(), dtype=torch.float32, device="cpu", generator=generator)
+            moved = values.to(device, dtype)[offset:]  # all but the first start at odd addresses
+            lists[name].append(moved.view(shape).transpose(0, -1))
     lists["exp_avg_sq"] = [tensor.abs() for tensor in lists["exp_avg_sq"]]
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
     sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
@@ -214,6 +223,6 @@ def _compute(
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         rounding=rounding,
     )  # fmt: skip
-    *tensors, _ = lists.values()
+    tensors = [tensors for name, tensors in lists.items() if name != "compensation"]
     backend.run_update(*tensors, options=options)
-    return [(name, tensor) for name, tensors in (("sums", list(sums.T)), *lists.items()) for tensor in tensors]
+    return {"sums": list(sums.T), **lists}

@@ -213,10 +213,7 @@ def load(source: Path) -> ctypes.CDLL:
         raise RuntimeError("the kernels compile on Linux and macOS only")
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     vectors = X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
-    root = Path(torch.__file__).parent
-    # The OpenMP library that PyTorch ships, if any: a second one would start its own threads.
-    openmp = [path for folder in ("lib", "../torch.libs") for path in sorted((root / folder).glob("libgomp*.so*"))][:1]
-    command = [*find_compiler(), *FLAGS, *vectors, str(source), *map(str, openmp)]
+    command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp_of_torch()]
     key = repr([command, source.read_bytes(), torch.__version__, platform.machine(), platform.libc_ver()])
     name = f"{source.stem}_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with contextlib.suppress(OSError):  # not cached yet, or damaged
@@ -234,6 +231,15 @@ def load(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))  # the process keeps what it has loaded; the file may go
 
 
+def _openmp_of_torch() -> list[str]:
+    """Return the OpenMP library that PyTorch ships, if any: a second one would start its own threads."""
+    root = Path(torch.__file__).parent
+    for folder in ("lib", "../torch.libs"):
+        for path in sorted((root / folder).glob("libgomp*.so*")):
+            return [str(path)]
+    return []
+
+
 def find_compiler() -> list[str]:
     """Return the compile command: the environment's CXX, split as in a shell, or the first of `COMPILERS` on the PATH.
 
@@ -241,11 +247,15 @@ def find_compiler() -> list[str]:
         RuntimeError: no compiler is on the PATH, or the quotes in CXX do not match.
     """
     cxx = os.environ.get("CXX", "").strip()
-    try:
-        # A path with spaces is a file; a command with arguments is not.
-        commands = [[cxx] if shutil.which(cxx) else shlex.split(cxx)] if cxx else [[name] for name in COMPILERS]
-    except ValueError as error:
-        raise RuntimeError(f"CXX={cxx!r} is not a command ({error}); accepted: such as 'ccache g++ -O2'") from None
+    if not cxx:
+        commands = [[name] for name in COMPILERS]
+    elif shutil.which(cxx):  # a path, which may have spaces
+        commands = [[cxx]]
+    else:
+        try:
+            commands = [shlex.split(cxx)]
+        except ValueError as error:
+            raise RuntimeError(f"CXX={cxx!r} is not a command ({error}); accepted: such as 'ccache g++ -O2'") from None
     for name, *arguments in commands:
         if path := shutil.which(name):
             return [path, *arguments]

@@ -68,7 +68,9 @@ def sums(
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
-    lists, count, last = [gradients, last_grads], len(gradients), _triton_type(last_grads)
+    lists = [gradients, last_grads]
+    count = len(gradients)
+    last = _triton_type(last_grads)
     out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
     with torch.cuda.device_of(out):
         table, tiles = _table(lists, (k,))

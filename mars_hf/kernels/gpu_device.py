@@ -239,6 +239,59 @@ def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl
         tl.store(sums + 3 * count + tensor, tl.sum(total))
 
 
+@triton.jit
+def _noise_key(seeds, tensor, start, PARAM: tl.constexpr, TILE: tl.constexpr):
+    """Return the key of a tile's noise, None to round to nearest; other tensors in the launch make no difference."""
+    key = None
+    if seeds is not None and PARAM == tl.bfloat16:
+        key = tl.randint(tl.load(seeds + tensor), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
+    return key
+
+
+@triton.jit
+def _update_blocks(
+    param, gradient, exp_avg, exp_avg_sq, last, lost, begin, end, key,
+    scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Update the elements from `begin` to `end`; a block is read before it is written.
+
+    g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter.
+    """
+    for first in range(begin, end, SIZE):
+        offsets = first + tl.arange(0, SIZE)
+        mask = offsets < end if MASKED else None
+        g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
+        e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
+        if RULE != "momentum":
+            p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR) * decay
+        c = c * factor
+        # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
+        difference = c - e
+        e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
+        # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
+        m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
+        if RULE == "momentum":
+            p = m
+        elif RULE == "lion":
+            # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
+            p = p - step_size * tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
+        else:
+            s = c if CORRECTED else g
+            # v_t = beta2 v_{t-1} + (1 - beta2) s^2
+            v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
+            # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
+            p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
+            _store(exp_avg_sq, offsets, v, mask, VECTOR)
+        if key is not None:
+            p = _round_stochastically(p, offsets, key)
+        _store(exp_avg, offsets, e, mask, VECTOR)
+        _store_param(param, lost, offsets, p, mask, COMPUTE, VECTOR)
+        if last is not None:
+            _store(last, offsets, g, mask, VECTOR)
+
+
 @triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seeds"])
 def update(
     table, count, steps, lr, scale, factors, seeds,
@@ -246,7 +299,7 @@ def update(
     LOST: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile: each tensor is read and written at most once; a block is read before it is written.
+    """Update one tile: each tensor is read and written at most once.
 
     Numbers common to a tensor are computed in float64 and rounded once.
     """
@@ -269,6 +322,7 @@ def update(
     rate = tl.load(lr).to(tl.float64)
     decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
     step_size = rate.to(COMPUTE)
+    root2 = None
     if RULE == "adamw":
         # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
@@ -277,42 +331,15 @@ def update(
         root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
     factor = _multiplier(factors, tensor, COMPUTE)
-    key = None
-    if seeds is not None and PARAM == tl.bfloat16:
-        # Keyed by the tile's place in its tensor: other tensors in the launch make no difference.
-        key = tl.randint(tl.load(seeds + tensor), (start // TILE).to(tl.uint32)).to(tl.uint32, bitcast=True)
-
+    key = _noise_key(seeds, tensor, start, PARAM, TILE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
-    for masked in tl.static_range(2):
-        for first in range(whole if masked else 0, length if masked else whole, MASKED_BLOCK if masked else BLOCK):
-            offsets = first + tl.arange(0, MASKED_BLOCK if masked else BLOCK)
-            mask = offsets < length if masked else None
-            # g gradient, c corrected gradient, e average of c, m first moment, v second moment, p parameter
-            g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
-            e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
-            if RULE != "momentum":
-                p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR) * decay
-            c = c * factor
-            # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
-            difference = c - e
-            e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-            # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
-            m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
-            if RULE == "momentum":
-                p = m
-            elif RULE == "lion":
-                # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
-                p = p - step_size * tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
-            else:
-                s = c if CORRECTED else g
-                # v_t = beta2 v_{t-1} + (1 - beta2) s^2
-                v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
-                # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-                p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
-                _store(exp_avg_sq, offsets, v, mask, VECTOR)
-            if key is not None:
-                p = _round_stochastically(p, offsets, key)
-            _store(exp_avg, offsets, e, mask, VECTOR)
-            _store_param(param, lost, offsets, p, mask, COMPUTE, VECTOR)
-            if last is not None:
-                _store(last, offsets, g, mask, VECTOR)
+    _update_blocks(
+        param, gradient, exp_avg, exp_avg_sq, last, lost, 0, whole, key,
+        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+        BLOCK, False, COMPUTE, RULE, CORRECTED, VECTOR,
+    )  # fmt: skip
+    _update_blocks(
+        param, gradient, exp_avg, exp_avg_sq, last, lost, whole, length, key,
+        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+        MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, VECTOR,
+    )  # fmt: skip

@@ -23,7 +23,8 @@ def corrected_params(param_groups: Groups) -> dict[Tensor, Mapping[str, Any]]:
     """Return the parameters whose gradients a stale gradient corrects, with their groups."""
     group_of = {}
     for group in param_groups:
-        if update_rule(group).corrects and not group["is_approx"]:
+        is_corrected = update_rule(group).corrects and not group["is_approx"]
+        if is_corrected:
             group_of.update(dict.fromkeys(group["params"], group))
     return group_of
 
@@ -42,13 +43,15 @@ def require_stale_gradients(param_groups: Groups, all_states: States, were_appro
         were_approx: groups whose step before was approximate: their last gradients are no stale ones.
         were_supplied: whether the loop has supplied stale gradients, even if no parameter had a gradient then.
     """
-    moving = [param for param in corrected_params(param_groups) if param.grad is not None]
-    moving_states = [all_states[param] for param in moving if param in all_states]
-    is_first_step = not any("step" in state for state in moving_states)
+    keys: set[str] = set()  # of the states of the parameters that this step corrects
+    for param in corrected_params(param_groups):
+        if param.grad is not None:
+            keys.update(all_states.get(param, ()))
+    is_first_step = "step" not in keys
     if is_first_step or were_supplied:
         return
-    have_last_grads = any("last_grad" in state for state in moving_states)
-    if not have_last_grads or corrected_params(were_approx):
+    last_step_was_approx = bool(corrected_params(were_approx))
+    if last_step_was_approx or "last_grad" not in keys:
         raise RuntimeError(
             "is_approx=False, and no stale gradient was supplied since the last step: use mars_hf.MarsTrainer, or "
             "call update_previous_grad() and update_last_grad() in your loop, or take is_approx=True"
@@ -103,10 +106,14 @@ def _kept_gradient(param: Tensor, group: Mapping[str, Any], state: Mapping[str, 
 
 def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Make the kept stale gradients the last gradients of the next step."""
-    corrected_states = [all_states[param] for param in corrected_params(param_groups) if param in all_states]
-    supplied = [state for state in corrected_states if "previous_grad" in state]
-    if supplied:
-        drop_stale_gradients(param_groups, all_states)
+    supplied = []
+    for param in corrected_params(param_groups):
+        state = all_states.get(param, {})
+        if "previous_grad" in state:
+            supplied.append(state)
+    if not supplied:
+        return
+    drop_stale_gradients(param_groups, all_states)  # of an earlier batch, also where this one has none
     for state in supplied:
         state["last_grad"] = state.pop("previous_grad")
 

@@ -301,7 +301,9 @@ def _make_list(
         dtypes.pop("compensation", None)
     backend = choose_backend(group, key.device, dtypes, rule.arithmetic, step_numel, dense=key.state_fits)
     rows = [_tensors_of(member) for member in members]
-    columns: dict[str, Any] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+    columns: dict[str, Any] = {}
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
+        columns[name] = list(column)
     tensors = TensorList(group, rule, backend, key.chunk, key.process_group, **columns)
     for entry, shard, _ in members:
         tensors.states.append(entry.state)

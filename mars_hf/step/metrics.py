@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from mars_hf.arithmetic.rules import SUM_DTYPES
 from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.tensors import Group
 
+# The sums that all ranks add up, in this order.
+_SUMS = ("count", "clipped", "compared", "corrected", "gradient", "last", "product", "update", "elements")
 HERE = object()  # stands for this rank alone; None is the default process group
 
 
@@ -55,13 +57,16 @@ class StepMetrics:
             has_last: whether the bucket has last gradients to compare with.
             group: process group that holds the other pieces; by default this rank holds them all.
         """
-        parts = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
+        fractions = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
             sums.device, non_blocking=True
         )
-        clipped = torch.zeros_like(parts) if clip_threshold is None else (squares > clip_threshold**2) * parts
-        gg, gl, ll, cc = sums.sum(dim=1).unbind()
-        compared = parts.sum() * has_last
-        self._accumulate(group, [parts.sum(), clipped.sum(), *([compared, cc, gg, ll, gl] if has_last else [])], 0)
+        values = {"count": fractions.sum()}
+        if clip_threshold is not None:
+            values["clipped"] = ((squares > clip_threshold**2) * fractions).sum()
+        if has_last:
+            gg, gl, ll, cc = sums.sum(dim=1).unbind()
+            values |= {"compared": fractions.sum(), "corrected": cc, "gradient": gg, "last": ll, "product": gl}
+        self._accumulate(group, values)
 
     def add_update(self, params: Sequence[Tensor], before: Sequence[Tensor], group: Group = HERE) -> None:
         """Add the x_{t+1} - x_t of pieces of parameters, from copies of them before the step."""
@@ -72,7 +77,7 @@ class StepMetrics:
             squares.append(torch.linalg.vector_norm(change, dtype=SUM_DTYPES[param.device.type]).square())
         square = torch.stack(squares).sum()
         elements = sum(param.numel() for param in params)
-        self._accumulate(group, [square, torch.full_like(square, elements)], 7)
+        self._accumulate(group, {"update": square, "elements": torch.full_like(square, elements)})
 
     def read(self) -> dict[str, float]:
         """Return the metrics as floats, the same on every rank; empty if no parameter uses the MARS rule.
@@ -83,7 +88,7 @@ class StepMetrics:
           These two are missing if no last gradient is kept (see `Mars`, State).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
         """
-        total = torch.zeros(9, dtype=torch.float64, device="cpu")
+        total = torch.zeros(len(_SUMS), dtype=torch.float64, device="cpu")
         for group, device in self._sharded.items():
             sums = self._sums.pop((group, device), _zeros(device))
             total += all_reduce(sums, group).cpu().double()
@@ -102,13 +107,14 @@ class StepMetrics:
                 metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient else 0.0
         return metrics
 
-    def _accumulate(self, group: Group, values: list[Tensor], first: int) -> None:
-        device = values[0].device
+    def _accumulate(self, group: Group, values: Mapping[str, Tensor]) -> None:
+        device = next(iter(values.values())).device
         if (group, device) not in self._sums:
             self._sums[group, device] = _zeros(device)
         sums = self._sums[group, device]
-        sums[first : first + len(values)] += torch.stack([value.to(sums.dtype) for value in values])
+        zero = torch.zeros((), dtype=sums.dtype, device=device)
+        sums += torch.stack([values.get(name, zero).to(sums.dtype) for name in _SUMS])
 
 
 def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(9, dtype=SUM_DTYPES[device.type], device=device)
+    return torch.zeros(len(_SUMS), dtype=SUM_DTYPES[device.type], device=device)

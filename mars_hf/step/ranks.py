@@ -64,15 +64,20 @@ class SharedStep:
         """Return the sum of a row over all shared parameters, 0-d; none for a process alone."""
         return [] if self.sums is None else [self.sums.sum_of_row(row)]
 
-    def chunks(self, lists: Sequence[TensorList]) -> dict[Any, tuple[Exchange, Round] | None]:
-        """Return the chunks of matrices: rounds that ranks share, in one order, then those of this rank alone."""
-        chunks: dict[Any, tuple[Exchange, Round] | None] = {}
+    def chunks(self, lists: Sequence[TensorList]) -> Iterator[tuple[list[TensorList], tuple[Exchange, Round] | None]]:
+        """Yield the lists of each chunk of matrices, and the round in which ranks share it; None for this rank alone.
+
+        Rounds come first, in one order on all ranks; this rank may have no list of one.
+        """
+        rounds: dict[Any, tuple[Exchange, Round] | None] = {}
         if self.sums is not None:
-            chunks.update(self.planner.rounds(self.sums))
+            rounds.update(self.planner.rounds(self.sums))
+        lists_of: dict[Any, list[TensorList]] = {chunk: [] for chunk in rounds}
         for tensors in lists:
             if tensors.chunk is not None:
-                chunks.setdefault(tensors.chunk, None)
-        return chunks
+                lists_of.setdefault(tensors.chunk, []).append(tensors)
+        for chunk, of_chunk in lists_of.items():
+            yield of_chunk, rounds.get(chunk)
 
 
 class Ranks:

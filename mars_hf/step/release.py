@@ -51,13 +51,14 @@ class GradientRelease:
         stepped = self._stepped
         self._stepped = set()
         left = [param for param in self._params() if param.grad is not None]
-        has_new_hooks = bool(left) and not stepped and self._hook()
-        if left and not has_new_hooks:
-            raise RuntimeError(
-                f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
-                f"first of shape {tuple(left[0].shape)}; take each gradient from backward(), or leave it out"
-            )
-        return bool(stepped)
+        if not left:
+            return bool(stepped)
+        if not stepped and self._hook():
+            return False
+        raise RuntimeError(
+            f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
+            f"first of shape {tuple(left[0].shape)}; take each gradient from backward(), or leave it out"
+        )
 
     def _params(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -67,11 +68,14 @@ class GradientRelease:
 
     def _hook(self) -> bool:
         """Hook the parameters without a hook; return whether there are any."""
-        new = [param for param in self._params() if getattr(param, "mars_release", None) is not self]
-        for param in new:
+        has_new = False
+        for param in self._params():
+            if getattr(param, "mars_release", None) is self:
+                continue
             param.register_post_accumulate_grad_hook(self._on_gradient)
             param.mars_release = self  # type: ignore[attr-defined]
-        return bool(new)
+            has_new = True
+        return has_new
 
     def _on_gradient(self, param: Tensor) -> None:
         optimizer, step = self._optimizer(), self._step()
@@ -88,15 +92,21 @@ class GradientRelease:
     def _why_not(self, param: Tensor, optimizer: Steppable) -> str | None:
         """Return why a parameter cannot step now; None if it can."""
         params = self._params()
-        if optimizer.max_grad_norm is not None or optimizer.is_exact:
+        needs_all_gradients = optimizer.max_grad_norm is not None or optimizer.is_exact
+        if needs_all_gradients:
             return "each parameter steps alone; max_grad_norm must be None, and is_approx True"
         if param in self._stepped:
             return "a second backward() before step(), or reentrant checkpoints; take one micro-batch a step"
         if not any(each is param for each in params):
             return "an engine has exchanged the optimizer's parameters; only fully_shard may"
-        has_other_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if has_other_ranks and not is_dtensor(param):
+        if _has_other_ranks() and not is_dtensor(param):
             return "DistributedDataParallel averages gradients later, in buckets that hold them all; use fully_shard"
         if len({each.device for each in params}) > 1:
             return "parameters on several devices, whose gradients may come at the same time"
         return None
+
+
+def _has_other_ranks() -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size() > 1

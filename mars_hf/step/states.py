@@ -48,7 +48,7 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buff
             f"the state of a parameter of shape {shape} has a first moment and no last gradient: DeepSpeed's own "
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
-    state["step"] = parse_step(state.get("step", 0))
+    state["step"] = to_step_count(state.get("step", 0))
     for key in buffers:
         if key not in state:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
@@ -62,8 +62,10 @@ def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state:
         keys.append("exp_avg_sq")
         if group["amsgrad"]:
             keys.append("max_exp_avg_sq")
-    if rule.corrects and ("last_grad" in state or not averages_gradients(rule, group)):
-        keys.append("last_grad")
+    if rule.corrects:
+        keeps_last_grad = "last_grad" in state or not averages_gradients(rule, group)
+        if keeps_last_grad:
+            keys.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
     return tuple(keys)
@@ -83,7 +85,10 @@ def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
 
     A state that already has a last gradient keeps using it.
     """
-    if not rule.corrects or not group["is_approx"] or group["clip_threshold"] is not None:
+    if not rule.corrects or not group["is_approx"]:
+        return False
+    clips = group["clip_threshold"] is not None
+    if clips:
         return False
     return not rule.has_second_moment or group["second_moment"] == "gradient"
 
@@ -91,16 +96,19 @@ def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
 def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     """Return whether a state lacks the last gradient that belongs to its first moment; only its keys are needed."""
     rule = update_rule(group)
-    if not rule.corrects or not group["is_approx"] or averages_gradients(rule, group):
+    if not rule.corrects or averages_gradients(rule, group):
+        return False
+    if not group["is_approx"]:  # its last gradient is there during a step only
         return False
     return "exp_avg" in state and "last_grad" not in state
 
 
-def parse_step(value: Any) -> Tensor:
+def to_step_count(value: Any) -> Tensor:
     """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
-    is_count = isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.float32
-    if is_count and value.device.type == "cpu":
-        return value
+    if isinstance(value, Tensor):
+        has_form = value.ndim == 0 and value.dtype == torch.float32
+        if has_form and value.device.type == "cpu":
+            return value
     return torch.full((), float(value), dtype=torch.float32, device="cpu")
 
 
@@ -123,14 +131,15 @@ def check_state(
 
 
 def _check_step(param: Tensor, value: Any, what: str) -> None:
-    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not is_number:
         raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
 
 
 def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: bool) -> None:
     fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
-    if not fits or (not anywhere and value.device != param.device):
+    is_beside = fits and (anywhere or value.device == param.device)
+    if not is_beside:
         raise UnfitStateError(
             f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
             "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
@@ -181,16 +190,17 @@ def copy_loaded(
     for id_, param in _pairs(state_dict, groups):
         for key, value in state_dict["state"].get(id_, {}).items():
             if key == "step":
-                state[param][key] = parse_step(value).clone()
+                state[param][key] = to_step_count(value).clone()
             elif isinstance(value, Tensor):
                 state[param][key] = value.detach().to(param.device, copy=True)
 
 
 def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Tensor]]:
-    """Return saved ids and the parameters they belong to."""
-    ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-    params = [param for group in groups for param in group["params"]]
-    return list(zip(ids, params, strict=False))  # torch complains of other lengths
+    """Return saved ids and the parameters they belong to; torch complains of groups of other lengths."""
+    pairs: list[tuple[Any, Tensor]] = []
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
+        pairs += zip(saved["params"], group["params"], strict=False)
+    return pairs
 
 
 def _described(value: Any) -> str:

@@ -22,7 +22,7 @@ PRODUCTS, CORRECTED = slice(GG, LL + 1), slice(CC, CC + 1)
 
 
 def take_sums(
-    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, last_norms: LastNorms
+    lists: Sequence[TensorList], max_grad_norm: float | None, metrics: StepMetrics | None, last_norms: LastNorms | None
 ) -> None:
     """Take the sums over each list that needs norms.
 
@@ -32,8 +32,9 @@ def take_sums(
         lists: the lists of the step.
         max_grad_norm: largest global norm; None for no scaling.
         metrics: what measures the step; None for nothing.
-        last_norms: norms of last gradients that the step before has taken.
+        last_norms: norms of last gradients that the step before has taken; None if there are none.
     """
+    last_norms = last_norms or LastNorms()
     for tensors in lists:
         if max_grad_norm is None:
             _take_corrected(tensors, metrics, last_norms)
@@ -85,6 +86,11 @@ def _can_bound(tensors: TensorList) -> bool:
 def _bound(tensors: TensorList, last_norms: LastNorms) -> None:
     assert tensors.clip_threshold is not None
     tensors.clip_bounds = last_norms.clip_bounds(tensors.last_grad, tensors.clip_threshold, tensors.correction)
+
+
+def rows_to_reduce(max_grad_norm: float | None) -> slice:
+    """Return the rows of the sums of shards that a step needs of whole parameters."""
+    return CORRECTED if max_grad_norm is None else PRODUCTS
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------

@@ -168,13 +168,9 @@ def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) 
     left = replace(tensors.select(positions), clip_bounds=[], squares=None)
     sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
     left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
-    moves_params = params is tensors.params
-    _write(
-        left,
-        [params[position] for position in positions],
-        arithmetic,
-        _rounding(left) if moves_params else rules.NEAREST,
-    )
+    writes_momenta = arithmetic == "momentum"  # else parameters
+    rounding = rules.NEAREST if writes_momenta else _rounding(left)
+    _write(left, [params[position] for position in positions], arithmetic, rounding)
 
 
 def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> rules.Options:

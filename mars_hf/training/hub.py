@@ -21,7 +21,7 @@ from transformers import modelcard
 import mars_hf
 from mars_hf.arithmetic.update_rules import UPDATE_RULES
 from mars_hf.groups import saved_settings
-from mars_hf.groups.summary import trained_groups
+from mars_hf.groups.summary import main_group, trained_groups
 from mars_hf.optimizer import Mars
 from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
@@ -123,7 +123,7 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     path = Path(str(trainer.args.output_dir)) / CARD
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     groups = trained_groups(mars.param_groups, trainer.model)
-    main = next((group for group in groups if UPDATE_RULES[group["rule"]].corrects), groups[0])
+    main = main_group(groups)
     card = ModelCard.load(path, ignore_metadata_errors=True)
     _complete_metadata(card.data, trainer, model, dataset)
 
@@ -147,15 +147,17 @@ def _origin(base: str | None, name_or_path: str | None) -> str:
 
 def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) -> None:
     """Add tags, task and the last evaluation to a card's metadata, and drop names that the Hub refuses: local paths."""
-    names = [data.base_model, getattr(model.config, "name_or_path", None)]
-    data.base_model = next((name for name in names if _is_on_hub(name)), None)
+    names_of_base = list(filter(_is_on_hub, [data.base_model, getattr(model.config, "name_or_path", None)]))
+    data.base_model = names_of_base[0] if names_of_base else None
     tags = [tag for tag in _listed(data.tags) if not _names_local_adapter(tag)]
     data.tags = list(dict.fromkeys([*tags, *TAGS]))  # each once
-    data.datasets = [name for name in _listed(data.datasets) if _is_on_hub(name)] or None
-    data.pipeline_tag = data.pipeline_tag or modelcard.TrainingSummary.from_trainer(trainer, finetuned_from="").tasks
+    # None leaves an entry out of the card.
+    data.datasets = list(filter(_is_on_hub, _listed(data.datasets))) or None
+    if not data.pipeline_tag:
+        data.pipeline_tag = modelcard.TrainingSummary.from_trainer(trainer, finetuned_from="").tasks
     data.eval_results = _eval_results(data, trainer, dataset) or None
-    if data.eval_results:
-        data.model_name = data.model_name or Path(str(trainer.args.output_dir)).absolute().name
+    if data.eval_results and not data.model_name:
+        data.model_name = Path(str(trainer.args.output_dir)).absolute().name
 
 
 def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:
@@ -164,14 +166,21 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     if not _has_ended(trainer):
         return results
     known_types = {result.metric_type for result in results}
-    task = data.pipeline_tag or "other"
     datasets = _listed(data.datasets)
     hub_name = datasets[0] if len(datasets) == 1 else "unknown"
-    name = ", ".join(dataset or datasets) or "unknown"
     for metric, value in _final_metrics(trainer).items():
         metric_type = metric.lower().replace(" ", "_")
-        if metric_type not in known_types and _is_finite_number(value):
-            results.append(EvalResult(task, hub_name, name, metric_type, value, metric_name=metric))
+        if metric_type in known_types or not _is_finite_number(value):
+            continue
+        result = EvalResult(
+            task_type=data.pipeline_tag or "other",
+            dataset_type=hub_name,
+            dataset_name=", ".join(dataset or datasets) or "unknown",
+            metric_type=metric_type,
+            metric_value=value,
+            metric_name=metric,
+        )
+        results.append(result)
     return results
 
 
@@ -181,10 +190,13 @@ def _is_finite_number(value: Any) -> bool:
 
 def _final_metrics(trainer: Any) -> dict[str, Any]:
     """Return the last evaluation's metrics by name, of the weights that stay: the best ones, where those are loaded."""
-    state, rows = trainer.state, trainer.state.log_history
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+    state = trainer.state
+    rows = state.log_history
+    loads_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    if loads_best:
         rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
-    return modelcard.parse_log_history(rows)[2] or {}
+    *_, last_evaluation = modelcard.parse_log_history(rows)
+    return last_evaluation or {}
 
 
 def _has_ended(trainer: Any) -> bool:

@@ -79,7 +79,8 @@ class StalePass(TrainerCallback):
             for index, inputs in enumerate(batches):
                 self._pending.append(self._backward(inputs, last=index == len(batches) - 1))
         self._commit(mars)
-        self._pending[0][0]()  # the random state of the first
+        restore_random_state, _inputs = self._pending[0]
+        restore_random_state()
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -254,10 +255,18 @@ def _difference(one: Any, other: Any) -> str | None:
     """Return the path of a tensor in which two batches differ, or None; other objects count as equal."""
     ones, others = dict(_tensors(one)), dict(_tensors(other))
     for path in sorted({*ones, *others}):
-        a, b = ones.get(path), others.get(path)
-        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype) or not torch.allclose(a, b, 0, 0, True):
-            return path  # NaN equals NaN
+        if path not in ones or path not in others:
+            return path
+        if not _are_equal(ones[path], others[path]):
+            return path
     return None
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values, NaN at the same places included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def _tensors(value: Any, path: str = "inputs") -> Iterator[tuple[str, Tensor]]:
