@@ -45,7 +45,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import CORRECTED, PRODUCTS, set_factors, take_sums
+from mars_hf.step.sums import CORRECTED, PRODUCTS, find_moving, forget_if_all_move, set_factors, take_sums
 from mars_hf.step.update import count_steps, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
@@ -402,8 +402,10 @@ class Mars(torch.optim.Optimizer):
             with shared.raising_together():  # nothing has changed until its end
                 self._check_edited_groups()
                 lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
+                find_moving(lists, max_grad_norm)
                 take_sums(lists, max_grad_norm, metrics, self._last_norms or LastNorms())
             shared.reduce(lists, CORRECTED if max_grad_norm is None else PRODUCTS)
+            forget_if_all_move(lists)
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:

@@ -187,6 +187,7 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         rounding=rounding,
         limits=tensors.limits,
         squares=tensors.squares,
+        moving=tensors.moving,
     )
 
 
