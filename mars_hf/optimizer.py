@@ -46,7 +46,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import rows_to_reduce, set_factors, take_sums
+from mars_hf.step.sums import find_moving, forget_if_all_move, rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
@@ -428,8 +428,10 @@ class Mars(torch.optim.Optimizer):
             with shared.raising_together():  # nothing has changed until its end
                 self._check_edited_groups()
                 lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
+                find_moving(lists, max_grad_norm)
                 take_sums(lists, max_grad_norm, metrics, self._last_norms)
             shared.reduce(lists, rows_to_reduce(max_grad_norm))
+            forget_if_all_move(lists)
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:

@@ -70,6 +70,12 @@ def orthogonalized(rule: str, m: torch.Tensor, beta1: float, eps: float) -> torc
     return torch.stack(directions).reshape(m.shape)
 
 
+def moves(gradient: torch.Tensor) -> torch.Tensor:
+    """Return 0 where a whole gradient, or that of an expert of a stack, is exactly zero, else 1."""
+    dims = (1, 2) if gradient.ndim == 3 else tuple(range(gradient.ndim))
+    return gradient.ne(0).any(dims, keepdim=True).double()
+
+
 class Reference:
     """One parameter under one rule, in float64."""
 
@@ -124,9 +130,9 @@ class Reference:
             self.last = g
         self.m = self.average(c)
         if self.rule == "mars-lion":
-            direction = torch.sign(self.m)
+            direction = torch.sign(self.m) * moves(gradient)
         elif self.rule in ("mars-shampoo", "mars-m"):
-            direction = orthogonalized(self.rule, self.m, beta1, self.eps)
+            direction = orthogonalized(self.rule, self.m * moves(gradient), beta1, self.eps)
         else:
             square = g**2 if self.second_moment == "gradient" else c**2
             self.v = beta2 * self.v + (1 - beta2) * square

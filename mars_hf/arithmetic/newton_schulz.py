@@ -185,6 +185,8 @@ def _normalize(x: Tensor, eps: float) -> None:
         norms = torch.linalg.vector_norm(row_norms)
     else:
         norms = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
+    if eps == 0:
+        norms = norms.clamp_min(torch.finfo(norms.dtype).tiny)  # zeros stay zero
     x.div_(norms + eps)
 
 

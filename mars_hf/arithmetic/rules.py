@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic.resting import Moving, spread
+
 # Dtype of sums by type of device: Apple GPUs lack float64.
 SUM_DTYPES = defaultdict(lambda: torch.float64, mps=torch.float32)
 
@@ -107,6 +109,7 @@ class Options:
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
     clip_bounds: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
+    moving: Moving | None = None  # what rests under an arithmetic that normalizes; None: nothing
 
 
 def update(
@@ -124,7 +127,7 @@ def update(
     `options.rounding` says. With g, last and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
-        m = e + nesterov (c - e)
+        m = e + nesterov (c - e)                        0 where `moving` has a unit at rest
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
         lion:   x = x (1 - lr weight_decay) - lr sign(m)
@@ -156,6 +159,8 @@ def update(
     torch._foreach_lerp_(e, c, 1 - options.beta1)
     # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
     m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
+    if options.moving is not None:
+        m = _at_rest(m, options.moving)
     if last_grads:
         torch._foreach_copy_(last_grads, g)
     s = g if options.second_moment == "gradient" else c  # v averages s²
@@ -164,6 +169,15 @@ def update(
     _write_back(e, exp_avgs)
     _write_back(v, exp_avg_sqs)
     _write_back(peak, max_exp_avg_sqs)
+
+
+def _at_rest(m: list[Tensor], moving: Moving) -> list[Tensor]:
+    """Return first moments that are 0 for units at rest; NaN stays NaN."""
+    factors = [
+        spread(flags, moment, units)
+        for flags, moment, units in zip(moving.flags_by_tensor(), m, moving.units, strict=True)
+    ]
+    return list(torch._foreach_mul(m, factors))
 
 
 def _write_adamw(
@@ -207,12 +221,13 @@ class Arithmetic(NamedTuple):
     # From params x; m; s, whose squares v averages; v; its running maxima; and the options. Writes x, v and the maxima.
     write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], Options], None]
     has_second_moment: bool = False  # without, v is empty
+    normalizes: bool = False  # steps of one size, however small m is: what has no gradient must rest
 
 
 ARITHMETICS = {
     "adamw": Arithmetic(_write_adamw, has_second_moment=True),
-    "lion": Arithmetic(_write_lion),
-    "momentum": Arithmetic(_write_momentum),
+    "lion": Arithmetic(_write_lion, normalizes=True),
+    "momentum": Arithmetic(_write_momentum, normalizes=True),  # Newton-Schulz follows
 }
 
 

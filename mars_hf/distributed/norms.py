@@ -1,11 +1,13 @@
 """Add up sums over shards to sums over whole parameters, and let all ranks of a step raise the same error.
 
-One all-reduce per process group carries the sums, the fraction of each parameter whose gradient is present, and a flag
-for an error that a rank has found before. All ranks read the last two before anything changes.
+One all-reduce per process group carries the sums, the fraction of each parameter whose gradient is present, which units
+have a gradient other than zero (see resting.py), and a flag for an error that a rank has found before. All ranks read
+presence and flag before anything changes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,19 +21,28 @@ from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
 class GroupSums:
     """The sums of one step over each process group: one column per parameter of the optimizer."""
 
-    def __init__(self, count: int, rows: int, device: torch.device) -> None:
-        """Start with nothing, for `rows` sums of `count` parameters, the same number on every rank."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+    def __init__(self, count: int, rows: int, device: torch.device, unit_counts: Sequence[int] = ()) -> None:
+        """Start with nothing, for `rows` sums of `count` parameters with so many units, the same on every rank."""
+        self._device = device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
         # The last row holds what is present, and in one more column the flag.
-        self._empty = torch.zeros(rows + 1, count + 1, device=device, dtype=dtype)
+        self._shape = torch.Size((rows + 1, count + 1))
+        self._first_units = [0, *itertools.accumulate(unit_counts)]
+        # What is added up over the ranks of a group: sums, and behind them one number per unit.
+        self._all: dict[Group, Tensor] = {}
         self._sums: dict[Group, Tensor] = {}
+        self._moving: dict[Group, Tensor] = {}
         self._present: dict[Group, list[float]] = {}
 
     def register(self, group: Group) -> None:
         """Take part in the sums of a process group, even if this rank holds nothing."""
-        if group not in self._sums:
-            self._sums[group] = self._empty.clone()
-            self._present[group] = [0.0] * self._empty.shape[1]
+        if group in self._all:
+            return
+        numel = self._shape.numel()
+        self._all[group] = torch.zeros(numel + self._first_units[-1], dtype=self._dtype, device=self._device)
+        self._sums[group] = self._all[group][:numel].view(self._shape)
+        self._moving[group] = self._all[group][numel:]
+        self._present[group] = [0.0] * self._shape[1]
 
     def register_shards(self, spec: ShardSpec, *, has_gradient: bool) -> None:
         """Take part in the sums of the ranks that hold a parameter's other shards or copies; say what is here."""
@@ -51,7 +62,15 @@ class GroupSums:
 
     def add(self, group: Group, indices: Sequence[int], sums: Tensor) -> None:
         """Add sums over shards: one column per index."""
-        self._sums[group][: len(sums)].index_add_(1, _to_device(indices, self._empty.device), sums.to(self._empty))
+        self._sums[group][: len(sums)].index_add_(1, _to_device(indices, self._device), sums.to(self._all[group]))
+
+    def add_moving(self, group: Group, units: Sequence[int], flags: Tensor) -> None:
+        """Add this rank's flags of some units, see `column_of_unit`."""
+        self._moving[group].index_add_(0, _to_device(units, self._device), flags.to(self._all[group]))
+
+    def column_of_unit(self, index: int, unit: int) -> int:
+        """Return the number by which all ranks know a unit of a parameter."""
+        return self._first_units[index] + unit
 
     def reduce(self, error: Exception | None = None) -> None:
         """Add up the sums of all ranks. Collective.
@@ -65,7 +84,7 @@ class GroupSums:
             sums, presence = self._sums[group], self._present[group]
             presence[-1] = float(message is not None)
             sums[-1] = torch.tensor(presence, dtype=sums.dtype).to(sums.device)
-            sums.copy_(all_reduce(sums, group))
+            self._all[group].copy_(all_reduce(self._all[group], group))
             self._present[group] = sums[-1].tolist()
             *fractions, has_error = self._present[group]
             if has_error:
@@ -89,7 +108,11 @@ class GroupSums:
 
     def select(self, group: Group, indices: Sequence[int]) -> Tensor:
         """Return the sums over whole parameters, one column per index."""
-        return self._sums[group][:-1, _to_device(indices, self._empty.device)]
+        return self._sums[group][:-1, _to_device(indices, self._device)]
+
+    def select_moving(self, group: Group, units: Sequence[int]) -> Tensor:
+        """Return the flags of units as wholes: 1 if a rank has a gradient other than zero, else 0."""
+        return self._moving[group][_to_device(units, self._device)].ne(0)
 
     def sum_of_row(self, row: int) -> Tensor:
         """Return the sum of a row over all parameters and process groups, 0-d."""

@@ -212,7 +212,7 @@ def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     are_empty = expected.numel() == held.numel() == 0  # torch gives empty parts other shapes
     if held != expected and not are_empty:
         raise _unsupported(tensor, f"a part of shape {tuple(held)} on this rank")
-    shards = () if are_empty else (Shard(index, 0, expected.numel(), tensor.numel(), part),)
+    shards = () if are_empty else (Shard(index, 0, expected.numel(), tensor.shape, part),)
     return ShardSpec(shards, _group_over(mesh, _mesh_dims(splits)), replicas_in_mesh(tensor))
 
 
@@ -364,7 +364,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
         start, end = max(offset, first), min(offset + param.numel(), first + tensor.numel())
         if start < end and param.untyped_storage().data_ptr() in buffers:
             part = Slice(None, start - offset, end - start)
-            shards.append(Shard(index, start - first, end - start, param.numel(), part))
+            shards.append(Shard(index, start - first, end - start, param.shape, part))
     return ShardSpec(tuple(shards), group)
 
 
@@ -400,5 +400,5 @@ def _spec_of_zero3(tensor: Tensor, originals: Sequence[tuple[int, Any]]) -> Shar
         first = dist.get_rank(group) * partition
         numel = min(partition, max(0, param.ds_numel - first))  # the last partitions may be padded
         if numel:
-            shards.append(Shard(index, start, numel, param.ds_numel, Slice(None, first, numel)))
+            shards.append(Shard(index, start, numel, shape_of(param), Slice(None, first, numel)))
     return None if group is None else ShardSpec(tuple(shards), group)

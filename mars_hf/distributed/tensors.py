@@ -52,9 +52,20 @@ class Slice(NamedTuple):
         shape = whole if self.inner is None else self.inner.shape(whole)
         return torch.Size([*shape[: self.dim], self.stripes * self.length, *shape[self.dim + 1 :]])
 
+    def first_indices(self, size: int) -> list[int]:
+        """Return the indices along the first dimension, of this size, in the order in which a rank holds them.
+
+        Flat parts and those of other dimensions have all.
+        """
+        if self.dim != 0:
+            return list(range(size))
+        block = size // self.stripes
+        starts = [stripe * block + self.start for stripe in range(self.stripes)]
+        return [index for start in starts for index in range(start, start + self.length)]
+
 
 class Shard(NamedTuple):
-    """One parameter's part of a local tensor: `numel` of its `whole` elements, from element `start` of the tensor on.
+    """One parameter's part of a local tensor: `numel` of its elements, from element `start` of the tensor on.
 
     `param_index` is the parameter's index among all parameters of the optimizer, the same on every rank.
     """
@@ -62,8 +73,13 @@ class Shard(NamedTuple):
     param_index: int
     start: int
     numel: int
-    whole: int
+    shape: torch.Size  # of the whole parameter
     slice: Slice
+
+    @property
+    def whole(self) -> int:
+        """Return the number of elements of the whole parameter."""
+        return self.shape.numel()
 
 
 class ShardSpec(NamedTuple):

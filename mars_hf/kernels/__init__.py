@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import resting, rules
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
@@ -57,6 +57,12 @@ class Backend:
         columns = [rules.sums(gradients[part], last_grads[part], **settings) for part in parts]
         return torch.cat(columns, dim=1)
 
+    def find_moving(self, gradients: list[Tensor], units: Sequence[resting.Units]) -> Tensor:
+        """Return which units have a gradient other than zero; see `resting.find_moving`."""
+        if self.kernels is not None:
+            return self.kernels.find_moving(gradients, units)
+        return resting.find_moving(gradients, units)
+
     def run_update(self, *lists: list[Tensor], options: rules.Options) -> Any:
         """Update; see `rules.update`. Returns what kernels do."""
         if self.kernels is not None:
@@ -64,14 +70,16 @@ class Backend:
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
             return self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
-        size = len(options.steps) if self.foreach else 1
-        for start in range(0, len(options.steps), size):
+        count = len(options.steps)
+        size = count if self.foreach else 1
+        for start in range(0, count, size):
             part = slice(start, start + size)
             part_options = replace(
                 options,
                 steps=options.steps[part],
                 factors=None if options.factors is None else options.factors[part],
                 rounding=options.rounding.select(part),
+                moving=None if options.moving is None else options.moving.select(range(count)[part]),
             )
             params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads = (tensors[part] for tensors in lists)
             rules.update(params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads, part_options)
@@ -220,9 +228,19 @@ def _compute(
     options = rules.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
         scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
+        moving=_some_at_rest(lists["params"]) if scaled and rules.ARITHMETICS[arithmetic].normalizes else None,
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         rounding=rounding,
     )  # fmt: skip
     tensors = [tensors for name, tensors in lists.items() if name != "compensation"]
     backend.run_update(*tensors, options=options)
     return {"sums": list(sums.T), **lists}
+
+
+def _some_at_rest(params: Sequence[Tensor]) -> resting.Moving:
+    """Return which units of a check's tensors move: a whole matrix, parts of a flat shard, slices of a stack."""
+    matrix, _, stack = params
+    units = [resting.units_in_one(matrix), resting.Units(3, 2, shift=1), resting.units_in_stack(stack)]
+    count = sum(each.number for each in units)
+    flags = torch.arange(count, dtype=torch.float32, device=matrix.device) % 2
+    return resting.Moving(flags, units)

@@ -263,9 +263,28 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
 
 // --- update ---------------------------------------------------------------------------------------------------------
 
+// A tensor's units (see resting.py): element i belongs to unit (i + shift) / stride % count; its flag is at first + unit.
+struct Units {
+    int64_t first, count, stride, shift;
+};
+
+// Which units move, of all tensors; without flags all do.
+struct Moving {
+    const Units* units;
+    const float* flags;
+
+    // Writes 0 or 1 for each of n elements from `at` on.
+    template <class T>
+    void spread(int64_t i, int64_t at, int64_t n, T* to) const {
+        Units u = units[i];
+        for (int64_t j = 0; j < n; j++) to[j] = flags[u.first + (u.shift + at + j) / u.stride % u.count];
+    }
+};
+
 struct Options {
     Rule rule;
     bool square_gradient, stochastic;
+    Moving moving;
 };
 
 template <class T>
@@ -278,7 +297,7 @@ Scalars<T> rounded(const Scalars<double>& s) {
 // four or five streams of memory at once, for which processors fetch less ahead: it takes a tenth to a third longer.
 template <class T, Rule RULE, bool HAS_LAST>
 void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
-                  T* __restrict e, T* __restrict v, T* __restrict last) {
+                  T* __restrict e, T* __restrict v, T* __restrict last, const T* moving) {
     T c[BLOCK], m[BLOCK];
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -294,6 +313,10 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
         T average = e[i] + s.one_minus_beta1 * (c[i] - e[i]);
         e[i] = average;
         m[i] = is_nesterov ? average + s.nesterov * (c[i] - average) : average;
+    }
+    if (moving != nullptr) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) m[i] *= moving[i];
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -316,7 +339,7 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
 
 // By rule and whether there are last gradients.
 template <class T>
-constexpr void (*BLOCKS[3][2])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*) = {
+constexpr void (*BLOCKS[3][2])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*, const T*) = {
     {update_block<T, ADAMW, false>, update_block<T, ADAMW, true>},
     {update_block<T, LION, false>, update_block<T, LION, true>},
     {update_block<T, MOMENTUM, false>, update_block<T, MOMENTUM, true>},
@@ -325,11 +348,11 @@ constexpr void (*BLOCKS[3][2])(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, 
 template <class T>
 void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i, int64_t row,
                 int64_t elements) {
-    T buffers[LISTS][BLOCK];
+    T buffers[LISTS][BLOCK], moves[BLOCK];
     auto block = BLOCKS<T>[options.rule][tensors.has(LAST_GRAD)];
     Scalars<T> in_type = rounded<T>(scalars);
     bool changed[LISTS] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
-    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16;
+    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, has_rest = options.moving.flags != nullptr;
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         T* values[LISTS] = {};
@@ -338,8 +361,9 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
                 bool read = list != PARAM || options.rule != MOMENTUM;
                 values[list] = open(tensors, List(list), i, at, n, buffers[list], read);
             }
+        if (has_rest) options.moving.spread(i, at, n, moves);
         block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
-              values[LAST_GRAD]);
+              values[LAST_GRAD], has_rest ? moves : nullptr);
         for (int list = 0; list < LISTS; list++) {
             if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);
@@ -384,7 +408,8 @@ void update(const Tensors& tensors, const Scalars<double>* scalars, const Option
 
 }  // namespace
 
-// `out`: 4 x count. `limits` and `squares`: one per tensor, or null to update all.
+// `out`: 4 x count. `limits` and `squares`: one per tensor, or null to update all. `units`: one per tensor, with `flags`,
+// or both null if nothing rests.
 extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t products,
                           int64_t corrected, double* out, int64_t threads) {
     Tensors tensors{count, words};
@@ -394,9 +419,10 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
 
 extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
                             int64_t square_gradient, int64_t stochastic, const double* limits,
-                            int64_t are_known, double* squares, int64_t threads) {
+                            int64_t are_known, double* squares, const Units* units, const float* flags,
+                            int64_t threads) {
     Tensors tensors{count, words};
-    Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0};
+    Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0, {units, flags}};
     auto call = tensors.is_double() ? update<double> : update<float>;
     call(tensors, scalars, options, limits, are_known != 0, squares, threads);
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.orthogonalize import iteration_dtype
+from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_stack
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
@@ -47,6 +48,8 @@ class TensorList:
     indices: list[int] = field(default_factory=list)  # of the parameters
     offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
     fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
+    units: list[Units] = field(default_factory=list)  # of rules that normalize: what rests on its own
+    unit_indices: list[Sequence[int]] = field(default_factory=list)  # of each shard's units, in its parameter
     correction: float = 0.0  # k
     # Set between collecting and updating:
     sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
@@ -54,6 +57,7 @@ class TensorList:
     factors: Tensor | None = None  # one per entry; None means 1
     clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
     squares: Tensor | None = None  # <g, g> of lists with bounds; None before it is known
+    moving: Moving | None = None  # None: all move
 
     @property
     def clip_threshold(self) -> float | None:
@@ -69,6 +73,8 @@ class TensorList:
                 selected[item.name] = [column[position] for position in positions]
         if self.factors is not None:
             selected["factors"] = self.factors[positions]
+        if self.moving is not None:
+            selected["moving"] = self.moving.select(positions)
         return replace(self, sums=None, **selected)
 
 
@@ -311,12 +317,32 @@ def _make_list(
         tensors.indices.append(_param_index(entry, shard))
         tensors.offsets.append(0 if shard is None else shard.slice.offset)
         tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole)
+    if rule.normalizes:
+        _divide_into_units(tensors, members)
     if group["maximize"]:
         tensors.scale = torch.full((), -1.0, device=key.device)
     if tensors.last_grad:
         beta1 = float(group["betas"][0])
         tensors.correction = float(group["gamma"]) * beta1 / (1 - beta1)
     return tensors
+
+
+def _divide_into_units(tensors: TensorList, members: Sequence[_Member]) -> None:
+    """Say what of each tensor rests on its own: all of it, or each expert of a stack."""
+    layout = tensors.group["layout"]
+    for param, (_, shard, _) in zip(tensors.params, members, strict=True):
+        shape = param.shape if shard is None else shard.shape
+        is_stack = len(shape) == 3 if layout is None else layout["batched"]
+        if not is_stack:
+            units, indices = units_in_one(param), [0]
+        elif shard is None or shard.slice.dim is not None:
+            units = units_in_stack(param)
+            indices = list(range(len(param))) if shard is None else shard.slice.first_indices(shape[0])
+        else:
+            units = Units(shape[0], shape[1:].numel(), shard.slice.start)
+            indices = list(range(shape[0]))
+        tensors.units.append(units)
+        tensors.unit_indices.append(indices)
 
 
 def _tensors_of(member: _Member) -> list[Tensor]:

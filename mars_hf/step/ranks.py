@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.exchange import Exchange, MatrixPlanner, Round
 from mars_hf.distributed.norms import GroupSums
@@ -49,10 +50,25 @@ class SharedStep:
         """Add up some rows of the sums over shards to sums over whole parameters. Collective."""
         if self.sums is None:
             return
-        for tensors in lists:
-            if tensors.sums is not None and tensors.process_group is not None:
+        of_shards = [tensors for tensors in lists if tensors.process_group is not None]
+        for tensors in of_shards:
+            if tensors.sums is not None:
                 self.sums.add(tensors.process_group, tensors.indices, tensors.sums[rows])
+            if tensors.moving is not None:
+                self.sums.add_moving(tensors.process_group, self._units_of(tensors), tensors.moving.flags)
         self.sums.reduce()
+        for tensors in of_shards:
+            if tensors.moving is not None:
+                flags = self.sums.select_moving(tensors.process_group, self._units_of(tensors))
+                tensors.moving = Moving(flags.to(tensors.moving.flags), tensors.moving.units)
+
+    def _units_of(self, tensors: TensorList) -> list[int]:
+        """Return the numbers by which all ranks know the units in a list of shards."""
+        assert self.sums is not None
+        columns = []
+        for index, units in zip(tensors.indices, tensors.unit_indices, strict=True):
+            columns += [self.sums.column_of_unit(index, unit) for unit in units]
+        return columns
 
     def whole_sums(self, tensors: TensorList, sums: Tensor) -> Tensor:
         """Return sums over whole parameters: for a list of shards, those that `reduce` has added up."""
@@ -122,15 +138,19 @@ class Ranks:
             if max_grad_norm is not None or _needs_norms(group, rule, metrics):
                 sharded += [param for param in group["params"] if param in specs]
         if sharded or self._planner.shared:
-            shared.sums = self._sums(param_groups, rows=1 if max_grad_norm is None else 3)
+            shared.sums = self._sums(param_groups, rules, rows=1 if max_grad_norm is None else 3)
             self._register(sharded, specs, shared.sums, metrics)
         return shared
 
-    def _sums(self, param_groups: Sequence[Mapping[str, Any]], *, rows: int) -> GroupSums:
+    def _sums(self, param_groups: Sequence[Mapping[str, Any]], rules: Sequence[UpdateRule], *, rows: int) -> GroupSums:
         """Return sums over whole parameters, which are 0 yet."""
         params = [param for group in param_groups for param in group["params"]]
         count = max(len(self.shards.shapes), len(params))
-        return GroupSums(count, rows, local(params[0]).device)
+        unit_counts: list[int] = []
+        if any(rule.normalizes for rule in rules):  # by shape alone, which every rank knows of every parameter
+            unit_counts = [shape[0] if len(shape) > 2 else 1 for shape in self.shards.shapes]
+            unit_counts += [1] * (count - len(unit_counts))
+        return GroupSums(count, rows, local(params[0]).device, unit_counts)
 
     def _register(
         self,

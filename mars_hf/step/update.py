@@ -192,6 +192,7 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         rounding=rounding,
         clip_bounds=tensors.clip_bounds,
         squares=tensors.squares,
+        moving=tensors.moving,
     )
 
 

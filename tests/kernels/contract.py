@@ -89,7 +89,7 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 def expected_update(
     lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, nesterov: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
-    factors: Any = None, second_moment: str = "corrected",
+    factors: Any = None, second_moment: str = "corrected", moving: Any = None,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
@@ -100,6 +100,10 @@ def expected_update(
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))
         m = e + nesterov * (c - e) if nesterov else e
+        if moving is not None:
+            first, (number, stride, shift) = sum(units.number for units in moving.units[:i]), moving.units[i]
+            unit = (torch.arange(m.numel(), device=m.device).view(m.shape) + shift) // stride % number
+            m = m * moving.flags[first + unit]
         if arithmetic == "momentum":
             x.copy_(m)
             continue

@@ -105,9 +105,9 @@ def test_update_beyond_31_bits(device):
     words[8] = 1 - tiles  # as if the launch began at the last tile
     steps, lr = (torch.tensor(values, device=device) for values in ([1.0], 1e-2))
     gpu_device.update[(1,)](
-        torch.tensor(words, device=device), 1, steps, lr, None, None, None,
+        torch.tensor(words, device=device), 1, steps, lr, None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
-        LOST=None, COMPUTE=tl.float32, RULE="adamw", CORRECTED=True,
+        LOST=None, COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, DIVIDED=False,
         TILE=kernels.TILE, BLOCK=kernels.BLOCK, MASKED_BLOCK=kernels.MASKED_BLOCK, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
@@ -291,7 +291,7 @@ def test_a_step_in_a_compiled_function(device):
 
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "MASKED_BLOCK": kernels.MASKED_BLOCK}
-POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32"}
+POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32", "moving": "*fp32"}
 POINTERS |= dict.fromkeys(("table", "seeds"), "*i64") | dict.fromkeys(("scale", "factors", "partials", "sums"), "*fp64")
 WIDE = (tl.float32,) * 4
 
@@ -304,7 +304,7 @@ def compiled(kernel, target=HOPPER, options=kernels.LAUNCH_OPTIONS, **constants)
 
 def update(param, gradient, state, last, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
-    flags = {"RULE": "adamw", "CORRECTED": True, "LOST": None, "VECTOR": 4, **flags}
+    flags = {"RULE": "adamw", "CORRECTED": True, "DIVIDED": False, "LOST": None, "VECTOR": 4, **flags}
     return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
 
 
@@ -335,9 +335,12 @@ def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
 
 
 @compiles
-@pytest.mark.parametrize("flags", [{"RULE": "lion"}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{"RULE": "lion"}, {"RULE": "lion", "DIVIDED": True}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str
+)
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, **flags).asm["cubin"]
+    assert compiled(gpu_device.find_moving, GRADIENT=tl.bfloat16).asm["cubin"]
 
 
 @compiles

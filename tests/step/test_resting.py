@@ -1,0 +1,195 @@
+"""Steps whose whole gradient is exactly zero; test_ranks_in_threads.py has those of shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import fused_and_plain
+from test_formulas import references
+from torch import Tensor, nn
+
+from mars_hf import Mars, create
+
+NORMALIZING = ["mars-m", "mars-shampoo", "mars-lion"]
+every_normalizing = pytest.mark.parametrize("mars_type", NORMALIZING)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(draw(*shape, seed=seed).to(dtype)) for seed, shape in enumerate(shapes)]
+
+
+def step(optimizer: Mars, *gradients: Tensor | None) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = None if gradient is None else gradient.to(param.dtype)
+    optimizer.step()
+
+
+@fused_and_plain
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clip_threshold": None},
+        {"max_grad_norm": 1.0},
+        {"gamma": 0.0, "maximize": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mars_type", [*NORMALIZING, "mars-adamw"])
+def test_forty_idle_steps(mars_type, settings, fused):
+    """After ten real ones: weights stay where they are but for decay, states decay; mars-adamw's steps fade."""
+    params = made((24, 16), (3, 8, 16), dtype=torch.float64)
+    settings = {"lr": 0.01, "weight_decay": 0.1, "mars_type": mars_type, "ns_dtype": "float64", **settings}
+    optimizer = Mars(params, fused=fused, **settings)
+    lines = references(params, **{key: value for key, value in settings.items() if key != "max_grad_norm"})
+    for number in range(50):
+        gradients = [0.01 * draw(*param.shape, seed=number) * (number < 10) for param in params]
+        step(optimizer, *gradients)
+        for line, gradient in zip(lines, gradients, strict=True):
+            line.step(-gradient if settings.get("maximize") else gradient)
+        if number == 9:
+            before = [param.detach().clone() for param in params]
+    decay = (1 - 0.01 * 0.1) ** 40
+    for param, line, old in zip(params, lines, before, strict=True):
+        assert (param - line.x).abs().max() < 1e-8  # float64 but for the gradient's own digits
+        assert ((param - decay * old).abs().max() < 1e-12) == (mars_type != "mars-adamw")
+        if "clip_threshold" not in settings:  # otherwise it holds an average of gradients
+            torch.testing.assert_close(optimizer.state[param]["exp_avg"], line.m, rtol=1e-6, atol=1e-12)
+        assert optimizer.state[param]["step"] == 50
+
+
+@pytest.mark.parametrize("mars_type", ["mars-m", "muon", "mars-shampoo", "mars-lion"])
+def test_an_expert_without_tokens(mars_type):
+    """In a stack it rests from its first idle step on, as in a ModuleList; the others train as there."""
+    stack, modules = draw(4, 12, 8), [nn.Parameter(part.clone()) for part in draw(4, 12, 8)]
+    stack = nn.Parameter(stack)
+    settings = {"mars_type": mars_type, "lr": 0.01, "clip_threshold": None, "ns_dtype": "float32"}
+    settings = {key: value for key, value in settings.items() if mars_type != "mars-lion" or key != "ns_dtype"}
+    groups = [[{"params": params, "role": "matrix"}] for params in ([stack], modules)]
+    together, apart = (create(group, **settings) for group in groups)
+    for number in range(210):
+        gradient = draw(4, 12, 8, seed=number)
+        gradient[1] = 0  # never had a token
+        if number >= 10:
+            gradient[2] = 0
+        step(together, gradient)
+        step(apart, *[part if part.any() else None for part in gradient])
+        if number == 9:
+            before = stack[2].clone()
+    assert torch.equal(stack[2], before) and torch.equal(stack[1], draw(4, 12, 8)[1])
+    for part, module in zip(stack, modules, strict=True):
+        torch.testing.assert_close(part, module, rtol=0, atol=1e-5)
+
+
+@every_normalizing
+def test_a_row_of_zeros_is_no_case(mars_type):
+    """An embedding's unused token moves with its momentum, as does a tensor with any gradient at all."""
+    params = made((6, 4), (6, 4))
+    optimizer = Mars(params, lr=0.01, mars_type=mars_type, ns_dtype="float32")
+    step(optimizer, draw(6, 4), draw(6, 4))
+    before = [param.detach().clone() for param in params]
+    with_a_row, tiny = torch.zeros(6, 4), torch.zeros(6, 4)
+    with_a_row[0], tiny[5, 3] = 1, 1e-45
+    step(optimizer, with_a_row, tiny)
+    moved = [(param - old).abs() for param, old in zip(params, before, strict=True)]
+    assert moved[0][1:].max() > 1e-3 and moved[1].max() > 1e-3
+
+
+@fused_and_plain
+@every_normalizing
+def test_nan_is_not_zero(mars_type, fused):
+    """A NaN gradient reaches the weights; and a NaN norm those of a gradient that is zero."""
+    zeros, nan = torch.zeros(6, 4), torch.zeros(6, 4)
+    nan[5, 3] = torch.nan
+    for max_grad_norm in (None, 1.0):
+        params = made((6, 4), (6, 4))
+        optimizer = Mars(params, mars_type=mars_type, ns_dtype="float32", fused=fused, max_grad_norm=max_grad_norm)
+        step(optimizer, draw(6, 4), draw(6, 4))
+        step(optimizer, zeros, nan)
+        assert params[1].isnan().any()
+        assert params[0].isnan().any() == (max_grad_norm is not None)
+
+
+@every_normalizing
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+def test_rest_of_rounded_weights(mars_type, rounding):
+    params = made((6, 4), (3, 5, 4), dtype=torch.bfloat16)
+    optimizer = Mars(params, lr=0.03, mars_type=mars_type, ns_dtype="float32", rounding=rounding)
+    step(optimizer, draw(6, 4), draw(3, 5, 4))
+    before = [param.detach().clone() for param in params]
+    for _ in range(3):
+        gradient = draw(3, 5, 4)
+        gradient[1] = 0
+        step(optimizer, torch.zeros(6, 4), gradient)
+    assert torch.equal(params[0], before[0]) and torch.equal(params[1][1], before[1][1])
+    assert not torch.equal(params[1][0], before[1][0])
+
+
+@every_normalizing
+def test_rest_in_the_exact_form(mars_type):
+    """The gradient decides, whatever the stale one is."""
+    (param,) = params = made((6, 4))
+    optimizer = Mars(params, mars_type=mars_type, ns_dtype="float32", is_approx=False)
+    step(optimizer, draw(6, 4))
+    before = param.detach().clone()
+    param.grad = draw(6, 4, seed=1)
+    optimizer.update_previous_grad()
+    optimizer.update_last_grad()
+    step(optimizer, torch.zeros(6, 4))
+    assert torch.equal(param, before)
+
+
+@every_normalizing
+def test_rest_with_released_gradients(mars_type):
+    layer = nn.Linear(6, 4, bias=False)
+    optimizer = create(layer, mars_type=mars_type, release_gradients=True)
+    layer(draw(3, 6)).sum().backward()
+    before = layer.weight.detach().clone()
+    assert not optimizer.step()
+    (0 * layer(draw(3, 6)).sum()).backward()
+    assert torch.equal(layer.weight, before)
+
+
+def test_zeros_without_eps():
+    (param,) = params = made((6, 4))
+    optimizer = Mars(params, mars_type="mars-shampoo", eps=0.0, ns_dtype="float32")
+    before = param.detach().clone()
+    step(optimizer, torch.zeros(6, 4))
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rests"),
+    [({"batched": True}, True), ({"batched": False}, False), (None, True), ({"batched": True, "parts": (2, 3)}, True)],
+    ids=str,
+)
+def test_layouts_say_what_an_expert_is(layout, rests):
+    """A convolution (out, in, length) is one matrix where its layout says so."""
+    (param,) = made((3, 5, 4))
+    optimizer = Mars([{"params": [param], "layout": layout}], mars_type="mars-m", ns_dtype="float32")
+    step(optimizer, draw(3, 5, 4))
+    before, gradient = param.detach().clone(), draw(3, 5, 4, seed=1)
+    gradient[1] = 0
+    step(optimizer, gradient)
+    assert torch.equal(param[1], before[1]) == rests
+
+
+def test_metrics_change_nothing_at_rest():
+    def run(measured: bool) -> list[Any]:
+        params = made((6, 4), (3, 5, 4))
+        optimizer = Mars(params, mars_type="mars-lion", lr=0.01)
+        for number in range(4):
+            optimizer.collect_metrics(measured)
+            gradient = draw(3, 5, 4, seed=number)
+            gradient[number % 3] = 0
+            step(optimizer, torch.zeros(6, 4) if number else draw(6, 4), gradient)
+        return params
+
+    assert all(map(torch.equal, run(True), run(False)))
