@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # What breaks without a private name, or happens instead; seen in torch 2.9 to 2.13, deepspeed 0.18.4 to 0.19.8,
 # transformers 5.19 to 5.23, accelerate 1.10 to 1.15, Python 3.10 to 3.14.
@@ -23,6 +24,9 @@ PRIVATE_NAMES = {
     "torch._disable_dynamo": "`Mars.step` cannot be imported.",
     "torch._foreach_add_": "No rule runs; `rules.py` and others use this family.",
     "torch.optim:Optimizer._optimizer_step_pre_hooks": "Hooks before a step see gradients that are not clipped yet.",
+    "torch.optim:Optimizer._optimizer_step_post_hooks": "As the name before, after a step.",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "`mars_hf` cannot be imported.",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "As the name before.",
     "torch:Tensor._version": "Norms of last gradients cannot be remembered on a CPU.",
     "torch.cpu._is_avx512_bf16_supported": "On a CPU mars-shampoo and mars-m need `ns_dtype`: it has no default.",
     "torch.cpu._is_amx_tile_supported": "As the name before.",
@@ -113,6 +117,18 @@ def shard_of(placement: Any) -> tuple[int, int] | None:
     if kind == "Shard":
         return placement.dim, 1
     return (placement.dim, placement.split_factor) if kind == "_StridedShard" else None
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether hooks of an optimizer, or of all optimizers, run before or after its step."""
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+    )
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

@@ -492,8 +492,8 @@ class Mars(torch.optim.Optimizer):
             self._made_rates = []
             warnings.warn(
                 f"all {len(rates)} groups have the learning rate {rates[0]:g}, and were made with {made[0]:g} to "
-                f"{made[-1]:g}: a scheduler (DeepSpeed's WarmupLR), a finder or your loop assigns one number to every "
-                "group. Scale each group's own: group['lr'] = group['initial_lr'] * factor",
+                f"{made[-1]:g}: a scheduler (DeepSpeed's WarmupLR, or one at its eta_min), a finder or your loop "
+                "assigns one number to every group. Scale each group's own: group['lr'] = group['initial_lr'] * factor",
                 stacklevel=7,
             )
 

@@ -30,7 +30,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))
 from pretraining.compare import page, presets, tracking  # noqa: E402 (needs the line above)
-from pretraining.compare.comparison import Run, by_contender  # noqa: E402
+from pretraining.compare.comparison import FinishedRun, by_contender  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(output / name)
 
 
-def runs(name: str) -> list[Run]:
+def runs(name: str) -> list[FinishedRun]:
     """Return the runs of a comparison in benchmarks/results."""
-    return [Run(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+    return [FinishedRun(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
 def draw_controls() -> Figure:

@@ -19,6 +19,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from array import array
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ FLAGS = (
     "-shared",
     "-Wl,--as-needed",
 )
+# Drivers of C (`CXX=gcc`, which PEFT's BOFT sets in the process that imports it) do not add it on their own.
+LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 find_moving = resting.find_moving  # its tests end at the first element that is not zero
@@ -228,7 +231,7 @@ def load(source: Path) -> ctypes.CDLL:
         raise RuntimeError("the kernels compile on Linux and macOS only")
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     vectors = X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
-    command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp_of_torch()]
+    command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp_of_torch(), *LIBRARIES]
     key = repr([command, source.read_bytes(), torch.__version__, platform.machine(), platform.libc_ver()])
     name = f"{source.stem}_{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     with contextlib.suppress(OSError):  # not cached yet, or damaged

@@ -47,9 +47,10 @@ class LastGradientCallback(TrainerCallback):
     Raises:
         RuntimeError: at train begin, if another optimizer would step or is scheduled, if Mars lacks trainable
             parameters of the model, if trainable adapters of PEFT are merged, or for exact MARS without MarsTrainer.
-            Also before a step, if adapters have been merged, or others made active that the optimizer lacks; at a log
-            line, if layers have been unfrozen that an optimizer of the Trainer's own making lacks; and after a first
-            step, if a loss trains weights that `factory` has not seen.
+            Also before a step, if the optimizer has been replaced, if adapters have been merged, or others made active
+            that the optimizer lacks; at a log line or the end of an epoch, if layers have been unfrozen that an
+            optimizer of the Trainer's own making lacks; and after a first step, if a loss trains weights that
+            `factory` has not seen.
     """
 
     trainer: Trainer | None = None  # where it is a Trainer's first callback
@@ -109,6 +110,8 @@ class LastGradientCallback(TrainerCallback):
         """Measure this step if it will be logged, and stop the run if its adapters cannot be trained any more."""
         if self._mars is None:
             return
+        if self.trainer is not None:
+            guard.require_same(self.trainer.optimizer, self._mars)
         self._check_parameters(optimizer)
         self._mars.collect_metrics(_will_log(args, state))
 
@@ -121,6 +124,14 @@ class LastGradientCallback(TrainerCallback):
         self._mars.update_last_grad()
         if not self._has_seen_loss:
             self._has_seen_loss = True
+            self._check_loss(optimizer, state)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Look for what is not trained in runs that log seldom, or never."""
+        if self._mars is not None:
+            self._check_unfrozen(optimizer, state)
             self._check_loss(optimizer, state)
 
     def on_log(
@@ -204,6 +215,10 @@ class LastGradientCallback(TrainerCallback):
 
 def attach_callback(trainer: Trainer) -> None:
     """Make one LastGradientCallback the first of a Trainer's: its metrics must reach the trackers among the others."""
+    if _uses_factory(trainer):
+        made_by: Any = trainer.optimizer_cls_and_kwargs
+        make, kwargs = made_by
+        trainer.optimizer_cls_and_kwargs = (make.of_trainer(trainer.args), kwargs)
     handler = trainer.callback_handler
     callback = next((each for each in handler.callbacks if isinstance(each, LastGradientCallback)), None)
     if callback is None:

@@ -33,6 +33,17 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(steps, optimizer)}")
 
 
+def require_same(optimizer: Any, mars: Mars) -> None:
+    """Raise RuntimeError if Trainer's optimizer has been replaced in training; its scheduler would go on as before."""
+    steps = unwrap_optimizer(optimizer)
+    if steps is not mars:
+        raise RuntimeError(
+            f"the Trainer's optimizer has been replaced by {type(steps).__name__} in training, which neither its "
+            "scheduler nor its clipping follow; hand new parameters to optimizer.add_param_group, or end this run and "
+            "train again"
+        )
+
+
 def _how_to_have_mars(steps: Any, optimizer: Any) -> str:
     if type(steps).__name__ == "DeepSpeedCPUAdam":
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -65,6 +66,24 @@ class MarsFactory:
         if groups is None:
             return create(model, **arguments)
         return _from_groups(groups, model or self.model, self.loss, arguments)
+
+    def of_trainer(self, args: TrainingArguments) -> MarsFactory:
+        """Return the factory that reads a Trainer's own arguments: some, as TRL's, copy those that they are given.
+
+        Raises:
+            ValueError: they are others.
+        """
+        if args is self.args:
+            return self
+        ours, theirs = resolve(self.settings, self.args), resolve(self.settings, args)
+        different = [name for name in (ours | theirs) if ours.get(name) != theirs.get(name)]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"mars_hf.factory was given other TrainingArguments than the Trainer ({name}={ours.get(name)!r} and "
+                f"{theirs.get(name)!r}); give both the same"
+            )
+        return MarsFactory(args, self.settings, self.model)
 
 
 def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict[str, Any]]:
@@ -163,7 +182,10 @@ def split_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _default(arguments_class: type[TrainingArguments], name: str) -> Any:
     """Return the default of a field in a class of arguments: subclasses may have others."""
-    return arguments_class.__dataclass_fields__[name].default
+    field = arguments_class.__dataclass_fields__[name]
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def _from_groups(

@@ -11,6 +11,7 @@ import torch
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
+from mars_hf import _compat
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import unwrap_optimizer
@@ -175,17 +176,22 @@ class TrainerWithMars(_Base):
         return of_mars == {id(param) for param in model.parameters() if param.grad is not None}
 
     def _overrides_clipping(self) -> bool:
-        """Return whether a class between this one and Trainer, or the instance, clips itself, and sees the result."""
+        """Return whether a class between this one and Trainer, or the instance, clips itself or uses the norm."""
         classes = [kind for kind in type(self).__mro__ if kind not in (TrainerWithMars, Trainer)]
-        return any("_clip_grad_norm" in vars(owner) for owner in [self, *classes])
+        names = ("_clip_grad_norm", "_get_grad_norm")
+        return any(name in vars(owner) for owner in [self, *classes] for name in names)
 
     def _somebody_sees_gradients(self, mars: Mars) -> bool:
-        """Return whether a callback or a hook of the optimizer comes between Trainer's clipping and the step."""
-        if mars._optimizer_step_pre_hooks:
+        """Return whether anything but MARS reads gradients between Trainer's clipping and the end of the step."""
+        if _compat.has_step_hooks(mars) or getattr(self.optimizer, "optimizer", None) is not mars:
             return True
         callbacks = [type(callback) for callback in self.callback_handler.callbacks]
         others = [kind for kind in callbacks if not issubclass(kind, (NonFiniteCallback, StalePass))]
-        return any(kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step for kind in others)
+        return any(
+            kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+            or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step
+            for kind in others
+        )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
@@ -214,11 +220,11 @@ class MarsTrainer(TrainerWithMars, Trainer):
     `mars_kwargs`. `optimizers=(optimizer, scheduler)` are used under every engine, also where Trainer drops or refuses
     them (DeepSpeed, FSDP).
 
-    A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway: callbacks see
-    unclipped gradients. Trainer's own clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode,
-    if a callback has `on_pre_optimizer_step` or the optimizer a hook before its step, which may look at gradients, and
-    if the optimizer lacks some of the model's trainable parameters. After `train()` the optimizer's own settings
-    are restored.
+    A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway. Trainer's own
+    clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, if the optimizer lacks some of the
+    model's trainable parameters, and if something may look at gradients around the step: a callback with
+    `on_pre_optimizer_step` or `on_optimizer_step`, a hook or wrapper of the optimizer, an override of Trainer's
+    clipping. After `train()` the optimizer's own settings are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
 

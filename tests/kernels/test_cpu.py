@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import stat
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -229,6 +230,15 @@ def test_key_covers_source_and_command(cache, source, runs, monkeypatch):
     source.write_text(SOURCE.replace("40", "50"))
     assert compiled.load(source).answer() == 52
     assert len(runs) == len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
+def test_compiler_of_c(cache, monkeypatch):
+    """PEFT's BOFT sets CXX=gcc in the process that uses it; gcc alone links no C++ library."""
+    monkeypatch.setenv("CXX", "gcc")
+    library = compiled.load(compiled.SOURCE)
+    dynamic = subprocess.run(["readelf", "-d", library._name], capture_output=True, text=True, check=True).stdout
+    assert "libstdc++" in dynamic
 
 
 def test_threads_at_once(cache, source):

@@ -39,6 +39,8 @@ def test_launcher_is_python_or_names_the_script(monkeypatch):
     other = subprocess.Popen(["sleep", "60"])
     named = subprocess.Popen(["sh", "-c", "sleep 60; true", "folder/recipe.py"], start_new_session=True)
     try:
+        while not psutil.Process(named.pid).cmdline():  # a busy system shows it late
+            time.sleep(0.01)
         assert not launcher._is_launcher(other.pid)
         monkeypatch.setattr(sys, "argv", ["somewhere/recipe.py", "--max_steps", "1"])
         assert launcher._is_launcher(named.pid) and not launcher._is_launcher(other.pid)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, gpt2, mars_trainer, trainer
+from helpers import Blocks, arguments, gpt2, mars_trainer, trainer
 from test_stale_pass import use_fp16_on_cpu
-from transformers import TrainerCallback
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 import mars_hf
 
@@ -27,7 +28,7 @@ class Watch(TrainerCallback):
         if state.global_step == self.breaks_at:
             raise InterruptedError
 
-    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
+    def on_step_end(self, args, state, control, optimizer=None, **_):
         self.norms.append(optimizer.optimizer.max_grad_norm)
 
 
@@ -98,17 +99,56 @@ class ClipByValue(TrainerCallback):
         torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
-@pytest.mark.parametrize("how", ["callback", "hook"])
+class ClipAfter(ClipByValue):
+    """Look at what the step has left, as PEFT's callbacks for AdaLoRA and the like do."""
+
+    on_pre_optimizer_step, on_optimizer_step = TrainerCallback.on_pre_optimizer_step, ClipByValue.on_pre_optimizer_step
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, which looks at gradients first."""
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+    max_grad_norm = property(lambda self: self.optimizer.max_grad_norm)
+
+    def __init__(self, optimizer: mars_hf.Mars, look: Any) -> None:
+        self.optimizer, self.look = optimizer, look
+
+        for name in ("zero_grad", "state_dict", "load_state_dict"):
+            setattr(self, name, getattr(optimizer, name))
+
+    def step(self, closure: Any = None) -> None:
+        self.look()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["callback", "after", "hook", "hook after", "global hook", "global after", "wrapper"])
 def test_whoever_comes_before_the_step_sees_clipped_gradients(tmp_path, how):
-    """As in Trainer; the weights are its, too."""
+    """As in Trainer, and after the step too; the weights are its, too."""
     weights, callbacks = [], []
     for make in (trainer, mars_trainer):
-        model, clip, watch = gpt2(), ClipByValue(), Watch()
-        mars = mars_hf.create(model, lr=1e-2, eps=1e-6)
-        if how == "hook":
-            mars.register_step_pre_hook(lambda *_, c=clip, m=model: c.on_pre_optimizer_step(None, None, None, model=m))
-        args = arguments(tmp_path / make.__name__, max_grad_norm=0.1)
-        make(args, model, optimizers=(mars, None), callbacks=[watch, *([clip] if how == "callback" else [])]).train()
+        model, clip, watch = gpt2(), ClipAfter() if how == "after" else ClipByValue(), Watch()
+        optimizer = mars = mars_hf.create(model, lr=1e-2, eps=1e-6)
+
+        def look(*_: Any, clip: Any = clip, model: Any = model) -> None:
+            ClipByValue.on_pre_optimizer_step(clip, None, None, None, model=model)
+
+        with contextlib.ExitStack() as hooks:
+            register = {
+                "hook": mars.register_step_pre_hook,
+                "hook after": mars.register_step_post_hook,
+                "global hook": register_optimizer_step_pre_hook,
+                "global after": register_optimizer_step_post_hook,
+            }
+            if how in register:
+                hooks.callback(register[how](look).remove)
+            if how == "wrapper":
+                optimizer = Wrapper(mars, look)
+            args = arguments(tmp_path / make.__name__, max_grad_norm=0.1)
+            others = [clip] if how in ("callback", "after") else []
+            make(args, model, optimizers=(optimizer, None), callbacks=[watch, *others]).train()
         weights.append([param.detach() for param in model.parameters()])
         callbacks.append(clip)
         assert watch.norms == [None] * 4
@@ -116,7 +156,27 @@ def test_whoever_comes_before_the_step_sees_clipped_gradients(tmp_path, how):
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("door", ["MarsTrainer", "factory", "instance"])
+class Norms(Trainer):
+    """Keep the norm of each step, when Trainer has it."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        self.norms = [*getattr(self, "norms", []), float(grad_norm)]
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+
+def test_an_override_uses_the_norm(tmp_path):
+    """It had the norm of the step before."""
+    norms = []
+    for kind in (Norms, mars_hf.with_mars(Norms)):
+        model = gpt2()
+        args, data = arguments(tmp_path, max_grad_norm=0.1), {"train_dataset": Blocks()}
+        run = kind(model, args, default_data_collator, optimizers=(mars_hf.create(model, lr=1e-2), None), **data)
+        run.train()
+        norms.append(run.norms)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3) and len(norms[0]) == 4
+
+
+@pytest.mark.parametrize("door", ["MarsTrainer", "factory", "instance", "without logs"])
 def test_layers_unfrozen_in_training(tmp_path, door, caplog):
     """They never move: the run stops, or warns once where the optimizer is the user's own."""
     model = gpt2()
@@ -127,8 +187,13 @@ def test_layers_unfrozen_in_training(tmp_path, door, caplog):
         settings["optimizer_cls_and_kwargs"] = mars_hf.factory(args)
     if door == "instance":
         settings["optimizers"] = (mars_hf.create(model), None)
+    if door == "without logs":
+        args.logging_strategy = "no"
     run = (trainer if door == "factory" else mars_trainer)(args, model, **settings)
-    message = "step 3: the optimizer holds 16 of the model's 28 trainable parameters (missing: transformer.h.1.ln_1."
+    step = 6 if door == "without logs" else 3
+    message = (
+        f"step {step}: the optimizer holds 16 of the model's 28 trainable parameters (missing: transformer.h.1.ln_1."
+    )
     if door != "instance":
         with pytest.raises(RuntimeError, match=re.escape(message)):
             run.train()

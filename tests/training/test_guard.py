@@ -13,7 +13,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from helpers import arguments, gpt2, mars_trainer, trainer
 from torch import nn
 from torch.optim import lr_scheduler
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.optimization import GreedyLR
 
 import mars_hf
@@ -177,6 +177,24 @@ def test_scheduler_of_before_stops_a_run(tmp_path, make):
     ):
         run.train()
     assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("make", [trainer, mars_trainer])
+@pytest.mark.parametrize("kind", [mars_hf.Mars, torch.optim.SGD])
+def test_optimizer_replaced_in_training(tmp_path, make, kind):
+    """The scheduler would be the old one's, and clipping in the step would be left to it."""
+
+    class Replace(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            run.optimizer = kind(model.parameters(), lr=0.1)
+
+    model = gpt2()
+    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None), callbacks=[Replace()])
+    with pytest.raises(
+        RuntimeError, match=rf"has been replaced by {kind.__name__} in training, which neither its sched"
+    ):
+        run.train()
+    assert run.state.global_step == 1
 
 
 def test_weights_of_a_loss_without_gradients():

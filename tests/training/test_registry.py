@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
 
 import optuna
 import pytest
@@ -108,6 +109,15 @@ def test_default_arguments_of_a_subclass(tmp_path):
     assert shown(mars, "betas", "weight_decay")[0] == ((0.9, 0.99), 0.0)
     with pytest.raises(ValueError, match=r"weight_decay=0\.05 in TrainingArguments .* contradict"):
         mars_hf.factory(OtherDefaults(**shared), weight_decay=0.1)
+
+
+def test_default_factories_of_a_subclass(tmp_path):
+    """A default is one whichever way a dataclass states it."""
+    stated = {"adam_beta1": 0.85, "optim": "adamw_torch"}
+    fields = [(name, type(value), field(default_factory=lambda value=value: value)) for name, value in stated.items()]
+    kind = make_dataclass("Stated", fields, bases=(TrainingArguments,))
+    args = kind(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert mars_trainer(args, gpt2()).create_optimizer().param_groups[0]["betas"] == (0.85, 0.99)
 
 
 def test_arguments_are_read_when_the_optimizer_is_made(tmp_path):
@@ -314,6 +324,25 @@ def test_groups_added_to_a_mars_made_by_name(tmp_path):
     run.model.transformer.wte.requires_grad_(True)
     optimizer.add_param_group({"params": run.model.transformer.wte.parameters()})
     assert optimizer.param_groups[-1]["role"] == "adamw"
+
+
+class Copying(Trainer):
+    """Copy the arguments, as TRL's trainers do with TrainingArguments that are not of their own class."""
+
+    def __init__(self, model: Any = None, args: Any = None, **others: Any) -> None:
+        super().__init__(model, copy.copy(args), **others)
+
+
+def test_arguments_that_a_trainer_copies(tmp_path):
+    """A search changes the copy; the factory read the others, and every trial trained alike. Others are refused."""
+    args = arguments(tmp_path, learning_rate=1e-3)
+    run = Copying(gpt2(), args, optimizer_cls_and_kwargs=mars_hf.factory(args))
+    run.args.learning_rate = 5e-3
+    assert run.create_optimizer().param_groups[0]["lr"] == 5e-3
+    with pytest.raises(
+        ValueError, match=r"other TrainingArguments than the Trainer \(lr=0\.001 and 0\.002\); give both"
+    ):
+        Copying(gpt2(), arguments(tmp_path, learning_rate=2e-3), optimizer_cls_and_kwargs=mars_hf.factory(args))
 
 
 def test_rates_by_name_of_sentence_transformers(tmp_path):

@@ -154,7 +154,7 @@ class Seen(TrainerCallback):
     def __init__(self) -> None:
         self.norms: list[float | None] = []
 
-    def on_optimizer_step(self, args, state, control, optimizer=None, **_):
+    def on_step_end(self, args, state, control, optimizer=None, **_):
         self.norms.append(optimizer.optimizer.max_grad_norm)
 
 
