@@ -30,10 +30,10 @@ PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (50, 10_300), "recipes": (38, 5_000), "tests": (95, 21_000), "benchmarks": (10, 2_200)}
-MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 30, 9
+ROOMS = {"mars_hf": (51, 10_700), "recipes": (38, 5_000), "tests": (97, 21_600), "benchmarks": (10, 2_200)}
+MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_400, 30, 9
 # Files that one step enters.
-WALKS = {"mars-adamw": 13, "mars-m": 17}
+WALKS = {"mars-adamw": 13, "mars-m": 18}
 
 # Functions with more decisions than this are named below.
 NAMED_FROM = 12

@@ -208,6 +208,30 @@ def _compute(
     backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str, scaled: bool
 ) -> dict[str, list[Tensor]]:
     """Return the tensors of a check after an update, and their sums, by name."""
+    lists = _random_lists(device, dtypes)
+    scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
+    sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
+    rounding = rules.NEAREST
+    if lists["compensation"]:
+        rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
+    elif scaled and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
+        rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
+    has_rest = scaled and rules.ARITHMETICS[arithmetic].normalizes
+    moving = _some_at_rest(lists["params"]) if has_rest else None
+    options = rules.Options(
+        arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+        scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
+        moving=moving,
+        nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
+        rounding=rounding,
+    )  # fmt: skip
+    tensors = [tensors for name, tensors in lists.items() if name != "compensation"]
+    backend.run_update(*tensors, options=options)
+    return {"sums": list(sums.T), **lists}
+
+
+def _random_lists(device: torch.device, dtypes: Dtypes) -> dict[str, list[Tensor]]:
+    """Return the tensors of a check by the names of their lists, some of which are empty."""
     generator = torch.Generator("cpu").manual_seed(0)
     lists: dict[str, list[Tensor]] = {
         name: [] for name in ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad", "compensation")
@@ -218,23 +242,7 @@ def _compute(
             moved = values.to(device, dtype)[offset:]  # all but the first start at odd addresses
             lists[name].append(moved.view(shape).transpose(0, -1))
     lists["exp_avg_sq"] = [tensor.abs() for tensor in lists["exp_avg_sq"]]
-    scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
-    sums = backend.run_sums(lists["grads"], lists["last_grad"], k=0.4, scale=scale)
-    rounding = rules.NEAREST
-    if lists["compensation"]:
-        rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
-    elif scaled and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
-        rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
-    options = rules.Options(
-        arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
-        moving=_some_at_rest(lists["params"]) if scaled and rules.ARITHMETICS[arithmetic].normalizes else None,
-        nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
-        rounding=rounding,
-    )  # fmt: skip
-    tensors = [tensors for name, tensors in lists.items() if name != "compensation"]
-    backend.run_update(*tensors, options=options)
-    return {"sums": list(sums.T), **lists}
+    return lists
 
 
 def _some_at_rest(params: Sequence[Tensor]) -> resting.Moving:
