@@ -24,6 +24,7 @@ from mars_hf.groups.param_groups import (
     params_of,
     split_by_model,
     split_by_role,
+    warn_of_lost_updates,
     warn_of_one_rate,
     warn_of_unknown_roles,
 )
@@ -471,6 +472,7 @@ class Mars(torch.optim.Optimizer):
         if structure != self._structure:
             for settings in structure:
                 check_values(settings)
+            warn_of_lost_updates(self.param_groups)
             if warn_of_one_rate(self.param_groups, self.defaults):
                 self._made_rates = []  # said
         self._warn_of_assigned_rate()

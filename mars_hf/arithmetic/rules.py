@@ -88,6 +88,7 @@ class Rounding:
 
 
 NEAREST = Rounding()
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)

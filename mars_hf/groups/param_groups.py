@@ -10,15 +10,18 @@ import difflib
 import fnmatch
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mars_hf.arithmetic import matrix_layouts
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import coefficients_of
+from mars_hf.arithmetic.rules import HALF_DTYPES
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.distributed.shards import reject_parts
 from mars_hf.distributed.tensors import shape_of
@@ -511,3 +514,42 @@ def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str,
             stacklevel=10,  # of the call of step(), which schedulers wrap
         )
     return loses_ratio
+
+
+def warn_of_lost_updates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn if half-precision parameters have a learning rate below half a unit in the last place of a weight of 1."""
+    counts: Counter[torch.dtype] = Counter()
+    rates: set[float] = set()
+    for group in groups:
+        rate = float(group.get("initial_lr", group["lr"]))  # schedules begin with a warm-up
+        for param in group["params"]:
+            if not _rounds_to_nearest(param.dtype, group["rounding"]):
+                continue
+            if 0 < rate < _half_unit_below_one(param.dtype):
+                counts[param.dtype] += 1
+                rates.add(rate)
+    if not counts:
+        return
+    dtype = counts.most_common(1)[0][0]
+    largest = max(rates) / _half_unit_below_one(dtype)
+    name = str(dtype).removeprefix("torch.")
+    remedies = "load the model in float32 (dtype=torch.float32)"
+    if dtype == torch.bfloat16:
+        remedies += ", or give rounding='stochastic' or 'kahan'"
+    warnings.warn(
+        f"{counts.total()} parameters are {name} and take rounding='nearest': at a learning rate of {max(rates):.3g} "
+        f"weights above about {largest:.2g} do not move, as updates below half a unit in the last place are lost; "
+        f"{remedies}",
+        stacklevel=10,
+    )
+
+
+def _rounds_to_nearest(dtype: torch.dtype, rounding: str) -> bool:
+    """Return whether a parameter loses small updates; only bfloat16 has other roundings."""
+    if dtype == torch.bfloat16:
+        return rounding == "nearest"
+    return dtype in HALF_DTYPES
+
+
+def _half_unit_below_one(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 4  # below 1 the spacing is eps / 2

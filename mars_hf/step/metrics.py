@@ -12,7 +12,19 @@ from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.tensors import Group
 
 # The sums that all ranks add up, in this order.
-_SUMS = ("count", "clipped", "compared", "corrected", "gradient", "last", "product", "update", "elements")
+_SUMS = (
+    "count",
+    "clipped",
+    "compared",
+    "corrected",
+    "gradient",
+    "last",
+    "product",
+    "update",
+    "elements",
+    "lost",
+    "fragile",
+)
 HERE = object()  # stands for this rank alone; None is the default process group
 
 
@@ -79,6 +91,18 @@ class StepMetrics:
         elements = sum(param.numel() for param in params)
         self._accumulate(group, {"update": square, "elements": torch.full_like(square, elements)})
 
+    def add_lost(
+        self, params: Sequence[Tensor], before: Sequence[Tensor], gradients: Sequence[Tensor], group: Group = HERE
+    ) -> None:
+        """Add how many elements have a gradient and did not move, from copies of them before the step."""
+        pairs = []
+        for param, old, gradient in zip(params, before, gradients, strict=True):
+            has_gradient = gradient != 0
+            stayed = param == old
+            pairs.append(torch.stack([(stayed & has_gradient).sum(), has_gradient.sum()]))
+        lost, fragile = torch.stack(pairs).sum(0).unbind()
+        self._accumulate(group, {"lost": lost, "fragile": fragile})
+
     def read(self) -> dict[str, float]:
         """Return the metrics as floats, the same on every rank; empty if no parameter uses the MARS rule.
 
@@ -87,6 +111,8 @@ class StepMetrics:
         - `mars/grad_cosine`: cosine of g_t and g_{t-1}; missing at the first step, which has no g_{t-1}.
           These two are missing if no last gradient is kept (see `Mars`, State).
         - `mars/update_rms`: root mean square of x_{t+1} - x_t, weight decay included.
+        - `mars/lost_update_fraction`: of the elements of half-precision parameters that have a gradient, the fraction
+          that did not move, since rounding to nearest loses small updates; missing elsewhere.
         """
         total = torch.zeros(len(_SUMS), dtype=torch.float64, device="cpu")
         for group, device in self._sharded.items():
@@ -94,13 +120,15 @@ class StepMetrics:
             total += all_reduce(sums, group).cpu().double()
         for sums in self._sums.values():
             total += sums.cpu().double()
-        count, clipped, compared, corrected, gradient, last, product, update, elements = total.tolist()
+        count, clipped, compared, corrected, gradient, last, product, update, elements, lost, fragile = total.tolist()
         if not count:
             return {}
         metrics = {
             "mars/clip_fraction": clipped / count,
             "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
         }
+        if fragile:
+            metrics["mars/lost_update_fraction"] = lost / fragile
         if compared:
             metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient else 0.0
             if last:

@@ -111,7 +111,10 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
         of_part = None if directions is None else [directions[position] for position in positions]
         before = [param.clone() for param in part.params]
         _move(part, of_part)
-        metrics.add_update(part.params, before, counted_by(part.process_group))
+        process_group = counted_by(part.process_group)
+        metrics.add_update(part.params, before, process_group)
+        if part.params[0].dtype in rules.HALF_DTYPES and _rounding(part).kind == "nearest":
+            metrics.add_lost(part.params, before, part.grads, process_group)
 
 
 def _parts_of(params: Sequence[Tensor]) -> list[list[int]]:

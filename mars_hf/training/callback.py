@@ -32,7 +32,7 @@ if MUON not in [member.value for member in OptimizerNames]:  # a later transform
 
 
 class LastGradientCallback(TrainerCallback):
-    """Make sure that MARS steps and trains the model, commit its last gradient and log four metrics.
+    """Make sure that MARS steps and trains the model, commit its last gradient and log metrics.
 
     Every Trainer made after `create`, `factory`, `register` or MarsTrainer has one. Passing it also demands that the
     run has a Mars, or the one given. It logs one line about the groups on rank 0, calls `Mars.update_last_grad()` after

@@ -128,6 +128,69 @@ def test_shared_matrices(layout, mars_type, ns_dtype):
     assert sorted(made) == sorted(steps)
 
 
+@pytest.mark.parametrize(
+    ("mars_type", "settings"),
+    [
+        ("mars-m", {"ns_dtype": "float32", "clip_threshold": None}),
+        ("mars-shampoo", {"ns_dtype": "float32", "clip_threshold": 1e9}),
+        ("mars-lion", {"clip_threshold": 1e9}),
+        ("mars-lion", {"clip_threshold": None, "max_grad_norm": 1e9}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_agree_on_what_rests(layout, mars_type, settings):
+    """Whole gradients decide: ranks with zeros alone move with the others, and experts rest wherever parts are."""
+    shape, placements = LAYOUTS[layout]
+
+    def gradient_of(index: int, step: int) -> Tensor:
+        gradient = 1e-2 * whole(index, step + 1)
+        if step and index == 0:
+            return torch.zeros_like(gradient)
+        if step and index == 2:
+            gradient[1:] = 0  # some ranks have nothing else
+        if step and index == 3:
+            gradient[step] = 0
+        return gradient
+
+    def run(mesh: DeviceMesh, placements: list[Any], process_group: Any) -> list[Tensor]:
+        params = [nn.Parameter(place(whole(index), mesh, placements)) for index in range(len(SHAPES))]
+        mars = Mars(params, lr=1.0, mars_type=mars_type, process_group=process_group, **settings)
+        for step in range(3):
+            for index, param in enumerate(params):
+                placed = placements and OF_GRADIENTS.get(layout, placements)
+                param.grad = place(gradient_of(index, step), mesh, placed)
+            mars.step()
+        return [param.detach() for param in params]
+
+    def compare(rank: int) -> float:
+        mesh = init_device_mesh("cpu", shape)
+        weights = run(mesh, placements, None if placements else dist.group.WORLD)
+        pairs = zip(weights, [place(tensor, mesh, placements) for tensor in expected], strict=True)
+        return max((local(a) - local(b)).abs().amax().item() for a, b in pairs if local(a).numel())
+
+    (expected,) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
+    assert max(run_ranks(torch.Size(shape).numel(), compare)) < (1e-5 if mars_type == "mars-lion" else 1e-3)
+
+
+def test_shards_of_lion_without_a_reduction_do_not_rest():
+    """Nothing in their step says whether the other shards are zeros too."""
+
+    def run(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        param = sharded(whole(0), mesh, [Shard(0)])
+        mars = Mars([param], lr=0.5, mars_type="mars-lion", clip_threshold=None)
+        for size in (1, 0):
+            mars.collect_metrics(size == 0)  # whose reduction must not decide
+            set_gradient(param, size * whole(0, 1))
+            mars.step()
+        return param.full_tensor().detach()
+
+    expected = whole(0) - whole(0, 1).sign()
+    for found in run_ranks(2, run):
+        torch.testing.assert_close(found, expected)
+
+
 def sharded(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(tensor, mesh, placements, src_data_rank=None))
 

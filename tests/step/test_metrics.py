@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import gpt2
 from test_formulas import gradients, parameters, references, scaled
 from torch import Tensor, nn
 
+import mars_hf
 from mars_hf import Mars
 from mars_hf.step import update
 from mars_hf.step.metrics import StepMetrics
@@ -106,3 +112,92 @@ def test_metrics_are_of_the_steps_since_they_were_read():
     vectors.param_groups[0]["params"][0].grad = torch.ones(6)
     vectors.step()
     assert vectors.pop_metrics() == {}
+
+
+# --- what rounding loses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lost_updates_are_counted(dtype, mars_type):
+    """Against weights of 2, small updates are lost; elements without a gradient do not count."""
+    param = nn.Parameter(torch.full((8, 6), 2.0, dtype=dtype))
+    param.data[:2] = 0
+    optimizer = Mars([{"params": [param], "role": "matrix"}], lr=1e-4, mars_type=mars_type, weight_decay=0.0)
+    optimizer.collect_metrics(True)
+    param.grad = torch.randn(8, 6).to(dtype)
+    param.grad[7] = 0
+    with pytest.warns(UserWarning, match="do not move"):
+        optimizer.step()
+    assert optimizer.pop_metrics()["mars/lost_update_fraction"] == pytest.approx(5 / 7)
+    assert param[2:].eq(2.0).all() and param[:2].ne(0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "settings", "weight"),
+    [
+        (torch.bfloat16, 1e-4, {}, "0.051"),
+        (torch.bfloat16, 1.9e-3, {}, "0.97"),
+        (torch.bfloat16, 2e-3, {}, None),  # 2**-9 is 0.00195
+        (torch.bfloat16, 1e-4, {"rounding": "stochastic"}, None),
+        (torch.bfloat16, 1e-4, {"rounding": "kahan"}, None),
+        (torch.float16, 1e-4, {"rounding": "stochastic"}, "0.41"),  # which is for bfloat16 alone
+        (torch.float16, 2.5e-4, {}, None),  # 2**-12
+        (torch.float32, 1e-9, {}, None),
+    ],
+)
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_half_precision_is_said_at_the_first_step(dtype, lr, settings, weight, warms_up):
+    """Once, with the weight from which on nothing moves; a warm-up begins with a rate of 0."""
+    params = parameters(dtype, ((4, 3), (6,)))
+    optimizer = Mars(params, lr=lr, lr_1d=lr, **settings)
+    if warms_up:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    said = [str(warning.message) for warning in caught if "do not move" in str(warning.message)]
+    if weight is None:
+        assert not said
+    else:
+        name = str(dtype).removeprefix("torch.")
+        (line,) = said
+        assert f"2 parameters are {name}" in line and f"weights above about {weight} do not move" in line
+        assert "dtype=torch.float32" in line and ("'kahan'" in line) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*do not move")
+def test_rows_of_the_finetuning_page():
+    """What moves of a small GPT-2 in bfloat16 in 30 steps at the rate of the page."""
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `\"(\w+)\"` \| (\d+) % \| (\d+) % \| (\d+) % \|$", page, re.MULTILINE)
+    assert [row[0] for row in rows] == ["nearest", "stochastic", "kahan"]
+    for rounding, *shares in rows:
+        moved = [moved_share(rounding, mars_type) for mars_type in ("mars-adamw", "mars-m")]
+        of_gains = moved[0][1]
+        found = [100 * moved[0][0], 100 * moved[1][0], 100 * of_gains]
+        assert found == pytest.approx([float(share) for share in shares], abs=1.0)
+
+
+def moved_share(rounding: str, mars_type: str) -> tuple[float, float]:
+    """Return which share of the elements of matrices, and of the gains of LayerNorms, have moved."""
+    model = gpt2(n_embd=64, n_positions=32, vocab_size=256).to(torch.bfloat16)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = mars_hf.create(model, lr=2.4e-5, betas=(0.9, 0.999), rounding=rounding, mars_type=mars_type)
+    for step in range(30):
+        tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(step))
+        tokens[:, 1::2] = tokens[:, ::2]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    of_matrices, of_gains = [], []
+    for name, param in model.named_parameters():
+        if param.ndim > 1:
+            of_matrices.append(param.ne(before[name]).flatten())
+        elif re.search(r"ln_\w+\.weight", name):
+            of_gains.append(param.ne(before[name]))
+    return torch.cat(of_matrices).float().mean().item(), torch.cat(of_gains).float().mean().item()
