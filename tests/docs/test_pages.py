@@ -83,6 +83,19 @@ def test_quoted_messages():
     assert occurs("a=… is b", f"then a={GAP} is b") and not occurs("a=… is b", f"is b where a={GAP}")
 
 
+def test_silent_faults():
+    """Every test that the table names is there."""
+    tests = ROOT / "tests"
+    rows = re.findall(r"^\| (?!script |---).*\| ([^|]+) \|$", (tests / "silent_faults.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for row in rows:
+        place = None
+        for file, name in re.findall(r"`([\w/.]*)::(\w+)`", row):
+            place = file or place
+            assert f"def {name}(" in (tests / place).read_text(encoding="utf-8"), (place, name)
+        assert place is not None, row
+
+
 # --- docs/choosing.md: its output is the command's, its table that of the sweeps --------------------------------------
 
 WIDTH = 128
