@@ -7,6 +7,7 @@ times their mean: a threshold of norms and eps divided by A then give the same w
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pretrain_gpt2
@@ -27,13 +28,13 @@ PAPER = {  # PAPER.md 3.2: layers, heads, width; lr and lr_1d of MARS; lr of Ada
     "gpt2-large": (36, 20, 1280, 2e-3, 1e-3, 2e-4, 1e-5),
     "gpt2-xl": (48, 25, 1600, 2e-3, 1e-3, 2e-4, 1e-5),
 }
-ORTHOGONAL = {  # PAPER.md 3.2: lr and lr_1d of Muon, lr of MARS-M
+ORTHOGONAL = {  # PAPER.md 3.2: lr and lr_1d of Muon, lr of MARS-M and of Moonlight's Muon
     "gpt2-small": (2e-2, 3e-3, 6e-3),
     "gpt2-medium": (1e-2, 1.5e-3, 5e-3),
     "gpt2-large": (6.67e-3, 1e-3, 5e-3),
     "gpt2-xl": (6.67e-3, 1e-3, 3e-3),
 }
-OPTIMIZERS = [name for name in arguments.OPTIMIZERS if name != "mars_muon"]  # which the papers do not have
+OPTIMIZERS = list(arguments.OPTIMIZERS)
 # PAPER.md 3.1: micro-batch and accumulation on 8 GPUs.
 OFFICIAL_BATCH = {"gpt2-small": (15, 4), "gpt2-medium": (15, 4), "gpt2-large": (5, 12), "gpt2-xl": (5, 12)}
 
@@ -115,6 +116,7 @@ def test_groups_of_every_optimizer(name, optimizer):
         "mars_lion": ((adamw_lr, 0.1, *mars), (lr_1d, 0.1, *adam), (adamw_lr, 0.0, *mars)),
         "mars_shampoo": ((muon_lr, 0.0, *mars), (muon_lr_1d, 0.1, *adam), (muon_lr_1d, 0.0, *adam)),
         "mars_m": ((mars_m_lr, 1e-2, *mars), (mars_m_lr, 1e-2, *adam), (mars_m_lr, 1e-2, *adam)),
+        "mars_muon": ((mars_m_lr, 0.1, *mars), (mars_m_lr, 0.1, *adam), (mars_m_lr, 0.1, *adam)),
         "muon": ((muon_lr, 0.0, 0.95), (muon_lr_1d, 0.1, *adam), (muon_lr, 0.0, 0.95)),
         "adamw": ((adamw_lr, 0.1, *adam), (adamw_lr, 0.0, *adam), (adamw_lr, 0.0, *adam)),
     }["adamw" if optimizer == "nadamw" else optimizer]
@@ -128,19 +130,20 @@ def test_groups_of_every_optimizer(name, optimizer):
         betas = group["betas"] if "betas" in group else [group["momentum"]]
         assert (group["lr"], group["weight_decay"], *betas) == numbers
         assert group["eps"] == pytest.approx(1e-8 / accumulation, rel=1e-15) or "momentum" in group
-        if optimizer.startswith("mars"):
+        if optimizer.startswith("mars") and optimizer != "mars_muon":
             assert group["clip_threshold"] == run.training.max_grad_norm
     if optimizer == "muon":
         assert embedding.items() >= {"role": "matrix", "nesterov": True, "adjust_lr_fn": "original"}.items()
-    if optimizer == "mars_m":  # query, key and value stay one matrix
+    if optimizer in ("mars_m", "mars_muon"):  # query, key and value stay one matrix
         assert groups["transformer.h.0.attn.c_attn.weight"]["layout"]["parts"] is None
 
 
 # --- summed gradients ------------------------------------------------------------------------------------------------
 
-# Relative to how far the weights move. Newton-Schulz divides by the norm + 1e-7 (mars_m), or in bfloat16 (muon),
+# Relative to how far the weights move. Newton-Schulz divides by the norm + 1e-7, or in bfloat16 (muon),
 # which a factor of 12 rounds differently; a factor of 4 does not.
-BARS = {("mars_m", 4): 1e-4, ("mars_m", 12): 1e-4, ("muon", 12): 0.1}
+OF_EPS = dict.fromkeys(itertools.product(("mars_m", "mars_muon"), (4, 12)), 1e-4)
+BARS = {**OF_EPS, ("muon", 12): 0.1}
 OFFICIAL = ["--max_grad_norm", "1", "--eps", "1e-8", "--clip_threshold", "1"]
 
 
@@ -155,7 +158,7 @@ def distance(one, other, start):
 def test_averaged_gradients_under_the_configs_end_where_summed_ones_do(name, optimizer):
     """The embedding has most of the global norm, so that c is clipped, too."""
     argv, accumulation, ends = ["--optimizer", *optimizer.split()], OFFICIAL_BATCH[name][1], []
-    if optimizer in ("mars_shampoo", "mars_m"):  # bfloat16's rounding would hide a difference
+    if optimizer in ("mars_shampoo", "mars_m", "mars_muon"):  # bfloat16's rounding would hide a difference
         argv += ["--ns_dtype", "float64"]
     for scale, words in ((1 / accumulation, []), (1, OFFICIAL if "mars" in optimizer else OFFICIAL[:-2])):
         run, network = parse(name, *argv, *words), gpt2(n_layer=1).double()
