@@ -348,14 +348,15 @@ class Mars(torch.optim.Optimizer):
         """Load a state; its tensors are copied and keep the dtypes they were saved in.
 
         torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
-        except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it). Hooks act as on any torch
-        optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
+        except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it), and `fused`, which belongs
+        to the machine. Hooks act as on any torch optimizer: the result of a pre-hook is loaded, the changes of a
+        post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        kept = ("max_grad_norm", *_OF_MODEL)  # of the running loop and model
+        kept = ("max_grad_norm", "fused", *_OF_MODEL)  # of the running loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
 

@@ -288,7 +288,10 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
         offsets = [_zero12_offsets(mapping) for mapping in state["param_slice_mappings"]]
     common = {key: state[key] for key in _COMMON_KEYS if key in state}
     common["ds_version"] = saved["ds_version"]
-    common["param_groups"] = base["param_groups"]
+    # `fused` belongs to the machine that loads them.
+    common["param_groups"] = [
+        {key: value for key, value in group.items() if key != "fused"} for group in base["param_groups"]
+    ]
     states = [base["state"].get(index, {}) for index in range(len(weights))]
     for names_to_values in states:
         _refuse_paths(names_to_values, file)

@@ -111,7 +111,10 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
     try:
         result = trainer.train(resume_from_checkpoint=resume.checkpoint and str(resume.checkpoint))
     except mars_hf.NonFiniteError as error:
-        raise ValueError(str(error)) from error
+        what = str(error).partition(". ")[0]  # its advice is for scripts that load any weights
+        raise ValueError(
+            f"{what}. Start again with a lower --learning_rate and another --output_dir; resuming keeps the rate"
+        ) from error
     if stopping.reason:
         if trainer.is_world_process_zero():
             print_stopped(trainer, stopping.reason)

@@ -222,6 +222,15 @@ def test_zero_to_one_process(tmp_path, stage, form):
                 read(target, **FORMS[form])
 
 
+def test_fused_is_of_the_machine_that_loads(tmp_path):
+    model, mars = trained(fused=False)
+    target = tmp_path / "universal"
+    main(["to_universal", str(save_zero(tmp_path / "step2", model, mars, 3)), str(target)])
+    _, twin = in_one_process(target, fused=None)
+    assert {group["fused"] for group in twin.param_groups} == {None}
+    by_engine(target, fused=None)
+
+
 @pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=repr)
 def test_step_counts(tmp_path, zero2, number):
     """One is of a ZeRO checkpoint, one of a universal one."""

@@ -125,4 +125,7 @@ def _advice(folder: Path) -> str:
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if checkpoint is None:
         return f"{folder} has no checkpoint: start again with a lower learning rate or other data"
-    return f"Resume from {checkpoint} with a lower learning rate or other data"
+    return (
+        f"For a lower learning rate, start a new run from the weights in {checkpoint} (resuming keeps its rate); with "
+        "other data, resume from it"
+    )

@@ -192,7 +192,7 @@ def test_default_job(tmp_path):
 def test_divergence(tmp_path, tokens):
     """A learning rate far too high ends a run in one line; what was trained before is kept."""
     saves = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--warmup_steps", "0")
-    line = rf"^3 steps in a row with a non-finite loss or gradient.* Resume from {tmp_path}/checkpoint-\d+ with a lower"
+    line = "^3 steps in a row with a non-finite loss or gradient.* Start again with a lower --learning_rate and another"
     with refused(line):
         run(tmp_path, tokens, *saves, "--learning_rate", "1e20", "--max_steps", "20")
     (kept,) = tmp_path.glob("checkpoint-*")

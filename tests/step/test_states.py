@@ -16,6 +16,7 @@ from torch import nn
 
 import mars_hf
 from mars_hf import Mars
+from mars_hf.kernels import cpu
 
 
 def model_of(*widths: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -127,6 +128,22 @@ def test_loading_into_other_groups_is_refused(other, message):
     optimizer.param_groups[0]["pattern"] = "b.*"
     with pytest.raises(ValueError, match=message):
         Mars(params).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("of_machine", [None, False])
+def test_load_state_dict_keeps_fused_of_this_machine(of_machine, monkeypatch):
+    """A checkpoint of fused=True goes on where no kernels run: they are no setting of the run."""
+    model = model_of(4, 3)
+    saved = Mars(model.parameters(), fused=None)
+    train(model, saved, 1)
+    state_dict = saved.state_dict()
+    for group in state_dict["param_groups"]:
+        group["fused"] = True
+    optimizer = Mars(model.parameters(), fused=of_machine)
+    optimizer.load_state_dict(state_dict)
+    assert [group["fused"] for group in optimizer.param_groups] == [of_machine] * 2
+    monkeypatch.setattr(cpu, "is_available", lambda device: False)
+    train(model, optimizer, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -45,12 +45,12 @@ def rows(poison: dict[int, int], batches: int = 24) -> Any:
 def make(
     folder: Path, poison: dict[int, int], *callbacks: Any, kind: type = mars_hf.MarsTrainer, **settings: Any
 ) -> Trainer:
-    batches, is_approx = settings.pop("batches", 24), settings.pop("is_approx", True)
+    batches, is_approx, lr = settings.pop("batches", 24), settings.pop("is_approx", True), settings.pop("lr", 1e-2)
     torch.manual_seed(0)
     model = Model(gpt2().config)
     defaults = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential", "max_steps": 8}
     args = arguments(folder, **{**defaults, "remove_unused_columns": False, **settings})
-    optimizers = (mars_hf.create(model, lr=1e-2, eps=1e-6, is_approx=is_approx), None)
+    optimizers = (mars_hf.create(model, lr=lr, eps=1e-6, is_approx=is_approx), None)
     given = {"train_dataset": rows(poison, batches), "data_collator": default_data_collator, "optimizers": optimizers}
     return kind(model, args, callbacks=list(callbacks), **given)
 
@@ -133,7 +133,7 @@ def test_no_checkpoint_after_a_bad_step(tmp_path, reports, kind, patience):
     with pytest.raises(NonFiniteError) as error:
         run.train()
     assert str(error.value).startswith(f"{patience} steps in a row") and "\n" not in str(error.value)
-    assert f"Resume from {tmp_path / 'checkpoint-3'} with" in str(error.value)
+    assert f"start a new run from the weights in {tmp_path / 'checkpoint-3'} (resuming keeps" in str(error.value)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert len(reports("checkpoint-")) == patience - 1
 
@@ -144,6 +144,23 @@ def test_no_checkpoint_after_an_epoch_that_ends_badly(tmp_path, reports):
     assert reports("checkpoint-")[0] == "checkpoint-4 is not written: the last step was not finite"
     with pytest.raises(NonFiniteError, match=r"has no checkpoint: start again with a lower learning rate"):
         make(tmp_path / "absent", from_step(1, LOSS)).train()
+
+
+def test_the_advice_after_bad_steps_works(tmp_path):
+    """A new run from the weights has the lower rate; resuming goes on with other data, at the checkpoint's rate."""
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    run = make(tmp_path, from_step(4, GRADIENT), **saves)
+    with pytest.raises(NonFiniteError, match=r"For a lower learning rate, start .*; with other data, resume from it$"):
+        run.train()
+    checkpoint = tmp_path / "checkpoint-3"
+    new = make(tmp_path / "new", {}, lr=1e-3)
+    new.model.load_state_dict(Model.from_pretrained(checkpoint).state_dict())
+    new.train()
+    assert {entry["learning_rate"] for entry in new.state.log_history[:-1]} == {1e-3}
+    resumed = make(tmp_path, {}, lr=1e-3, **saves)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 8
+    assert {entry["learning_rate"] for entry in resumed.state.log_history[3:-1]} == {1e-2}
 
 
 @pytest.mark.parametrize("is_approx", [True, False])
