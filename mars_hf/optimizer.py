@@ -184,6 +184,7 @@ class Mars(torch.optim.Optimizer):
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: ModelRef | None = None
     _unsharded: frozenset[str] = frozenset()
+    _was_sharded = False  # the model, by `fully_shard`
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
@@ -302,6 +303,7 @@ class Mars(torch.optim.Optimizer):
         """Take the roles and layouts of groups to come from a model, which is not kept alive."""
         self._model = _reference_to(model)
         self._unsharded = _names_unsharded(model)
+        self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
 
     def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
@@ -519,6 +521,12 @@ class Mars(torch.optim.Optimizer):
             has_become_dtensor = name in self._unsharded and is_dtensor(param)
             if has_become_dtensor and id(param) not in known:
                 replaced.append(name)
+        if replaced and self._was_sharded:
+            raise RuntimeError(
+                f"{len(replaced)} parameters of the model, {replaced[0]} among them, were gathered when create(model) was "
+                "called, as fully_shard leaves them after a forward pass: they would not train. Call model.reshard() "
+                "before mars_hf.create(model, ...), or create before the first forward pass"
+            )
         if replaced:
             raise RuntimeError(
                 f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "
@@ -742,6 +750,11 @@ def _names_unsharded(model: nn.Module) -> frozenset[str]:
     """Return the names of trainable parameters that `fully_shard` has not sharded yet."""
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return frozenset(name for name, param in trainable if not is_dtensor(param))
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _reject_options_of_models(settings: Mapping[str, Any]) -> None:

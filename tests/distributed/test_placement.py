@@ -363,6 +363,23 @@ def test_parameters_replaced_by_fully_shard(alone, part, has_stepped, count):
     assert has_stepped or not mars.state
 
 
+def test_parameters_gathered_by_fully_shard(alone):
+    """After a forward pass the root's are not sharded: `create` is refused at the first step, and the remedy works."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), mesh=init_device_mesh("cpu", (1,)))
+    model(torch.ones(2, 3))
+    mars = mars_hf.create(model)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"4 parameters of the model, 0\.weight.*Call model\.reshard\(\) before"):
+        mars.step()
+    model(torch.ones(2, 3))
+    model.reshard()
+    mars = mars_hf.create(model)
+    model(torch.ones(2, 3)).sum().backward()
+    before = model[0].weight.full_tensor().clone()
+    mars.step()
+    assert not torch.equal(model[0].weight.full_tensor(), before)
+
+
 def test_parameters_replaced_in_an_optimizer_without_model(alone):
     model = nn.Linear(3, 4)
     mars = mars_hf.Mars(model.parameters())
