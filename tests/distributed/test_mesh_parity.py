@@ -303,7 +303,7 @@ def test_all_reduces_of_norms(trained, world, engine, case):
     (replicate, dp, tp): the ranks of (dp, tp), those of dp unless they are one, and those of replicate.
     """
     notes = trained(world, f"{engine}/{case}").notes
-    rows = 3 if SETTINGS[settings_of(case)].folded else 1
+    numel = SETTINGS[settings_of(case)].numel_of_sums(notes["params"])
     for call in notes["calls"]:
         found = call["collectives"]
         if case.endswith("/partial"):  # partial sums are reduced first
@@ -311,7 +311,7 @@ def test_all_reduces_of_norms(trained, world, engine, case):
             found = found[-1:]
         vectors = "_1d" in case or "_folded" in case
         assert len(found) == {"tp": 1, "fsdp2_tp": 2 + vectors, "hsdp_tp": 2 + (world > 4)}[engine]
-        assert set(found) == {(rows + 1) * (notes["params"] + 1)}
+        assert set(found) == {numel}
 
 
 @pytest.mark.parametrize(("world", "engine", "case"), [p for p in CASES if settings_of(p.values[2]) in MATRIX_CASES])

@@ -290,9 +290,8 @@ def test_one_all_reduce_a_step(trained, kind, world, engine, case):
             assert call["collectives"] == []
             continue
         numel, *others = call["collectives"]
-        rows = 3 if SETTINGS[case].folded else 1
         assert others == ([numel] if engine == "hsdp" else [])  # so that an error stops all copies
-        assert numel == (rows + 1) * (notes["params"] + 1)  # with what is present, and the flag
+        assert numel == SETTINGS[case].numel_of_sums(notes["params"])
 
 
 # --- bf16, and DeepSpeed's Muon ---------------------------------------------------------------------------------------

@@ -73,10 +73,10 @@ class Watched:
         step, all_reduce = mars.step, dist.all_reduce
 
         def forgetful(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            # Rows after the norms pass: they are the first step's check that all pieces are accounted for.
-            norms = tensor[0].clone()
+            # What follows the norms passes: presence is the check that all pieces are accounted for.
+            norms = tensor[: self.params + 1].clone()
             all_reduce(tensor, *args, **kwargs)
-            tensor[0] = norms
+            tensor[: self.params + 1] = norms
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:

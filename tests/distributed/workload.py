@@ -62,6 +62,16 @@ class Case:
         """Return whether the branch takes part; it does in the first step, where engines detect unused parameters."""
         return not self.skipping or step % 2 == 0
 
+    def numel_of_sums(self, params: int) -> int:
+        """Return how many numbers a step adds up over the ranks of a process group.
+
+        For each parameter its norms and what is present, and under a rule that normalizes, whether it has a gradient
+        other than zero; one more column for the flag.
+        """
+        rows = 3 if self.folded else 1
+        moving = 0 if self.mars_type == "mars-adamw" else params
+        return (rows + 1) * (params + 1) + moving
+
     def create(self, model: nn.Module, **settings: Any) -> mars_hf.Mars:
         """Return the optimizer of a model."""
         return mars_hf.create(model, **self.hyperparameters(), **settings)
