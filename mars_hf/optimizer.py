@@ -523,9 +523,9 @@ class Mars(torch.optim.Optimizer):
                 replaced.append(name)
         if replaced and self._was_sharded:
             raise RuntimeError(
-                f"{len(replaced)} parameters of the model, {replaced[0]} among them, were gathered when create(model) was "
-                "called, as fully_shard leaves them after a forward pass: they would not train. Call model.reshard() "
-                "before mars_hf.create(model, ...), or create before the first forward pass"
+                f"{len(replaced)} parameters of the model, {replaced[0]} among them, were gathered when create(model) "
+                "was called, as fully_shard leaves them after a forward pass: they would not train. Call "
+                "model.reshard() before mars_hf.create(model, ...), or create before the first forward pass"
             )
         if replaced:
             raise RuntimeError(
