@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -41,7 +42,7 @@ from pretraining.files import write_json  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
 BASES = ROOT / "runs" / "bases"
-_KEPT = ("steps", "tokens", "train_loss", "eval_loss", "bits_per_byte", "eval_accuracy", "tokens_per_second")
+_KEPT = ("steps", "tokens", "train_loss", "eval_loss", "general_loss", "bits_per_byte", "eval_accuracy", "tokens_per_second")
 
 Rates = tuple[float, ...]
 Losses = dict[Rates, dict[int, float]]  # rates -> seed -> held-out loss, NaN for a run that diverged
@@ -123,10 +124,12 @@ class Search:
         row = {**dict(zip(self.columns, parts, strict=True)), **dict(zip(self.rates, rates, strict=True)), "seed": seed}
         name = "-".join([*arm.split(), *(f"{rate:g}" for rate in rates), str(seed)])
         script = ROOT / "recipes" / f"{self.arms[arm].get('script', self.spec.get('script'))}.py"
+        output = Path(scratch) / name
         try:
-            metrics = launch.run_recipe(argv, Path(scratch) / name, script=script)
+            metrics = launch.run_recipe(argv, output, script=script)
         except launch.Diverged:
             metrics = {"eval_loss": None}
+        shutil.rmtree(output, ignore_errors=True)
         return {**row, "argv": argv, **{key: metrics[key] for key in _KEPT if key in metrics}}
 
     def report(self, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -61,6 +61,10 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
     """Model, data, adapters, and transformers.TrainingArguments with the recipe's defaults."""
 
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of all weights."})
+    general_dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Folder or name on the Hub of other text, to evaluate on at the end: what the model forgets."},
+    )
     text_column: str = field(default="text", metadata={"help": "Column with the documents."})
     block_size: int | None = field(
         default=None, metadata={"help": "Tokens in a sequence; left out: the model's context, 1,024 at most."}
@@ -103,7 +107,12 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
         **metrics.language_modeling(),
     )
     name = args.dataset_name or "torch-headers"
-    return trainer, finetuning.train(trainer, name, dataset=name)
+    general = None
+    if args.general_dataset_name:
+        _, text = finetuning.split(datasets.load_dataset(args.general_dataset_name), args.test_size)
+        general = blocks(text, args.text_column, tokenizer, block)
+        general = general.select(range(min(args.max_eval_blocks, len(general))))
+    return trainer, finetuning.train(trainer, name, general, dataset=name)
 
 
 def load(args: FinetuneArguments) -> tuple[datasets.Dataset, datasets.Dataset]:

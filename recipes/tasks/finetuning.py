@@ -114,12 +114,13 @@ def split(parts: datasets.DatasetDict, test_size: float, **settings: Any) -> tup
     return parts["train"], parts["test"]
 
 
-def train(trainer: Any, name: str, **card: Any) -> dict[str, Any]:
+def train(trainer: Any, name: str, general: datasets.Dataset | None = None, **card: Any) -> dict[str, Any]:
     """Train, evaluate, and leave model, model card and metrics.json in the output folder; return metrics.json.
 
     Args:
         trainer: with an evaluation set.
         name: of the data, for metrics.json.
+        general: further data to evaluate on at the end, as `general_loss` and so on; None: none.
         **card: for `trainer.create_model_card`.
 
     Raises:
@@ -136,6 +137,8 @@ def train(trainer: Any, name: str, **card: Any) -> dict[str, Any]:
     evaluation = trainer.evaluate()
     if not math.isfinite(evaluation["eval_loss"]):
         raise ValueError(f"the held-out loss is non-finite; give a --learning_rate below {args.learning_rate}")
+    if general is not None:
+        evaluation |= trainer.evaluate(general, metric_key_prefix="general")
     sizes = {param: param.numel() for param in trainer.model.parameters()}
     metrics = {
         **{key: getattr(args, key) for key in ("optim", "optim_args", "learning_rate", "seed")},
