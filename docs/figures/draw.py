@@ -29,7 +29,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import page, presets, tracking  # noqa: E402 (needs the line above)
+from pretraining.compare import page, presets  # noqa: E402 (needs the line above)
 from pretraining.compare.comparison import FinishedRun, by_contender  # noqa: E402
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
@@ -76,10 +76,11 @@ def draw_controls() -> Figure:
             axes.annotate(
                 f"{losses.mean():.3f}", (losses.mean(), place - 0.18), ha="center", va="bottom", fontsize=8, color=color
             )
-        axes.set(title=title, xlabel="held-out loss (nats per token)", ylim=(len(NAMES) - 0.5, -0.7))
+        axes.set(title=title, ylim=(len(NAMES) - 0.5, -0.7))
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.3, axis="x")
     panels[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
+    figure.supxlabel("held-out loss (nats per token), lower is better", fontsize="medium")
     return figure
 
 
@@ -87,12 +88,13 @@ def draw_loss_curve() -> Figure:
     """Show the held-out loss of MARS-M and AdamW over the default job: mean and range of the controls' seeds."""
     figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     arms = by_contender(runs("controls_embedded"))
-    for arm in ("adamw", "mars_m"):
+    for optimizer, arm in (("adamw", "adamw"), ("mars_m", "mars_m, gamma 1 - beta1")):  # as the job has them
         steps, losses = np.array([run.curve for run in arms[arm]]).transpose(2, 1, 0)  # (step, seed) each
-        color, label = page.COLORS[arm], f"{NAMES[arm]}, mean of {losses.shape[1]} seeds"
+        color, label = page.COLORS[optimizer], f"{NAMES[optimizer]}, mean of {losses.shape[1]} seeds"
         axes.fill_between(steps[:, 0], losses.min(axis=1), losses.max(axis=1), color=color, alpha=0.3, linewidth=0)
         axes.plot(steps[:, 0], losses.mean(axis=1), ".-", color=color, label=label)
-    axes.set(xlabel="steps", ylabel="held-out loss (nats per token)", title="1.3M parameters, Python sources")
+    axes.set(xlabel="steps", ylabel="held-out loss (nats per token)")
+    axes.set_title("1.3M parameters, Python sources; lower is better")
     axes.grid(alpha=0.3)
     axes.legend(title="shaded: lowest to highest seed")
     return figure
@@ -114,32 +116,10 @@ def draw_betas() -> Figure:
     axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
     axes.set_xticks(places, [f"{beta1:g}" for beta1 in places])
     axes.minorticks_off()
-    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token)", title="lines: means of seeds; dots: seeds")
+    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token), lower is better")
+    axes.set_title("lines: means of seeds; dots: seeds")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
-def draw_tracking() -> Figure:
-    """Show error, lag and noise over gamma without clipping, for each beta1 and form."""
-    medians = tracking.medians(json.loads((RESULTS / "tracking_embedded.json").read_text())["rows"])
-    figure, grid = plt.subplots(2, 2, figsize=(6.4, 5.6), layout="constrained")
-    for axes, name in zip(grid.flat, ("error", "lag", "noise"), strict=False):
-        betas = sorted({moment.beta1 for moment in medians})
-        for beta1, color, marker in zip(betas, SHADES, "o^s", strict=True):
-            for form, dashes in (("approx", "--"), ("exact", "-")):
-                line = {
-                    moment.gamma: numbers[name]
-                    for moment, numbers in sorted(medians.items(), key=lambda item: item[0].gamma)
-                    if (moment.beta1, moment.clip) == (beta1, None) and (moment.form == form or not moment.gamma)
-                }
-                style = {"color": color, "marker": marker, "markersize": 4, "linestyle": dashes}
-                axes.plot(list(line), list(line.values()), **style, label=f"beta1 {beta1:g}, {form}")
-        axes.set(title=name, xlabel="gamma", ylabel="share of squared norm")
-        axes.grid(alpha=0.3)
-    grid[1, 1].axis("off")
-    title = "Shades are values of beta1,\nnot optimizers."
-    grid[1, 1].legend(*grid[0, 0].get_legend_handles_labels(), loc="center", title=title)
     return figure
 
 
@@ -292,7 +272,6 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 FIGURES = {
     "loss_curve.png": draw_loss_curve,
     "betas.png": draw_betas,
-    "tracking.png": draw_tracking,
     "controls.png": draw_controls,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,

