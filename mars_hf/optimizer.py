@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from mars_hf import _compat
 from mars_hf.arithmetic.update_rules import update_rule
@@ -28,6 +29,7 @@ from mars_hf.groups.param_groups import (
     warn_of_one_rate,
     warn_of_unknown_roles,
 )
+from mars_hf.groups.setting_types import CreateSettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     KEYS_1D,
@@ -653,7 +655,7 @@ def create(
     *,
     like: str | os.PathLike[str] | None = None,
     process_group: Any = None,
-    **settings: Any,
+    **settings: Unpack[CreateSettings],
 ) -> Mars:
     """Make a Mars optimizer for a model (preferred) or for parameters.
 
@@ -697,9 +699,9 @@ def create(
     """
     reject_unknown(settings, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, settings.get("mars_type"))
-    settings = {**saved, **check_arguments(settings)}
-    release_gradients = settings.pop("release_gradients", False)
-    expanded = expand(settings)
+    arguments = {**saved, **check_arguments(settings)}
+    release_gradients = arguments.pop("release_gradients", False)
+    expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
     model = _as_model(model_or_params)
@@ -708,10 +710,10 @@ def create(
         mars = Mars(groups, process_group=process_group, **hyperparameters)
         mars._follow_model(model)
     else:
-        _reject_options_of_models(settings)
+        _reject_options_of_models(arguments)
         params: Any = model_or_params
         mars = Mars(params, process_group=process_group, **hyperparameters)
-    mars.created_with = {**expanded, **settings}
+    mars.created_with = {**expanded, **arguments}
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_pages_and_hooks_have_the_pinned_versions() -> None:
 
 def test_citation_names_this_version_and_both_papers() -> None:
     citation = load(ROOT / "CITATION.cff")
-    assert citation["version"] == mars_hf.__version__ and citation["license"] == SETTINGS["metadata"]["license"]
+    assert citation["version"] == mars_hf.__version__ and citation["license"] == SETTINGS["metadata"]["license_expression"]
     named = {identifier["value"] for paper in citation["references"] for identifier in paper["identifiers"]}
     assert named == {"arXiv:2411.10438", "arXiv:2510.21800"}
 
@@ -216,6 +217,9 @@ def run(*command: str | Path, folder: Path, **variables: str) -> str:
     return finished.stdout
 
 
+REPOSITORY = "https://example.org/somebody/mars_hf"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str]]:
     """Build the sdist of a copy, without old egg-info or build folders, and the wheel from it; return both, and names.
@@ -227,7 +231,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, set[str
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     mutations.copy_tree(source)
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    run("build", "--no-isolation", "--outdir", out, source, folder=out)
+    run("build", "--no-isolation", "--outdir", out, source, folder=out, REPOSITORY_URL=REPOSITORY)
     sdist, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)
     return wheel, sdist, names
 
@@ -244,6 +248,23 @@ def test_built_files(built: tuple[Path, Path, set[str]]) -> None:
         assert {name for name in archive.namelist() if not name.endswith("/") and ".dist-info/" not in name} == package
     with tarfile.open(sdist) as archive:
         assert files - {member.name.partition("/")[2] for member in archive.getmembers()} <= {".gitignore"}
+
+
+@pytest.mark.slow
+def test_metadata_of_built_files(built: tuple[Path, Path, set[str]]) -> None:
+    """The description has no relative link, and every file that it links to exists."""
+    with zipfile.ZipFile(built[0]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    assert {"Paper", "Source", "Documentation", "Changelog", "Issues"} <= {*urls}
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    assert links and all(link.startswith("https://") for link in links)
+    ours = [link for link in [*urls.values(), *links] if link.startswith(REPOSITORY) and "HEAD" in link]
+    assert len(ours) > 15
+    for link in ours:
+        assert (ROOT / link.partition("/HEAD/")[2].partition("#")[0]).exists(), link
 
 
 # With gamma 0 and no clipping MARS equals PyTorch's AdamW; TrainingArguments know MARS under `run`.

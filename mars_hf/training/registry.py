@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import transformers.trainer_optimizer
 from torch import nn
 from transformers.training_args import OptimizerNames, TrainingArguments
+from typing_extensions import Unpack
 
 from mars_hf import _compat
 from mars_hf.groups import saved_settings
 from mars_hf.groups.param_groups import param_groups, split_by_model
+from mars_hf.groups.setting_types import FactorySettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
@@ -86,7 +88,7 @@ class MarsFactory:
         return MarsFactory(args, self.settings, self.model)
 
 
-def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict[str, Any]]:
+def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tuple[Any, dict[str, Any]]:
     """Return what `Trainer(optimizer_cls_and_kwargs=...)` takes to make Mars itself.
 
     Works where an instance cannot: `model_init`, `hyperparameter_search`, DeepSpeed, FSDP. The learning rate is
@@ -113,7 +115,7 @@ def factory(args: TrainingArguments, **settings: Any) -> tuple[MarsFactory, dict
             f"learning_rate_mapping={rates_by_name!r} does not reach mars_hf.factory; use "
             "optim='mars_adamw' after mars_hf.register(), or mars_hf.with_mars(SentenceTransformerTrainer)"
         )
-    if "param_rules" in settings:
+    if isinstance(settings.get("param_rules"), Iterator):
         settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
     checked = _checked(settings)
     resolve(checked, args)  # complains here, where the caller can see it

@@ -12,6 +12,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from mars_hf import _compat
+from mars_hf.groups.setting_types import FactorySettings
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import unwrap_optimizer
@@ -36,7 +37,9 @@ _OF_THE_LOOP = ("max_grad_norm", "expects_stale_gradients")
 class TrainerWithMars(_Base):
     """The methods that MARS adds to a class of trainers; `with_mars` combines the two, `MarsTrainer` documents them."""
 
-    def __init__(self, *args: Any, mars_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, mars_kwargs: FactorySettings | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Build the Trainer; see the class."""
         optimizers: tuple[Any, Any] = kwargs.pop("optimizers", None) or (None, None)
         self._given_optimizer, self._given_scheduler = optimizers
@@ -246,7 +249,7 @@ class MarsTrainer(TrainerWithMars, Trainer):
     """
 
 
-def with_mars(trainer_class: type[Trainer]) -> type[Trainer]:
+def with_mars(trainer_class: type[Trainer]) -> type[Any]:
     """Return a class of trainers with everything that MarsTrainer adds to Trainer.
 
     `with_mars(Trainer)` is MarsTrainer. The class is a subclass of `trainer_class`, trains MARS like MarsTrainer, takes

@@ -12,6 +12,7 @@ from torch import nn
 import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.groups.setting_types import CreateSettings, FactorySettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     GROUP_KEYS,
@@ -218,3 +219,8 @@ def test_several_optim_args():
 def test_wrong_optim_args(text, message):
     with pytest.raises(ValueError, match=message):
         check_values(parse_optim_args(text))
+
+
+def test_types_for_editors_name_every_setting():
+    assert list(CreateSettings.__annotations__) == list(SETTINGS)
+    assert {*FactorySettings.__annotations__} == {*SETTINGS, *PAIR_KEYS, "like"}

@@ -96,7 +96,7 @@ def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -
     if settings.get("clip_threshold") == 0:
         settings["clip_threshold"] = None
     settings = check_values(settings)
-    shared = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    shared: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     if name.startswith("mars_"):
         mars_type = "muon" if name == "mars_muon" else name.replace("_", "-")
         squares_corrected = mars_type != "muon" and UPDATE_RULES[mars_type].has_second_moment

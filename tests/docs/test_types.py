@@ -1,0 +1,44 @@
+"""README's rows pass type checkers with their own defaults, and wrong settings do not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from pages import entry_points
+
+HEAD = """\
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+from trl import SFTTrainer
+
+import mars_hf
+
+
+def rows(model: GPT2LMHeadModel, args: TrainingArguments, optimizer: mars_hf.Mars, scheduler: LambdaLR) -> None:
+"""
+WRONG = ["mars_hf.create(model, gama=0.1)", 'mars_hf.factory(args, gamma="much")', "mars_hf.create(model, fused=8)"]
+CHECKERS = [["mypy", "--config-file="], ["basedpyright", "--level", "error"]]  # the second is pyright with its own Node
+
+
+def rows_of_readme() -> list[str]:
+    """Return the Python of the table of ways in; `...` stands for arguments of the Trainer."""
+    code = [span for span in entry_points() if "(" in span]
+    return [span.replace("(..., ", "(model, args, ").replace(", ...)", ")") for span in code]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", CHECKERS, ids=lambda command: command[0])
+def test_readme_passes_a_type_checker(tmp_path, checker):
+    rows = rows_of_readme()
+    assert len(rows) >= 7
+    file = tmp_path / "rows.py"
+    file.write_text(HEAD + "".join(f"    {row}\n" for row in rows))
+    result = subprocess.run([*checker, file], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    file.write_text(HEAD + "".join(f"    {row}\n" for row in WRONG))
+    result = subprocess.run([*checker, file], cwd=tmp_path, capture_output=True, text=True)
+    found = {int(line) for line in re.findall(r"rows\.py:(\d+):", result.stdout)}
+    first = HEAD.count("\n") + 1
+    assert found == set(range(first, first + len(WRONG))), result.stdout
