@@ -199,7 +199,8 @@ def test_pages_and_hooks_have_the_pinned_versions() -> None:
 
 def test_citation_names_this_version_and_both_papers() -> None:
     citation = load(ROOT / "CITATION.cff")
-    assert citation["version"] == mars_hf.__version__ and citation["license"] == SETTINGS["metadata"]["license_expression"]
+    assert citation["version"] == mars_hf.__version__
+    assert citation["license"] == SETTINGS["metadata"]["license_expression"]
     named = {identifier["value"] for paper in citation["references"] for identifier in paper["identifiers"]}
     assert named == {"arXiv:2411.10438", "arXiv:2510.21800"}
 
