@@ -57,8 +57,13 @@ def attach_card(trainer: Any) -> None:
 
     @functools.wraps(save)
     def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(str(output_dir or trainer.args.output_dir))
+        before = _read_card(folder)
         result = save(output_dir, *args, **kwargs)
-        save_settings(trainer, Path(str(output_dir or trainer.args.output_dir)))
+        save_settings(trainer, folder)
+        if isinstance(unwrap_optimizer(trainer.optimizer), Mars) and trainer.args.should_save:
+            with _warning(trainer):
+                _mend_card_of_adapter(folder, before)
         return result
 
     @functools.wraps(create)
@@ -74,6 +79,24 @@ def attach_card(trainer: Any) -> None:
     trainer.save_model, trainer.create_model_card = save_model, create_model_card
     if hasattr(trainer.model, "add_model_tags"):  # for the cards of PEFT and of `model.push_to_hub`
         trainer.model.add_model_tags(list(TAGS))
+
+
+def _read_card(folder: Path) -> str | None:
+    """Return the card in a folder, if there is one."""
+    card = folder / CARD
+    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+
+
+def _mend_card_of_adapter(folder: Path, before: str | None) -> None:
+    """Mend what saving an adapter did to a card: PEFT adds the name of a base, even a folder, and breaks the seal."""
+    after = _read_card(folder)
+    if after is None or after == before:
+        return
+    was_sealed = before is not None and _is_sealed(before)
+    card = ModelCard(after.rpartition(_SEAL_BEGINS)[0] if was_sealed else after, ignore_metadata_errors=True)
+    _drop_local_names(card.data)
+    content = str(card)
+    (folder / CARD).write_text(_sealed(content) if was_sealed else content, encoding="utf-8")
 
 
 def save_settings(trainer: Any, folder: Path) -> None:
@@ -147,10 +170,11 @@ def _origin(base: str | None, name_or_path: str | None) -> str:
 
 def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) -> None:
     """Add tags, task and the last evaluation to a card's metadata, and drop names that the Hub refuses: local paths."""
-    names_of_base = list(filter(_is_on_hub, [data.base_model, getattr(model.config, "name_or_path", None)]))
-    data.base_model = names_of_base[0] if names_of_base else None
-    tags = [tag for tag in _listed(data.tags) if not _names_local_adapter(tag)]
-    data.tags = list(dict.fromkeys([*tags, *TAGS]))  # each once
+    _drop_local_names(data)
+    name_or_path = getattr(model.config, "name_or_path", None)
+    if data.base_model is None and _is_on_hub(name_or_path):
+        data.base_model = name_or_path
+    data.tags = list(dict.fromkeys([*_listed(data.tags), *TAGS]))  # each once
     # None leaves an entry out of the card.
     data.datasets = list(filter(_is_on_hub, _listed(data.datasets))) or None
     if not data.pipeline_tag:
@@ -158,6 +182,14 @@ def _complete_metadata(data: Any, trainer: Any, model: Any, dataset: list[str]) 
     data.eval_results = _eval_results(data, trainer, dataset) or None
     if data.eval_results and not data.model_name:
         data.model_name = Path(str(trainer.args.output_dir)).absolute().name
+
+
+def _drop_local_names(data: Any) -> None:
+    """Drop local paths, which the Hub refuses, from the base model and the tags of a card's metadata."""
+    if not _is_on_hub(data.base_model):
+        data.base_model = None
+    tags = [tag for tag in _listed(data.tags) if not _names_local_adapter(tag)]
+    data.tags = tags or None
 
 
 def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResult]:

@@ -258,6 +258,9 @@ def test_adapter_of_peft(tmp_path, base):
     run = trainer(arguments(tmp_path / "out", **BY_NAME, save_strategy="steps", save_steps=2), adapted)
     run.train()
     run.save_model()
+    for written in (tmp_path / "out/README.md", tmp_path / "out/checkpoint-2/README.md"):  # by PEFT, when it saves
+        assert str(tmp_path) not in written.read_text() and ModelCard.load(written).data.library_name == "peft"
+    assert hub._is_sealed(card_of(run))  # so that the next training may rewrite it
     run.create_model_card()
     card, data = card_of(run), metadata_of(run)
     assert {"lora", "mars"} <= set(data.tags) and not any(tag.endswith(":") for tag in data.tags)
