@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
 def load(args: FinetuneArguments) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Return the documents to train on and those held out."""
     if args.dataset_name:
-        return finetuning.split(datasets.load_dataset(args.dataset_name, args.dataset_config), args.test_size)
+        return finetuning.split(finetuning.load_dataset(args), args.test_size)
     corpus = embedded.read_corpus("torch-headers")
     train_text, held_out_text = (
         datasets.Dataset.from_dict({args.text_column: documents}) for documents in (corpus.train[::8], corpus.val)

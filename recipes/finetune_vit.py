@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     mars_hf.register()
     (args,) = HfArgumentParser(VitArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
     set_seed(args.seed)
-    parts = datasets.load_dataset(args.dataset_name, args.dataset_config) if args.dataset_name else digits()
+    parts = finetuning.load_dataset(args) if args.dataset_name else digits()
     features = next(iter(parts.values())).features
     if args.image_column not in features or not isinstance(features.get(args.label_column), datasets.ClassLabel):
         raise ValueError(

@@ -43,6 +43,7 @@ from transformers import GPT2Tokenizer
 
 CONTEXT = 1024  # of GPT-2
 _BATCH = 1000  # documents
+_SETTINGS = ("dataset_config", "dataset_revision", "train_split", "text_column", "test_size", "seed", "max_tokens")
 # As in tiktoken_ext.openai_public, so that transformers' tokenizer comes from the files that tiktoken caches.
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 SHA256 = {
@@ -73,10 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             }
         meta = {
             "dataset": name,
-            "settings": {
-                key: getattr(args, key)
-                for key in ("dataset_config", "train_split", "text_column", "test_size", "seed", "max_tokens")
-            },
+            "settings": {key: getattr(args, key) for key in _SETTINGS},
             "tokenizer": "gpt2",
             "vocab_size": len(tokenizer),
             "end_of_text": tokenizer.eos_token_id,
@@ -120,6 +118,7 @@ def load(args: argparse.Namespace, scratch: Path) -> tuple[str, datasets.Dataset
         documents = sources.load_named(
             args.dataset,
             config=args.dataset_config,
+            revision=args.dataset_revision,
             split=args.train_split,
             text_column=args.text_column,
             num_proc=args.num_proc if args.num_proc > 1 else None,
@@ -166,6 +165,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--output_dir", type=Path, required=True, help="folder to make")
     add("--dataset_config", help="configuration of the Hub's data set; for fineweb-edu sample-100BT when left out")
+    add(
+        "--dataset_revision",
+        help=f"branch, tag or commit of the Hub's data set, such as {sources.PARQUET}; left out: its main branch",
+    )
     add("--train_split", default="train", help="split of the data set (default: %(default)s)")
     add("--text_column", default="text", help="column or JSON key with the documents (default: %(default)s)")
     add("--test_size", type=float, default=0.0005, help="share of documents to hold out (default: %(default)s)")

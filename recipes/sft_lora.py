@@ -100,7 +100,7 @@ def load(args: SftArguments) -> tuple[datasets.Dataset, datasets.Dataset]:
         corpus = embedded.read_corpus()
         functions = [list(described_functions(sources)) for sources in (corpus.train, corpus.val)]
         return datasets.Dataset.from_list(functions[0]), datasets.Dataset.from_list(functions[1])
-    parts = datasets.load_dataset(args.dataset_name, args.dataset_config)
+    parts = finetuning.load_dataset(args)
     columns = next(iter(parts.values())).column_names
     if not any(kind <= set(columns) for kind in _COLUMNS):
         raise ValueError(

@@ -45,6 +45,9 @@ class RecipeArguments:
         default=None, metadata={"help": "Folder or name on the Hub; left out: data of this machine."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
+    dataset_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of a data set on the Hub; left out: its main branch."}
+    )
     test_size: float = field(default=0.05, metadata={"help": "Share to hold out of data that hold nothing out."})
     output_dir: str | None = field(default=None, metadata={"help": "Left out: runs/ and the names of task and optim."})
     optim: str = field(default="mars_adamw", metadata={"help": "mars_adamw, mars_m, adamw_torch or another one."})
@@ -103,6 +106,11 @@ def small_gpt2(folder: Path, settings: Sequence[str]) -> str:
         print(f"pretraining a small GPT-2 in {folder}, once")
         pretrain_gpt2.main([*settings, "--cpu_threads", str(torch.get_num_threads()), "--output_dir", str(folder)])
     return str(folder)
+
+
+def load_dataset(args: RecipeArguments) -> datasets.DatasetDict:
+    """Return the data set that the arguments name."""
+    return datasets.load_dataset(args.dataset_name, args.dataset_config, revision=args.dataset_revision)
 
 
 def split(parts: datasets.DatasetDict, test_size: float, **settings: Any) -> tuple[datasets.Dataset, datasets.Dataset]:

@@ -165,18 +165,18 @@ def test_find_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "config", "split"),
+    ("options", "name", "config", "revision", "split"),
     [
-        ("openwebtext", "Skylion007/openwebtext", None, "train"),
-        ("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample-100BT", "train"),
-        ("a/b --dataset_config x --train_split validation", "a/b", "x", "validation"),
+        ("openwebtext", "Skylion007/openwebtext", None, None, "train"),
+        ("fineweb-edu", "HuggingFaceFW/fineweb-edu", "sample-100BT", None, "train"),
+        ("a/b --dataset_config x --dataset_revision y --train_split validation", "a/b", "x", "y", "validation"),
     ],
 )
-def test_hub_names(tmp_path, monkeypatch, options, name, config, split):
+def test_hub_names(tmp_path, monkeypatch, options, name, config, revision, split):
     load = mock.Mock(return_value=datasets.Dataset.from_dict({"id": list(range(67)), "text": TEXTS}))
     monkeypatch.setattr(datasets, "load_dataset", load)
     meta = assert_prepared(prepare(tmp_path, "--dataset", *options.split()), reference_split(TEXTS))
-    load.assert_called_once_with(name, config, split=split, num_proc=None)
+    load.assert_called_once_with(name, config, revision=revision, split=split, num_proc=None)
     assert meta["dataset"] == name
 
 
@@ -213,6 +213,7 @@ FILES = {
     "empty.txt": b"",
     "a.parquet": b"PAR1 or not",
     "a.csv": b"text\nx\n",
+    "scripted/scripted.py": b"raise SystemExit('code of somebody else')",
 }
 
 
@@ -234,16 +235,19 @@ FILES = {
         ("--files good.jsonl --test_size 0", "test_size=0.0 should be either positive"),
         ("--files good.jsonl --seed -1", "expected non-negative integer"),
         ("--files good.jsonl --num_proc 0", "max_workers must be greater than 0"),
+        ("--dataset scripted", "made by a script, which datasets"),
+        ("--dataset scripted", "give --dataset_revision refs/convert/parquet"),
         ("--dataset someone/none", "needs a network or a cached copy (HF_HOME), and some need a login (hf auth login)"),
     ],
 )
 def test_wrong_input(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
     with refused(message):
         prepare_data.main([*options.split(), "--output_dir", "out"])
-    assert {path.name for path in tmp_path.iterdir()} <= {*FILES, ".out.lock"}
+    assert {path.name for path in tmp_path.iterdir()} <= {*FILES, "scripted", ".out.lock"}
 
 
 def test_vocabulary_out_of_reach(tmp_path, monkeypatch):

@@ -15,21 +15,35 @@ ALIASES = {
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-100BT"),
 }
+# The branch to which the Hub converts data sets that scripts made.
+PARQUET = "refs/convert/parquet"
 # Suffix to the reader of datasets. A .txt file is one document.
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def load_named(
-    name: str, *, config: str | None, split: str, text_column: str, num_proc: int | None = None
+    name: str,
+    *,
+    config: str | None,
+    revision: str | None = None,
+    split: str,
+    text_column: str,
+    num_proc: int | None = None,
 ) -> datasets.Dataset:
     """Load a data set of the Hub, or of its local cache, with one column, `text`.
 
     Raises:
-        ValueError: neither cached nor reachable, or no such configuration, split or column.
+        ValueError: neither cached nor reachable, no such configuration, revision, split or column, or a data set that a
+            script of its authors makes, which `datasets` no longer runs.
     """
     try:
-        dataset = datasets.load_dataset(name, config, split=split, num_proc=num_proc)
+        dataset = datasets.load_dataset(name, config, revision=revision, split=split, num_proc=num_proc)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        if "scripts are no longer supported" in str(error):
+            raise ValueError(
+                f"--dataset {name!r:.200} is made by a script, which datasets {datasets.__version__} does not run; "
+                f"the Hub keeps such data sets as parquet files: give --dataset_revision {PARQUET}"
+            ) from error
         raise ValueError(
             f"--dataset {name!r:.200}, --dataset_config {config}, --train_split {split}: {str(error)!r:.200}; it needs "
             "a network or a cached copy (HF_HOME), and some need a login (hf auth login); local files need --files"
