@@ -17,8 +17,10 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pages
@@ -132,13 +134,18 @@ def logged():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(one.language == "python" for one in blocks(page))])
-def test_python(page, place, logged):
+def test_python(page, place, logged, monkeypatch):
     """What they print and log is on the page too, below a comment `prints` or `logs`."""
     names, printed = pages.names(place), ""
     if page == "distributed.md":
         folder = Path("out/checkpoint-500/global_step500")
         pages.save_zero_checkpoint(folder)
         universal.to_universal(folder, folder.with_name(f"{folder.name}_universal"))
+    if page == "elsewhere.md":  # which ms-swift imports
+        plugins = types.ModuleType("swift.optimizers")
+        plugins.OptimizerCallback, plugins.optimizers_map = object, {}
+        monkeypatch.setitem(sys.modules, "swift", types.ModuleType("swift"))
+        monkeypatch.setitem(sys.modules, "swift.optimizers", plugins)
     if page == "resuming.md":
         gpt2().save_pretrained("out/checkpoint-500")
     for block in blocks(page):
@@ -155,6 +162,10 @@ def test_python(page, place, logged):
             assert any(message.startswith(beginning) for message in logged), (beginning, logged)
         else:
             assert not block.directive, f"{page}: unknown directive {block.directive}"
+    if page == "elsewhere.md":
+        plugin = plugins.optimizers_map["mars"]()
+        plugin.args, plugin.trainer = names["args"], SimpleNamespace(model=gpt2())
+        assert isinstance(plugin.create_optimizer(), mars_hf.Mars)
 
 
 @pytest.mark.slow

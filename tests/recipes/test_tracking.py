@@ -243,7 +243,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_page_shows_the_result():
-    """The whole grid is measured; moments without clipping, and each role's errors at beta1 0.9, are on the page."""
+    """The whole grid is measured; moments without clipping are on the page."""
     result = json.loads((ROOT / "benchmarks" / "results" / "tracking_embedded.json").read_text())
     page = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8").replace("\\\n ", "")
     rows = [
@@ -259,18 +259,4 @@ def test_page_shows_the_result():
     table = [line for line in tracking.table(rows).splitlines() if line.startswith("| beta1")]
     # Without the last column, Var(c) / Var(g).
     lines += [line[: line.rindex("|", 0, -1) + 1] for line in table if not any(word in line for word in left_out)]
-    medians = {"all": [{**moment._asdict(), **numbers} for moment, numbers in measured.items()], **result["medians"]}
-    roles = ("all", "embedding", "vector", "matrix")
-    errors = {
-        (role, m["gamma"], m["form"]): m
-        for role in roles
-        for m in medians[role]
-        if (m["beta1"], m["clip"]) == (0.9, None)
-    }
-    for gamma, form in ((0.0, "approx"), (0.025, "approx"), (0.025, "exact"), (0.1, "approx"), (0.1, "exact")):
-        name = f"{gamma:g} {form}" if gamma else "gamma 0"
-        cells = "{} | {}, {} | {}".format(*(f"{errors[role, gamma, form]['error']:.3f}" for role in roles))
-        lines.append(f"| {name} | {cells} |")
-    scales = "{:.0f} | {:.0f}, {:.0f} | {:.0f}".format(*(errors[role, 0.0, "approx"]["noise_scale"] for role in roles))
-    lines.append(f"| noise scale, samples | {scales} |")
-    assert len(lines) >= 15 + 6 and [line for line in lines if line not in page] == []
+    assert len(lines) >= 15 and [line for line in lines if line not in page] == []
