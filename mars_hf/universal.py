@@ -12,6 +12,7 @@ import contextlib
 import functools
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
 from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
-from mars_hf.step.states import lacks_last_grad
+from mars_hf.step.states import check_saved_group, lacks_last_grad
 
 __all__ = ["extend_deepspeed", "load", "to_universal"]
 
@@ -34,6 +35,8 @@ _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLD
 _MODEL_FILE_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_FILE_OF_ZERO12 = "mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
+# Settings that a loaded checkpoint brings, and no schedule, loop or machine.
+_LOADED = tuple(name for name in settings.GROUP_KEYS if name not in ("lr", "max_grad_norm", "fused", "layout"))
 _COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of all ranks alike
 
 
@@ -106,7 +109,7 @@ def known_layout(file: Path) -> Iterator[None]:
 
 
 def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
-    """Return the saved groups; ValueError for a bad setting, or if their roles are not those of the optimizer's."""
+    """Return the saved groups; ValueError for a bad setting, or if they are not those of the optimizer."""
     file = zero / "optimizer_state.pt"
     if not file.is_file():
         raise ValueError(f"{zero.parent} is not a universal checkpoint (no zero/{file.name} in it); {_REMEDY}")
@@ -122,7 +125,25 @@ def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
     if saved != roles:
         remedy = "build it from the same parameters, with the same settings, as when it was saved"
         raise ValueError(f"the checkpoint has groups of roles {saved}, this optimizer of {roles}; {remedy}")
+    for index, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        check_saved_group(index, group, own)
+    _warn_of_other_settings(groups, optimizer.param_groups)
     return groups
+
+
+def _warn_of_other_settings(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Say which settings of the checkpoint win over others given now; schedulers write the rates of both."""
+    differences: dict[str, str] = {}
+    for index, (group, given) in enumerate(zip(saved, own, strict=True)):
+        for name in _LOADED:
+            if name in group and group[name] != given[name]:
+                differences.setdefault(name, f"{name}={group[name]!r} of param group {index} ({given[name]!r} here)")
+    if differences:
+        warnings.warn(
+            f"the checkpoint's settings win: {', '.join(differences.values())}; to change one, start a new run from "
+            "the model",
+            stacklevel=3,
+        )
 
 
 def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +270,41 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
         reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"
         raise ValueError(f"{folder} was saved with {reason}; resume it with the same number of processes")
     ranks = [_read_rank(files[rank], rank, world, model) for rank in range(world)]
+    _refuse_mixed_ranks(folder, ranks)
     return ranks, model, shapes
+
+
+def _refuse_mixed_ranks(folder: Path, ranks: list[Rank]) -> None:
+    """Raise ValueError if the files are not of one checkpoint: of several steps, or one rank's file twice."""
+    remedy = "the folder mixes files of several checkpoints; take another one"
+    by_beginning: dict[bytes, int] = {}
+    for number, rank in enumerate(ranks):
+        for index, (first, state) in enumerate(zip(ranks[0].states, rank.states, strict=True)):
+            if "step" not in first or "step" not in state:
+                continue
+            steps = [int(parse_step(each["step"])) for each in (first, state)]
+            if steps[0] != steps[1]:
+                raise ValueError(
+                    f"{folder}: param group {index} of rank 0 is of step {steps[0]}, that of rank {number} of step "
+                    f"{steps[1]}; {remedy}"
+                )
+        other = by_beginning.setdefault(_beginning(rank), number)
+        if other != number and _are_same(ranks[other], rank):
+            raise ValueError(f"{folder}: the files of ranks {other} and {number} hold the same partition; {remedy}")
+
+
+def _beginning(rank: Rank) -> bytes:
+    """Return the first elements of a rank's weights, which tell ranks apart without reading all."""
+    return b"".join(flat[:1024].contiguous().view(torch.uint8).numpy().tobytes() for flat in rank.weights)
+
+
+def _are_same(one: Rank, other: Rank) -> bool:
+    """Return whether two ranks hold the same weights, which several values tell from partitions of zeros or ones."""
+    flats = [*one.weights, *other.weights]
+    if not all(is_plain(flat) for flat in flats):  # refused later
+        return False
+    tell_apart = any(flat.numel() > 0 and bool((flat != flat[0]).any()) for flat in flats)
+    return tell_apart and all(map(torch.equal, one.weights, other.weights))
 
 
 def _optimizer_files(folder: Path) -> dict[int, Path]:

@@ -10,6 +10,7 @@ import copy
 import enum
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -366,6 +367,42 @@ def test_settings_that_mars_cannot_use(converted, name, value):
     edit(file, lambda content: content["param_groups"][1].update({name: value}))
     with pytest.raises(ValueError, match=re.escape(f"optimizer_state.pt, param group 1: {name}={value!r}")):
         in_one_process(converted)
+
+
+@pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
+def test_settings_of_another_optimizer(tmp_path, converted, read):
+    """As in `load_state_dict`: another rule or form is refused, and so are overrides in another order."""
+    with pytest.raises(ValueError, match="saved with mars_type='mars-adamw' and is 'mars-lion' here"):
+        read(converted, mars_type="mars-lion")
+    rules = [("weight", {"gamma": 0.1}), ("bias", {"weight_decay": 0.3})]
+    saved = save_zero(tmp_path / "rules", *trained(param_rules=rules))
+    universal.to_universal(saved, tmp_path / "of_rules")
+    read(tmp_path / "of_rules", param_rules=rules)
+    roles = [("weight", {"role": "vector"}), ("bias", {"role": "vector"})]
+    saved = save_zero(tmp_path / "roles", *trained(param_rules=roles))
+    universal.to_universal(saved, tmp_path / "of_roles")
+    with pytest.raises(ValueError, match=r"saved with the pattern 'weight' of param_rules and has 'bias' here"):
+        read(tmp_path / "of_roles", param_rules=roles[::-1])
+
+
+@pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
+def test_settings_that_win_are_said(converted, read):
+    with pytest.warns(UserWarning, match=r"settings win: gamma=0\.025 of param group 0 \(0\.1 here\); to change one"):
+        read(converted, gamma=0.1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_several_checkpoints(tmp_path, stage):
+    model, mars = trained()
+    source = save_zero(tmp_path / "step2", model, mars, stage)
+    train(model, mars, 1)
+    later = save_zero(tmp_path / "step3", model, mars, stage)
+    shutil.copy(later / RANKS[1], source / RANKS[1])
+    with pytest.raises(ValueError, match=r"of rank 0 is of step 2, that of rank 1 of step 3; the folder mixes files"):
+        universal.to_universal(source, tmp_path / "universal")
+    shutil.copy(source / RANKS[0], source / RANKS[1])
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 hold the same partition; the folder mixes files"):
+        universal.to_universal(source, tmp_path / "universal")
 
 
 # --- files that others wrote ------------------------------------------------------------------------------------------

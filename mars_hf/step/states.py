@@ -150,12 +150,13 @@ def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: b
 def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
-        _check_saved_group(index, saved, group)
+        check_saved_group(index, saved, group)
     for id_, param in _pairs(state_dict, groups):
         check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
 
 
-def _check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a saved group can take the place of this one: of its number, role, rule and form."""
     if "role" not in saved:
         raise ValueError(
             f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
