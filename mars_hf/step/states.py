@@ -25,6 +25,14 @@ BUFFERS = (
 )
 
 
+# A step count in a Trainer's optimizer.pt. Where mars_hf is not imported, torch's optimizers want a number, and their
+# error shows this text; with a number they would go on from MARS's states in silence.
+_NAMED_STEP = (
+    b"step %d of MARS (mars_hf): resume with the optimizer that saved it, such as optim='mars_adamw', or load the "
+    b"checkpoint as the model, with from_pretrained"
+)
+
+
 class UnfitStateError(ValueError, RuntimeError):
     """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
@@ -103,8 +111,22 @@ def lacks_last_grad(group: Mapping[str, Any], state: Container[str]) -> bool:
     return "exp_avg" in state and "last_grad" not in state
 
 
+def name_steps(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict whose step counts no other optimizer accepts; a hook of `state_dict`."""
+    named = {}
+    for id_, state in state_dict["state"].items():
+        named[id_] = {**state, "step": _NAMED_STEP % int(state["step"])} if "step" in state else state
+    return {**state_dict, "state": named}
+
+
+def _is_named_step(value: Any) -> bool:
+    return isinstance(value, bytes) and value.startswith(b"step ") and value.split()[1].isdigit()
+
+
 def to_step_count(value: Any) -> Tensor:
     """Return a step count as a 0-d float32 tensor on CPU; one that already is one is returned itself."""
+    if _is_named_step(value):
+        value = value.split()[1]
     if isinstance(value, Tensor):
         has_form = value.ndim == 0 and value.dtype == torch.float32
         if has_form and value.device.type == "cpu":
@@ -132,7 +154,7 @@ def check_state(
 
 def _check_step(param: Tensor, value: Any, what: str) -> None:
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
-    if not is_number:
+    if not is_number and not _is_named_step(value):
         raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
 
 

@@ -19,10 +19,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from mars_hf import _compat
+from mars_hf.distributed.tensors import is_dtensor
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import MARS_TYPES, MUON
 from mars_hf.groups.summary import one_line_summary
 from mars_hf.optimizer import Mars
+from mars_hf.step.states import name_steps
 from mars_hf.training import guard, hub, log
 
 # Values of `TrainingArguments.optim`, after `register`.
@@ -61,6 +63,7 @@ class LastGradientCallback(TrainerCallback):
         self.optimizer = optimizer
         self.required = required
         self._mars: Mars | None = None
+        self._hooks: list[Any] = []  # of its `state_dict`, in training
         self._known_missing = ""
         self._known_missing_of_loss = ""
         self._has_seen_loss = False  # its first backward in this run
@@ -76,6 +79,7 @@ class LastGradientCallback(TrainerCallback):
     ) -> None:
         """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
         self._mars = None
+        self._remove_hooks()  # of a run that was interrupted
         has_mars = isinstance(guard.unwrap_optimizer(optimizer), Mars)
         if self.required or has_mars or _asks_for_mars(args, self.trainer):
             self._mars = guard.require_mars(optimizer, self.optimizer)
@@ -86,6 +90,8 @@ class LastGradientCallback(TrainerCallback):
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
+        if _saves_plain_states(self.trainer, self._mars):
+            self._hooks = [self._mars.register_state_dict_post_hook(name_steps)]
         if self.trainer is not None:
             hub.attach_card(self.trainer)
         if state.is_world_process_zero:
@@ -165,7 +171,15 @@ class LastGradientCallback(TrainerCallback):
         if self._mars is not None and self.trainer is not None:
             hub.write_card(self.trainer)
 
-    on_train_end = on_push_begin
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write the card and mars.json; the optimizer's state is the user's again."""
+        self.on_push_begin(args, state, control)
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _check_unfrozen(self, optimizer: Any, state: TrainerState) -> None:
         """Stop a run whose optimizer lacks layers that have been unfrozen; the owner of an instance is warned, once."""
@@ -241,6 +255,13 @@ def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
 def _uses_factory(trainer: Trainer | None) -> bool:
     made_by = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return made_by is not None and type(made_by[0]).__name__ == "MarsFactory"
+
+
+def _saves_plain_states(trainer: Trainer | None, mars: Mars) -> bool:
+    """Return whether a Trainer saves the optimizer's state_dict as it is: engines have formats of their own."""
+    if trainer is None or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return False
+    return not any(is_dtensor(param) for group in mars.param_groups for param in group["params"])
 
 
 def _share_work_of_ranks(mars: Mars) -> None:

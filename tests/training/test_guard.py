@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from helpers import arguments, gpt2, mars_trainer, trainer
+from helpers import arguments, equal, gpt2, mars_trainer, trainer
 from torch import nn
 from torch.optim import lr_scheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -209,3 +213,61 @@ def test_weights_of_a_loss_without_gradients():
         assert guard.missing_parameters_of_loss(mars, held, model) == "Module.head.weight"
     assert not guard.missing_parameters_of_loss(mars_hf.create([model, loss]), loss, model)
     assert not guard.missing_parameters_of_loss(mars, lambda: loss, model)
+
+
+# --- checkpoints where mars_hf is not imported ------------------------------------------------------------------------
+
+WITHOUT = """
+import sys
+import torch
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+
+folder, checkpoint = sys.argv[1:]
+model = GPT2LMHeadModel.from_pretrained(checkpoint)
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+args = TrainingArguments(folder, max_steps=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+try:
+    Trainer(model, args, train_dataset=rows).train(resume_from_checkpoint=checkpoint)
+finally:
+    print("mars_hf" in sys.modules)
+"""
+
+
+def saved_checkpoint(folder: Path) -> tuple[Any, Path]:
+    run = mars_trainer(arguments(folder, max_steps=2, save_strategy="steps", save_steps=2), gpt2())
+    run.train()
+    return run, folder / "checkpoint-2"
+
+
+@pytest.mark.slow
+def test_plain_trainer_refuses_a_checkpoint(tmp_path):
+    _, checkpoint = saved_checkpoint(tmp_path / "mars")
+    script = tmp_path / "without.py"
+    script.write_text(WITHOUT)
+    finished = subprocess.run([sys.executable, script, tmp_path / "out", checkpoint], capture_output=True, text=True)
+    assert finished.stdout.splitlines()[-1] == "False"
+    last = finished.stderr.strip().splitlines()[-1]
+    assert "step 2 of MARS (mars_hf): resume with the optimizer that saved it" in last, finished.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adagrad])
+def test_other_optimizers_refuse_a_checkpoint(tmp_path, kind):
+    run, checkpoint = saved_checkpoint(tmp_path)
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    mars = run.optimizer.optimizer
+    groups = [{"params": group["params"]} for group in mars.param_groups]
+    with pytest.raises(ValueError, match=r"step 2 of MARS \(mars_hf\): resume with"):
+        kind(groups).load_state_dict(saved)
+    before = copy.deepcopy(mars.state_dict())
+    mars.load_state_dict(saved)
+    assert equal(mars.state_dict(), before)
+    assert all(torch.is_tensor(state["step"]) for state in before["state"].values())  # the user's own, after training
+
+
+def test_wrong_step_counts_are_refused(tmp_path):
+    run, checkpoint = saved_checkpoint(tmp_path)
+    for step in (b"step x of MARS", b"3", "3", None):
+        saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        saved["state"][0]["step"] = step
+        with pytest.raises(ValueError, match="a number is needed"):
+            run.optimizer.optimizer.load_state_dict(saved)
