@@ -45,6 +45,8 @@ PRIVATE_NAMES = {
     ),
     "transformers:Trainer._clip_grad_norm": "MarsTrainer clips as Trainer does, in passes of its own.",
     "transformers:Trainer._get_grad_norm": "NonFiniteCallback takes a norm of its own.",
+    "transformers:Trainer._load_from_checkpoint": "Weights that are saved under other names are lost in resuming.",
+    "transformers:Trainer._load_best_model": "As the name before, at the end with `load_best_model_at_end`.",
     "accelerate.state:GradientState._set_sync_gradients": "Exact MARS cannot accumulate gradients.",
     "enum:Enum._member_map_": "`--optim mars_adamw` is unknown; `factory()` works.",
 }
@@ -62,6 +64,8 @@ CHECKPOINT_CLASSES = (
 REPLACED_NAMES = {
     "transformers:Trainer": "Scripts under `python -m mars_hf run` train with Trainer in place of MarsTrainer.",
     "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
+    "transformers:Trainer._load_from_checkpoint": "Mixtral, GPT-NeoX and others resume with weights as initialized.",
+    "transformers:Trainer._load_best_model": "As the name before, at the end.",
     "transformers:TrainingArguments.__post_init__": "A bad `optim_args` is told when the optimizer is made.",
     "transformers.training_args:OptimizerNames": "`--optim mars_adamw` is unknown.",
     "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS": "The same: nothing makes that optimizer.",

@@ -6,7 +6,9 @@ Importing this module gives one to every Trainer made from then on; it does noth
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from mars_hf.groups.settings import MARS_TYPES, MUON
 from mars_hf.groups.summary import one_line_summary
 from mars_hf.optimizer import Mars
 from mars_hf.step.states import name_steps
-from mars_hf.training import guard, hub, log
+from mars_hf.training import converted_weights, guard, hub, log
 
 # Values of `TrainingArguments.optim`, after `register`.
 OPTIM_NAMES = {**{rule.replace("-", "_"): rule for rule in MARS_TYPES}, "mars_muon": MUON}
@@ -57,6 +59,7 @@ class LastGradientCallback(TrainerCallback):
 
     trainer: Trainer | None = None  # where it is a Trainer's first callback
     optimizer_is_given = False  # to the Trainer, by its user
+    resumes_from: str | None = None  # the folder whose weights the Trainer has loaded for the run that begins
 
     def __init__(self, optimizer: Mars | None = None, *, required: bool = True) -> None:
         """See the class."""
@@ -87,6 +90,8 @@ class LastGradientCallback(TrainerCallback):
             self._check_run(args, self._mars, optimizer, kwargs["model"])
             guard.require_scheduler(kwargs.get("lr_scheduler"), self._mars)
             _share_work_of_ranks(self._mars)
+            self.restore_weights(self.resumes_from)
+        self.resumes_from = None
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
@@ -99,6 +104,15 @@ class LastGradientCallback(TrainerCallback):
             log.info(one_line_summary(self._mars.param_groups, self._model, asked_for))
             for warning in warnings:
                 log.warning(warning)
+
+    def restore_weights(self, folder: str | None) -> None:
+        """Load what Trainer has not loaded of a folder's weights; engines have formats of their own."""
+        if self._mars is None or folder is None or self.trainer is None:
+            return
+        if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
+            return
+        if converted_weights.restore(self.trainer.model, folder) and self.trainer.is_world_process_zero():
+            log.info(f"loaded weights of {folder} that transformers saves under other names; none is missing")
 
     def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any, model: Any) -> None:
         """Raise RuntimeError if MARS would not train the model as it was asked to."""
@@ -233,17 +247,40 @@ def attach_callback(trainer: Trainer) -> None:
         made_by: Any = trainer.optimizer_cls_and_kwargs
         make, kwargs = made_by
         trainer.optimizer_cls_and_kwargs = (make.of_trainer(trainer.args), kwargs)
-    handler = trainer.callback_handler
-    callback = next((each for each in handler.callbacks if isinstance(each, LastGradientCallback)), None)
+    callback = _callback_of(trainer)
     if callback is None:
         # Noted now, because DeepSpeed drops an instance before training begins.
         callback = LastGradientCallback(required=isinstance(trainer.optimizer, Mars))
     callback.trainer = trainer
     callback.optimizer_is_given = isinstance(trainer.optimizer, Mars)
+    handler = trainer.callback_handler
     handler.callbacks = [callback, *(other for other in handler.callbacks if other is not callback)]
 
 
+def _callback_of(trainer: Trainer) -> LastGradientCallback | None:
+    return next((each for each in trainer.callback_handler.callbacks if isinstance(each, LastGradientCallback)), None)
+
+
+def _note_folder(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def load_and_note(self: Trainer, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        load(self, resume_from_checkpoint, *args, **kwargs)
+        callback = _callback_of(self)
+        if callback is not None:
+            callback.resumes_from = resume_from_checkpoint
+
+    return load_and_note
+
+
+def _restore_best_model(trainer: Trainer) -> None:
+    callback = _callback_of(trainer)
+    if callback is not None:
+        callback.restore_weights(trainer.state.best_model_checkpoint)
+
+
 _compat.call_after(Trainer, "__init__", attach_callback)
+_compat.replace_once(Trainer, "_load_from_checkpoint", _note_folder)
+_compat.call_after(Trainer, "_load_best_model", _restore_best_model)
 
 
 def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
