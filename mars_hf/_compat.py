@@ -79,13 +79,24 @@ REPLACED_NAMES = {
 }
 
 
+_THIS_IMPORT = object()
+
+
 def replace_once(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of another package by `wrap` of it, unless that is done; see `REPLACED_NAMES`."""
+    """Replace a method of another package by `wrap` of it, unless that is done; see `REPLACED_NAMES`.
+
+    Raises:
+        RuntimeError: an earlier import of mars_hf has done it, and would go on with classes of its own.
+    """
     method = getattr(owner, name)
-    if not hasattr(method, "of_mars_hf"):
-        replacement: Any = wrap(method)
-        replacement.of_mars_hf = True
-        setattr(owner, name, replacement)
+    replaced_by = getattr(method, "of_mars_hf", None)
+    if replaced_by is _THIS_IMPORT:
+        return
+    if replaced_by is not None:
+        raise RuntimeError("mars_hf has been reloaded, or removed from sys.modules and imported again; restart Python")
+    replacement: Any = wrap(method)
+    replacement.of_mars_hf = _THIS_IMPORT
+    setattr(owner, name, replacement)
 
 
 def call_after(owner: Any, name: str, function: Callable[[Any], None]) -> None:

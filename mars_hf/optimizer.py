@@ -41,6 +41,7 @@ from mars_hf.groups.settings import (
     expand,
     reject_unknown,
     shown,
+    without_torch_keywords,
 )
 from mars_hf.groups.summary import summary
 from mars_hf.step import exact, states
@@ -119,8 +120,8 @@ class Mars(torch.optim.Optimizer):
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
             same cost; or three numbers, or a list of as many triples as steps.
-        ns_dtype: of the iteration, a torch.dtype or its name. None: bfloat16, but float32 on a CPU that lacks bfloat16
-            instructions, and float64 for float64 parameters.
+        ns_dtype: of the iteration, a torch.dtype or its name. None: bfloat16, but float32 on a CPU or GPU that lacks
+            bfloat16 instructions (V100, T4), and float64 for float64 parameters.
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
@@ -135,6 +136,8 @@ class Mars(torch.optim.Optimizer):
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients,
             such as those of DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each
             rank work alone; a Trainer under DistributedDataParallel gives it. Not saved.
+        foreach, capturable, differentiable: torch's, for code that gives all its optimizers the same keywords; accepted
+            at their defaults alone.
 
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
@@ -229,9 +232,13 @@ class Mars(torch.optim.Optimizer):
         maximize: bool = False,
         fused: bool | None = None,
         process_group: Any = None,
+        foreach: None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         """See the class."""
         settings = {name: value for name, value in locals().items() if name in DEFAULTS}
+        without_torch_keywords({"foreach": foreach, "capturable": capturable, "differentiable": differentiable})
         if _compat.is_inside_zero_redundancy_optimizer():
             raise RuntimeError(
                 "ZeroRedundancyOptimizer gives all parameters of a rank the settings of its own groups, so biases and "
@@ -697,9 +704,10 @@ def create(
             needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
             that can be read.
     """
-    reject_unknown(settings, SETTINGS, "mars_hf.create")
-    saved = {} if like is None else saved_settings.read(like, settings.get("mars_type"))
-    arguments = {**saved, **check_arguments(settings)}
+    stated = without_torch_keywords(settings)
+    reject_unknown(stated, SETTINGS, "mars_hf.create")
+    saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
+    arguments = {**saved, **check_arguments(stated)}
     release_gradients = arguments.pop("release_gradients", False)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}

@@ -39,15 +39,20 @@ def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchu
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:
     """Return the dtype of the iteration: `ns_dtype`; left out, float64 for float64 parameters, else the device's.
 
-    A CPU without bfloat16 instructions takes float32, every other device bfloat16. `device` does the work.
+    Where bfloat16 is emulated, on CPUs without instructions for it and NVIDIA's GPUs before the A100, that is float32;
+    else bfloat16. `device` does the work.
     """
     if group["ns_dtype"] is not None:
         return parse_dtype(group["ns_dtype"])
     if param.dtype == torch.float64:
         return torch.float64
-    if device.type == "cpu" and not cpu_multiplies_bfloat16():
-        return torch.float32
-    return torch.bfloat16
+    if device.type == "cpu":
+        is_emulated = not cpu_multiplies_bfloat16()
+    elif device.type == "cuda" and torch.version.hip is None:
+        is_emulated = torch.cuda.get_device_capability(device) < (8, 0)
+    else:
+        is_emulated = False
+    return torch.float32 if is_emulated else torch.bfloat16
 
 
 def compute_directions(

@@ -15,7 +15,7 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,8 +25,15 @@ from torch import Tensor
 
 from mars_hf.arithmetic.resting import Moving, spread
 
-# Dtype of sums by type of device: Apple GPUs lack float64.
-SUM_DTYPES = defaultdict(lambda: torch.float64, mps=torch.float32)
+
+@functools.cache
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums on a device: float64, or float32 where it has none, as Apple's GPUs and Intel's Arc."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum()
+    except (TypeError, RuntimeError):  # which of them depends on the device
+        return torch.float32
+    return torch.float64
 
 
 def parse_dtype(value: str | torch.dtype) -> torch.dtype:
@@ -56,10 +63,10 @@ def sums(
         corrected: whether the caller needs the fourth row; otherwise it may be zero.
 
     Returns:
-        float64 (see `SUM_DTYPES`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
+        float64 (see `sum_dtype`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
         of a float32 never overflows there.
     """
-    wide = SUM_DTYPES[gradients[0].device.type]
+    wide = sum_dtype(gradients[0].device)
     dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)} else torch.float32
     g, last, c = _correct(gradients, last_grads, scale, k if corrected else None, dtype)
     rows: list[Tensor | None] = [None] * 4

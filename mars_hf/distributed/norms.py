@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
 
 
@@ -24,7 +25,7 @@ class GroupSums:
     def __init__(self, count: int, rows: int, device: torch.device, unit_counts: Sequence[int] = ()) -> None:
         """Start with nothing, for `rows` sums of `count` parameters with so many units, the same on every rank."""
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = sum_dtype(device)
         # The last row holds what is present, and in one more column the flag.
         self._shape = torch.Size((rows + 1, count + 1))
         self._first_units = [0, *itertools.accumulate(unit_counts)]

@@ -230,6 +230,8 @@ _OTHER_NAMES = {  # of other libraries
     "grad_clip": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",
 }
+# Keywords of torch's optimizers, which configurations for several optimizers state.
+_OF_TORCH = {"foreach": None, "capturable": False, "differentiable": False}
 _EXAMPLE = "write gamma=0.025,beta1=0.9"
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _OVERRIDES = (
@@ -296,10 +298,25 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     with contextlib.suppress(Exception):  # a value of any class may raise anything
         if kind.fits(value):
             return kind.plain(value)
-    text = shown(value).strip("'").lower().replace("_", "-")
-    close = difflib.get_close_matches(text, kind.names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = hint_of_number(value) if kind.type is float else _hint_of_name(value, kind.names)
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
+
+
+def _hint_of_name(value: Any, names: Sequence[str]) -> str:
+    text = shown(value).strip("'").lower().replace("_", "-")
+    close = difflib.get_close_matches(text, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def hint_of_number(value: Any) -> str:
+    """Return what to write in place of a number that is text: YAML takes 1e-3 for text, for it has no point."""
+    if not isinstance(value, str):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    return f"; it is text: write {number!r} (YAML reads 1e-3 as text, and 1.0e-3 as a number)"
 
 
 def _checked_override(override: Override) -> Override:
@@ -371,6 +388,16 @@ def _overrides_from_text(text: str) -> list[Override]:
     return _overrides(value)
 
 
+def without_torch_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those keywords of torch's optimizers that MARS has no use for; ValueError for others."""
+    ours = dict(settings)
+    for name, default in _OF_TORCH.items():
+        value = ours.pop(name, default)
+        if value is not default:
+            raise ValueError(f"{name}={shown(value)} is for torch's own optimizers; leave it out, or give {default}")
+    return ours
+
+
 def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
     """Raise UnknownHyperparameterError for a name that is not accepted, with the one that was probably meant.
 
@@ -409,6 +436,22 @@ def read(name: str, text: str) -> Any:
         return text
 
 
+def text_of_optim_args(settings: Mapping[str, Any]) -> str:
+    """Return a mapping, as YAML has it, as the text that `TrainingArguments.optim_args` holds.
+
+    Raises:
+        ValueError: a value that such a text cannot hold.
+    """
+    single = {name: value for name, value in settings.items() if name not in ("betas", "betas_1d")}
+    for half, (pair, index) in PAIR_KEYS.items():
+        if pair in settings:
+            single[half] = _checked(pair, settings[pair], _BETAS)[index]
+    for name, value in single.items():
+        if not isinstance(value, (str, float, int, type(None))):
+            raise ValueError(f"optim_args: {name}={shown(value)} is no number, word or path; give it in mars_kwargs")
+    return ",".join(f"{name}={value}" for name, value in single.items())
+
+
 def parse_optim_args(text: str | None) -> dict[str, Any]:
     """Return the settings of `TrainingArguments.optim_args`, such as "gamma=0.025,clip_threshold=none,beta1=0.9".
 
@@ -426,8 +469,8 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
 
 def _split_pairs(text: str) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for pair in text.replace(" ", "").split(","):
-        name, _, value = pair.partition("=")
+    for pair in map(str.strip, text.split(",")):
+        name, value = (part.strip() for part in pair.partition("=")[::2])
         where = f"optim_args={shown(text)}: {shown(pair)}"
         if name in texts:
             raise ValueError(f"{where} is given twice; {_EXAMPLE}")

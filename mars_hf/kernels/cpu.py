@@ -72,7 +72,7 @@ FLAGS = (
     "-Wl,--as-needed",
 )
 # Drivers of C (`CXX=gcc`, which PEFT's BOFT sets in the process that imports it) do not add it on their own.
-LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
+LIBRARIES = ("-lstdc++",)
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
 find_moving = resting.find_moving  # its tests end at the first element that is not zero
@@ -224,11 +224,11 @@ def load(source: Path) -> ctypes.CDLL:
     """Load the library of a C++ file: from the user's cache, or compiled now and cached for later runs.
 
     Raises:
-        RuntimeError: no compiler, or it failed.
+        RuntimeError: another system than Linux, no compiler, or it failed.
         OSError: no temporary folder can hold the library.
     """
-    if os.name != "posix":
-        raise RuntimeError("the kernels compile on Linux and macOS only")
+    if sys.platform != "linux":  # Apple's clang has no OpenMP, and its linker other options
+        raise RuntimeError("the compiled kernels are made for Linux; elsewhere plain PyTorch computes: leave out fused")
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     vectors = X86_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ()) if is_x86 else ()
     command = [*find_compiler(), *FLAGS, *vectors, str(source), *_openmp_of_torch(), *LIBRARIES]

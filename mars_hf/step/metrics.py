@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import SUM_DTYPES
+from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.tensors import Group
 
@@ -86,7 +86,7 @@ class StepMetrics:
         for param, old in zip(params, before, strict=True):
             dtype = torch.promote_types(param.dtype, torch.float32)
             change = param.to(dtype) - old.to(dtype)
-            squares.append(torch.linalg.vector_norm(change, dtype=SUM_DTYPES[param.device.type]).square())
+            squares.append(torch.linalg.vector_norm(change, dtype=sum_dtype(param.device)).square())
         square = torch.stack(squares).sum()
         elements = sum(param.numel() for param in params)
         self._accumulate(group, {"update": square, "elements": torch.full_like(square, elements)})
@@ -145,4 +145,4 @@ class StepMetrics:
 
 
 def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(len(_SUMS), dtype=SUM_DTYPES[device.type], device=device)
+    return torch.zeros(len(_SUMS), dtype=sum_dtype(device), device=device)

@@ -164,8 +164,8 @@ def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: b
     if not is_beside:
         raise UnfitStateError(
             f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
-            "point tensor of the parameter's shape and device is needed. A checkpoint of a model of another "
-            "size cannot be resumed: start with a fresh optimizer"
+            "point tensor of the parameter's shape and device is needed. A model that has been resized since cannot "
+            "go on with this state: start a new run from its weights, with from_pretrained"
         )
 
 
@@ -173,8 +173,12 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         check_saved_group(index, saved, group)
+    names: dict[Tensor, str] = {}
+    for group in groups:
+        names.update(zip(group["params"], group.get("param_names", ()), strict=False))  # all have names, or none
     for id_, param in _pairs(state_dict, groups):
-        check_state(param, state_dict["state"].get(id_, {}), "the saved state of a parameter", anywhere=True)
+        what = f"the saved state of {names.get(param, 'a parameter')}"
+        check_state(param, state_dict["state"].get(id_, {}), what, anywhere=True)
 
 
 def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:

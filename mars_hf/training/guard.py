@@ -29,8 +29,19 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     steps = unwrap_optimizer(optimizer)
     if isinstance(steps, Mars) and (expected is None or steps is expected):
         return steps
+    if _is_of_another_import(steps):
+        raise RuntimeError(
+            "the optimizer that would step is a Mars of another import of mars_hf, which has been reloaded or removed "
+            "from sys.modules; restart Python"
+        )
     name = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
     raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(steps, optimizer)}")
+
+
+def _is_of_another_import(optimizer: Any) -> bool:
+    """Tell whether an optimizer has a class of Mars's name that is not Mars, as after importlib.reload."""
+    names = [(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__]
+    return (Mars.__module__, Mars.__qualname__) in names and not isinstance(optimizer, Mars)
 
 
 def require_same(optimizer: Any, mars: Mars) -> None:

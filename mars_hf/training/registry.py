@@ -23,8 +23,11 @@ from mars_hf.groups.settings import (
     SETTINGS,
     check_arguments,
     expand,
+    hint_of_number,
     parse_optim_args,
     reject_unknown,
+    text_of_optim_args,
+    without_torch_keywords,
 )
 from mars_hf.optimizer import Mars, create
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
@@ -123,8 +126,9 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    reject_unknown(settings, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
-    return check_arguments(settings)
+    ours = without_torch_keywords(settings)
+    reject_unknown(ours, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
+    return check_arguments(ours)
 
 
 def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
@@ -157,6 +161,9 @@ def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, floa
         # The user has stated what is no default, and the author of a subclass what is no default of TrainingArguments.
         if value != own_default or own_default != default:
             settings[name] = key, value
+    for name, (_, value) in settings.items():
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} in TrainingArguments is not valid{hint_of_number(value)}")
     return settings
 
 
@@ -231,6 +238,9 @@ def register() -> None:
 
 def _check_arguments(args: TrainingArguments) -> None:
     """Raise ValueError for settings in TrainingArguments, just made, with which a rule by name could not train."""
+    optim_args: Any = args.optim_args
+    if isinstance(optim_args, Mapping):  # from YAML; transformers reads text alone
+        args.optim_args = text_of_optim_args(optim_args)
     if _optim(args) in OPTIM_NAMES:
         resolve(settings_by_name(args, {}), args)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 from collections.abc import Mapping
@@ -275,13 +276,28 @@ def with_mars(trainer_class: type[Trainer]) -> type[Any]:
         return trainer_class
     if trainer_class not in _combined:
         namespace = {"__doc__": f"{trainer_class.__name__} with MARS; see mars_hf.MarsTrainer.", "__module__": __name__}
-        combined = type(f"Mars{trainer_class.__name__}", (TrainerWithMars, trainer_class), namespace)
+        metaclass: Any = _picklable(type(trainer_class))
+        combined = metaclass(f"Mars{trainer_class.__name__}", (TrainerWithMars, trainer_class), namespace)
         signature = inspect.signature(trainer_class)
         mars_kwargs = inspect.Parameter("mars_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None)
         params = sorted([*signature.parameters.values(), mars_kwargs], key=lambda param: param.kind)
-        combined.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
+        combined.__signature__ = signature.replace(parameters=params)
         _combined[trainer_class] = combined
     return _combined[trainer_class]
 
 
-_combined: dict[type, type[Trainer]] = {Trainer: MarsTrainer}
+_combined: dict[type, type[Any]] = {Trainer: MarsTrainer}
+
+
+def _picklable(metaclass: type) -> type:
+    """Return a metaclass of classes that no module holds, which are pickled as calls of `with_mars`: Ray sends them."""
+    derived = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(derived, _reduce)
+    return derived
+
+
+def _reduce(trainer_class: type) -> str | tuple[Any, ...]:
+    """Return what pickle writes of a class of `with_mars`, or of a subclass of one, which its module holds."""
+    if trainer_class in _combined.values():
+        return with_mars, (trainer_class.__bases__[1],)
+    return trainer_class.__qualname__

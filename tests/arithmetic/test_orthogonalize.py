@@ -277,6 +277,24 @@ def test_dtype_of_the_iteration(monkeypatch, multiplies, device, dtype, expected
         assert dtype_of(group, param, torch.device("meta")) == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "expected"),
+    [
+        ((7, 0), None, torch.float32),  # V100
+        ((7, 5), None, torch.float32),  # T4
+        ((8, 0), None, torch.bfloat16),
+        ((9, 0), None, torch.bfloat16),
+        ((9, 0), "6.4", torch.bfloat16),  # MI100 and later
+    ],
+)
+def test_dtype_of_the_iteration_on_gpus(monkeypatch, capability, hip, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
+    assert orthogonalize_module.iteration_dtype(group, param, torch.device("cuda:0")) == expected
+
+
 @every_type
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_step_takes_the_dtype_of_the_iteration(monkeypatch, mars_type, multiplies):

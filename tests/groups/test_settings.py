@@ -24,8 +24,10 @@ from mars_hf.groups.settings import (
     UnknownHyperparameterError,
     check_values,
     parse_optim_args,
+    text_of_optim_args,
 )
 
+OF_TORCH = {"foreach": None, "capturable": False, "differentiable": False}
 NAN, INF, LONG = float("nan"), float("inf"), 10**400
 NUMBERS = (NAN, INF, LONG, -LONG, "1", b"1", True, None, object(), [1.0], 1j)
 # Values that each setting refuses.
@@ -86,7 +88,7 @@ def matrix() -> list[nn.Parameter]:
 def test_table():
     """Signatures and groups follow it, and the examples here are complete."""
     parameters = inspect.signature(Mars).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name not in ("params", "process_group")}
+    defaults = {p.name: p.default for p in parameters if p.name not in ("params", "process_group", *OF_TORCH)}
     assert defaults == dict(DEFAULTS)
     assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS, "release_gradients"]
     group = Mars(matrix()).param_groups[0]
@@ -169,6 +171,24 @@ def test_misspelt_names(name, meant):
         Mars([{"params": matrix(), name: 1}])
 
 
+@pytest.mark.parametrize("make", [Mars, mars_hf.create])
+def test_keywords_of_torch(make):
+    assert make(matrix(), **OF_TORCH).defaults == make(matrix()).defaults
+    for name, default in OF_TORCH.items():
+        with pytest.raises(
+            ValueError, match=f"{name}=True is for torch's own optimizers; leave it out, or give {default}"
+        ):
+            make(matrix(), **{name: True})
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e-3", "0.001"), (" 2 ", "2.0")])
+def test_numbers_that_are_text(text, number):
+    with pytest.raises(ValueError, match=rf"lr='{text}' is not valid; it is text: write {number} \(YAML reads 1e-3"):
+        mars_hf.create(matrix(), lr=text)
+    with pytest.raises(ValueError, match=r"gamma='much' is not valid; accepted: a finite number >= 0"):
+        mars_hf.create(matrix(), gamma="much")
+
+
 def test_labels():
     assert Mars([{"params": matrix(), "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
     with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
@@ -190,6 +210,28 @@ def test_several_optim_args():
     expected = {"gamma": 0.05, "clip_threshold": None, "mars_type": "mars-m", "like": "me/model-2", "fused": True}
     assert parse_optim_args(text) == expected
     assert parse_optim_args(None) == parse_optim_args("") == {}
+
+
+def test_optim_args_keep_the_spaces_of_paths(tmp_path):
+    folder = tmp_path / "rules of mine"
+    folder.mkdir()
+    (folder / "a b.yaml").write_text("- {pattern: '* x', lr: 0.5}", encoding="utf-8")
+    text = f" like = my runs/a model , gamma = 5e-2,param_rules={folder}/a b.yaml"
+    rule = ("* x", {"lr": 0.5})
+    assert parse_optim_args(text) == {"like": "my runs/a model", "gamma": 0.05, "param_rules": [rule]}
+
+
+def test_optim_args_of_a_mapping():
+    """As YAML has it, where 5e-2 is text."""
+    given = {"gamma": "5e-2", "clip_threshold": None, "betas": [0.9, 0.95], "amsgrad": True, "like": "a b"}
+    expected = {"gamma": 0.05, "clip_threshold": None, "amsgrad": True, "like": "a b", "beta1": 0.9, "beta2": 0.95}
+    assert parse_optim_args(text_of_optim_args(given)) == expected
+    with pytest.raises(
+        ValueError, match=r"optim_args: param_rules=\[\] is no number, word or path; give it in mars_kwargs"
+    ):
+        text_of_optim_args({"param_rules": []})
+    with pytest.raises(ValueError, match=r"betas=0\.9 is not valid; accepted: two numbers"):
+        text_of_optim_args({"betas": 0.9})
 
 
 @pytest.mark.parametrize(

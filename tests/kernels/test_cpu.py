@@ -169,6 +169,21 @@ def test_failure_is_logged_once(monkeypatch, caplog):
         compiled._library.cache_clear()
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_take_plain_pytorch(monkeypatch, caplog, system):
+    """Apple's clang knows no -fopenmp: whoever reads the message should not look for another compiler."""
+    monkeypatch.setattr(compiled.sys, "platform", system)
+    compiled._library.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="the compiled kernels are made for Linux; elsewhere plain PyTorch"):
+            compiled.load(compiled.SOURCE)
+        with caplog.at_level(logging.WARNING):
+            assert not compiled.is_available(torch.device("cpu"))
+        assert "made for Linux" in caplog.text and "install" not in caplog.text
+    finally:
+        compiled._library.cache_clear()
+
+
 def test_enums_of_the_source():
     source = compiled.SOURCE.read_text()
     assert f"enum Rule {{ {', '.join(compiled.ARITHMETICS).upper()} }};" in source

@@ -44,7 +44,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mars-m": {"mars_type": "mars-m", "weight_decay": 0.1, "maximize": True},
     "mars-m, recursive": {"mars_type": "mars-m", "clip_threshold": None, "gamma": 0.3, "amsgrad": True},
 }
-# Settings with tests of their own: here below, test_exact.py, test_orthogonalize.py, test_states.py, test_backends.py.
+# Settings with tests of their own: here below, test_settings.py, test_exact.py, test_orthogonalize.py, test_states.py,
+# test_backends.py.
 ELSEWHERE = {
     "is_approx",
     "ns_steps",
@@ -54,6 +55,9 @@ ELSEWHERE = {
     "state_dtype",
     "fused",
     "process_group",
+    "foreach",
+    "capturable",
+    "differentiable",
     "self",
     "params",
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain
+from helpers import equal, fused_and_plain, gpt2
 from reference import Reference
 from torch import nn
 
@@ -109,6 +109,20 @@ def test_loading_what_is_wrong_changes_nothing(where, key, value, message):
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert equal(before, optimizer.state_dict())
+
+
+def test_resized_embeddings_are_named():
+    """What a Trainer can do about it is a new run."""
+    model = gpt2()
+    optimizer = mars_hf.create(model, lr=0.01)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.resize_token_embeddings(80)
+    message = r"the saved state of transformer\.wte\.weight of shape \(80, 8\).* start a new run from its weights"
+    with pytest.raises(ValueError, match=message):
+        mars_hf.create(model, lr=0.01).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,37 @@ def begin(optimizer: Any, model: nn.Module, folder: Any, scheduler: Any = None, 
     callback.on_train_begin(arguments(folder, **args), TrainerState(), TrainerControl(), **run)
 
 
+def test_reloaded_package(tmp_path):
+    """It is no other optimizer's fault."""
+    script = """
+import importlib, sys
+from transformers import Trainer
+import mars_hf
+mars_hf.register()
+import torch
+import mars_hf.optimizer
+importlib.reload(mars_hf.optimizer)
+from mars_hf.training import guard
+optimizer = mars_hf.optimizer.create([torch.nn.Parameter(torch.ones(2, 2))])
+try:
+    guard.require_mars(optimizer, None)
+except RuntimeError as error:
+    print("1", error)
+for name in [name for name in sys.modules if name.startswith("mars_hf")]:
+    del sys.modules[name]
+import mars_hf
+try:
+    mars_hf.MarsTrainer
+except RuntimeError as error:
+    print("2", error)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    first, second = finished.stdout.strip().splitlines()[-2:]
+    assert first.startswith("1 the optimizer that would step is a Mars of another import of mars_hf")
+    assert second.startswith("2 mars_hf has been reloaded, or removed from sys.modules")
+    assert first.endswith("restart Python") and second.endswith("restart Python")
+
+
 def wrapped(optimizer: Any, kind: str, **attributes: Any) -> Any:
     """Return a wrapper of a class of this name around an optimizer."""
     return type(kind, (), {"optimizer": optimizer, **attributes})()

@@ -375,6 +375,18 @@ def test_name_of_a_rule(tmp_path):
         parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), "--optim", "mars_sgd"])
 
 
+def test_optim_args_of_a_mapping(tmp_path):
+    optimizer = made_by(trainer(arguments(tmp_path, optim="mars_m", optim_args={"gamma": "5e-2", "beta1": 0.9})))
+    assert optimizer.param_groups[0]["gamma"] == 0.05 and optimizer.param_groups[0]["betas"][0] == 0.9
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta1"])
+def test_arguments_that_are_text(tmp_path, name):
+    """YAML reads 1e-3 so, and TrainingArguments take it."""
+    with pytest.raises(ValueError, match=rf"^{name}='1e-3' in TrainingArguments is not valid; it is text: write 0.001"):
+        arguments(tmp_path, optim="mars_adamw", **{name: "1e-3"})
+
+
 def test_optim_args(tmp_path):
     text = "gamma=5e-2,clip_threshold=none,amsgrad=True,beta1=0.8,beta2_1d=0.8,state_dtype=bfloat16,fused=false"
     mars = through("optim", tmp_path, text=text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import inspect
 import io
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +23,14 @@ import yaml
 from any_trainer import STEPS, TEXTS, hold_to_straight_lines, tokenizer
 from helpers import VOCAB, Blocks, arguments, gpt2, mars_trainer, trainer
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    default_data_collator,
+)
 
 import mars_hf
 from mars_hf.training import log
@@ -212,6 +221,35 @@ def test_class_of_with_mars():
     for wrong in (nn.Module, "Trainer", None):
         with pytest.raises(TypeError, match="give a class of trainers"):
             mars_hf.with_mars(wrong)
+
+
+class OfAnotherMetaclass(Trainer, abc.ABC):
+    """As sentence-transformers' trainers are."""
+
+
+class OfAUser(mars_hf.with_mars(Own)):
+    """A subclass is in its module, under its own name."""
+
+
+@pytest.mark.parametrize("kind", [Own, OfAnotherMetaclass])
+def test_class_of_with_mars_is_pickled(kind):
+    """Ray and spawned processes get classes so."""
+    assert pickle.loads(pickle.dumps(mars_hf.with_mars(kind))) is mars_hf.with_mars(kind)
+    assert pickle.loads(pickle.dumps(OfAUser)) is OfAUser
+    assert pickle.loads(pickle.dumps(mars_hf.MarsTrainer)) is mars_hf.MarsTrainer
+
+
+def test_class_of_with_mars_in_another_process(tmp_path):
+    (tmp_path / "class").write_bytes(pickle.dumps(mars_hf.with_mars(Seq2SeqTrainer)))
+    script = """
+import pickle
+kind = pickle.load(open("class", "rb"))
+import mars_hf
+from transformers import Seq2SeqTrainer, TrainingArguments
+assert kind is mars_hf.with_mars(Seq2SeqTrainer)
+arguments = TrainingArguments("out", optim="mars_m", use_cpu=True)  # the names are registered with the class
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, capture_output=True)
 
 
 # --- Axolotl: stand-ins for what the plugin uses, and the package itself ----------------------------------------------

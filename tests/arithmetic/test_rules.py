@@ -1,0 +1,32 @@
+"""Plain PyTorch's rules: what depends on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mars_hf.arithmetic import rules
+from mars_hf.distributed.norms import GroupSums
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError])  # Apple's GPUs, Intel's Arc
+def test_sums_on_devices_without_float64(monkeypatch, error):
+    ones = torch.ones
+
+    def ones_of_float32(*size, dtype=None, **settings):
+        if dtype == torch.float64:
+            raise error("this device has no float64")
+        return ones(*size, dtype=dtype, **settings)
+
+    monkeypatch.setattr(torch, "ones", ones_of_float32)
+    cpu = torch.device("cpu")
+    rules.sum_dtype.cache_clear()
+    try:
+        assert rules.sum_dtype(cpu) == torch.float32
+        sums = rules.sums([torch.full((2, 2), 3.0)], [torch.full((2, 2), 1.0)], k=0.5)
+        assert sums.dtype == torch.float32 and sums.flatten().tolist() == [36.0, 12.0, 4.0, 64.0]
+        assert GroupSums(1, 4, cpu)._dtype == torch.float32
+    finally:
+        rules.sum_dtype.cache_clear()
+        monkeypatch.undo()
+    assert rules.sum_dtype(cpu) == torch.float64
