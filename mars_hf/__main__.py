@@ -72,6 +72,11 @@ def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool)
     """Run a script or module as `__main__`, after `Trainer` has become MarsTrainer."""
     if not is_module and not os.path.isfile(script):
         parser.error(f"no such script: {script!r} (give a path, or -m MODULE)")
+    if not is_module:
+        try:
+            compile(Path(script).read_bytes(), script, "exec")
+        except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+            parser.error(f"{script} is no Python: {error}")
     replace_trainer()
     sys.argv = [script, *arguments]
     if is_module:

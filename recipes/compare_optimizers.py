@@ -165,7 +165,10 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, Preset, list[str]
     add("--launcher", default="", help="what starts a run, such as 'accelerate launch'; default: this Python")
     arguments, rest = parser.parse_known_args(argv)
     arms = {name: ARMS[name] for name in arguments.optimizers or _DEFAULT}
-    preset = presets.load(arguments.preset) if arguments.preset else Preset(arms)
+    preset = Preset(arms) if arguments.preset is None else presets.load(arguments.preset)
+    for seed in arguments.seeds or ():
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seeds {seed}: give numbers from 0 on, below 2^32")
     if arguments.arms:
         preset = preset.only(arguments.arms)
     of_arms = {name for settings in preset.arms.values() for name in settings}

@@ -81,6 +81,7 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
         starts = pretrained if self.model_name_or_path else STARTS[self.use_peft]
         self.fill_in(starts, f"finetune-{'lora' if self.use_peft else 'full'}")
         super().__post_init__()
+        self.check()
 
 
 @errors.one_line_errors("finetune_lm.py")

@@ -51,15 +51,25 @@ def classes_by_type() -> dict[str, list[type]]:
 
 def small_config(kind: Any) -> PreTrainedConfig | None:
     """Return a configuration of a class's small model, which can be made and saved; None if none was found."""
-    transformers.logging.set_verbosity_error()  # of token ids beyond the small vocabulary
-    for rules in _TRIES:
+    return _first_config(kind, _TRIES, _MOST_PARAMETERS)
+
+
+def shallow_config(kind: Any) -> PreTrainedConfig | None:
+    """Return a class's own default configuration with few layers, whose widths are real; None if it makes no model."""
+    return _first_config(kind, (_COUNTS[:1], []), None)
+
+
+def _first_config(kind: Any, tries: Any, most_parameters: int | None) -> PreTrainedConfig | None:
+    transformers.logging.set_verbosity_error()  # of token ids beyond a small vocabulary
+    for rules in tries:
         with contextlib.suppress(Exception):  # each family raises its own where numbers do not fit each other
             config = kind.config_class()
             _shrink(config, rules)
             config.validate()
             with torch.device("meta"):
                 model = kind(config)
-            if sum(param.numel() for param in model.parameters()) <= _MOST_PARAMETERS:
+            size = sum(param.numel() for param in model.parameters())
+            if most_parameters is None or size <= most_parameters:
                 return config
     return None
 

@@ -98,6 +98,20 @@ def refused(capsys, *argv: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (b"def f(:\n", "script.py is no Python: invalid syntax (script.py, line 1)"),
+        (b"a = '\xff'\n", "script.py is no Python: (unicode error)"),
+        (b"\0", "script.py is no Python: source code string cannot contain null bytes"),
+    ],
+)
+def test_script_with_a_syntax_error(text, part, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_bytes(text)
+    assert part in refused(capsys, "run", "script.py")
+
+
+@pytest.mark.parametrize(
     ("argv", "part"),
     [
         ([], "required: COMMAND"),

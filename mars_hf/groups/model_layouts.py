@@ -17,6 +17,7 @@ from torch import nn
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout, check_shape, matrix_shapes, of_shape
 from mars_hf.distributed.tensors import shape_of
 
+_GATES = ("gate", "gating", "wg")  # names of routers beside experts
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -48,6 +49,7 @@ def of_model(
     patterns = {} if isinstance(split_fused, str) else split_fused
     modules = dict(model.named_modules(remove_duplicate=False))
     of_experts = _adapters_of_experts(modules.values())
+    of_routers = _of_routers(modules)
     layouts: dict[nn.Parameter, MatrixLayout | LeftOut] = {}
     pattern_of: dict[str, str | None] = {}  # by name of parameter
     for path, module in modules.items():
@@ -57,6 +59,8 @@ def of_model(
                 continue
             if param in of_experts:
                 layout: MatrixLayout | LeftOut = LeftOut("adapters of several experts")
+            elif param in of_routers:
+                layout = LeftOut("router")
             else:
                 layout = _of_parameter(module, leaf, shape)
             name = f"{path}.{leaf}" if path else leaf
@@ -85,6 +89,23 @@ def _adapters_of_experts(modules: Iterable[Any]) -> set[nn.Parameter]:
             adapters.update(module.lora_A.parameters())
             adapters.update(module.lora_B.parameters())
     return adapters
+
+
+def _of_routers(modules: Mapping[str, nn.Module]) -> set[nn.Parameter]:
+    """Return the parameters of routers: of modules called so, and of gates beside experts.
+
+    A router's last layer scores experts, as a head scores tokens; what comes before it is small.
+    """
+    of_routers: set[nn.Parameter] = set()
+    for path, module in modules.items():
+        holder, _, name = path.rpartition(".")
+        if "router" in name or (name in _GATES and _holds_experts(modules[holder])):
+            of_routers.update(module.parameters())
+    return of_routers
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return any(name == "experts" or _are_experts(child) for name, child in module.named_children())
 
 
 def _first_match(name: str, patterns: Iterable[str]) -> str | None:
@@ -149,19 +170,24 @@ def _of_weight(module: Any, shape: Sequence[int]) -> MatrixLayout | LeftOut | No
 
 
 def _of_attention(module: nn.Module, leaf: str) -> MatrixLayout | None:
-    """Return the layout of torch's in_proj_weight, q_proj_weight and so on."""
+    """Return the layout of torch's in_proj_weight and so on, and of XLNet's tensors, (width, heads, head size)."""
     if isinstance(module, nn.MultiheadAttention) and leaf.endswith("proj_weight"):
+        return MatrixLayout()
+    if "XLNetRelativeAttention" in _classes(module) and leaf in ("q", "k", "v", "o", "r"):
         return MatrixLayout()
     return None
 
 
 def _of_experts(module: nn.Module, shape: Sequence[int]) -> MatrixLayout | None:
     """Return the layout of the weights of all experts in one tensor."""
-    classes = _classes(module)
-    if len(shape) != 3 or not any(name.endswith("Experts") for name in classes):
+    if len(shape) != 3 or not _are_experts(module):
         return None
-    is_transposed = getattr(module, "is_transposed", "Llama4TextExperts" in classes)
+    is_transposed = getattr(module, "is_transposed", "Llama4TextExperts" in _classes(module))
     return MatrixLayout(batched=True, transposed=is_transposed)
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return any(name.endswith("Experts") for name in _classes(module))
 
 
 def _halves(module: Any, out: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from mars_hf.arithmetic.rules import HALF_DTYPES
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.distributed.shards import reject_parts
 from mars_hf.distributed.tensors import shape_of
-from mars_hf.groups import model_layouts
+from mars_hf.groups import heads, model_layouts
 from mars_hf.groups.model_layouts import LeftOut
 from mars_hf.groups.settings import (
     GROUP_KEYS,
@@ -43,13 +43,6 @@ _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _VECTOR_NAME = re.compile(r"(?:^|[._])bias$|(?:^|\.)lora_magnitude_vector\.")
 # The names that transformers.Trainer keeps out of weight decay.
 _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
-# Layers that turn hidden states into scores, tokens, labels or boxes, by the last part of their path. Attention and
-# pooling have heads of another kind.
-_HEAD_NAME = re.compile(
-    r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill)?|heads|score|cls|qa_outputs|seq_relationship|embed_out"
-    r"|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_proj"
-)
-_EMBEDDING_NAME = re.compile(r"embed|^w[tp]e$", re.IGNORECASE)
 # Of parameters that no override matches; it sorts before the indices of overrides.
 _NO_OVERRIDE = -1
 _EMPTY = Override("", {})
@@ -166,7 +159,7 @@ def _look_at_modules(
             f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
             f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
         )
-    tables = embeddings_and_heads(model) if layouts or with_tables else {}
+    tables = heads.embeddings_and_heads(model) if layouts or with_tables else {}
     norms: set[nn.Parameter] = set()
     for module in model.modules():
         if _NORM_CLASS.search(type(module).__name__):
@@ -242,74 +235,6 @@ def _rate_of_table(role: str, override: Mapping[str, Any], lr: float) -> dict[st
     # A vector is under AdamW or, with optimize_1d, under the rule of the matrices.
     keys = {"matrix": ["lr"], "adamw": ["lr_1d"], "vector": ["lr", "lr_1d"]}[role]
     return dict.fromkeys(keys, lr)
-
-
-def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Map parameters of embeddings and heads, tied ones included, to `"embedding"` or `"head"`.
-
-    Heads are the model's own output embeddings or classifier, and the last layer of each module with the name of a
-    head. Adapters of PEFT count as what they adapt.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    tables: dict[nn.Parameter, str] = {}
-    heads: list[nn.Module] = []
-    for path, module in modules.items():
-        base = _without_adapters(module)
-        if isinstance(base, (nn.Embedding, nn.EmbeddingBag)):
-            tables |= dict.fromkeys(module.parameters(), "embedding")
-        heads += _outputs(module)
-        parent, _, name = path.rpartition(".")
-        has_name_of_head = _HEAD_NAME.fullmatch(name) and not _is_attention(module, modules[parent])
-        holds_model = not parent or (isinstance(model, nn.ModuleList) and "." not in parent)  # a list of models
-        ends_model = name == "fc" and holds_model and module is list(modules[parent].children())[-1]
-        if ends_model or has_name_of_head:
-            heads += _last_layers(module)
-    of_heads = [param for head in heads for param in head.parameters()]
-    return dict.fromkeys(of_heads, "head") | tables
-
-
-def _is_attention(*modules: nn.Module) -> bool:
-    """Return whether any of some modules is one of attention, whose heads are of another kind."""
-    return any("Attention" in type(module).__name__ for module in modules)
-
-
-def _without_adapters(module: nn.Module) -> nn.Module:
-    """Return the layer that adapters of PEFT wrap; the module itself if there are none."""
-    wrapped = getattr(module, "base_layer", None)
-    if isinstance(wrapped, nn.Module):
-        return _without_adapters(wrapped)
-    return module
-
-
-def _outputs(module: nn.Module) -> list[nn.Module]:
-    """Return the output embeddings of a transformers model, or the classifier of a timm model."""
-    for getter in ("get_output_embeddings", "get_classifier"):
-        try:
-            outputs = getattr(module, getter)()
-        except (AttributeError, TypeError, NotImplementedError):  # none, or one with arguments of its own
-            continue
-        outputs = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        return [output for output in outputs if isinstance(output, nn.Module)]
-    return []
-
-
-def _last_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the last layer with a weight; for a list or dict of modules, the last of each."""
-    children = [child for child in module.children() if _has_weights(child)]
-    is_adapted = hasattr(module, "base_layer")
-    if is_adapted or not children:
-        return [module]
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return _last_layers(children[-1])
-    layers = []
-    for child in children:
-        layers += _last_layers(child)
-    return layers
-
-
-def _has_weights(module: nn.Module) -> bool:
-    dimensions = [len(shape_of(param)) for param in module.parameters()]
-    return max(dimensions, default=0) > 1
 
 
 def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -477,7 +402,7 @@ def warn_of_unknown_roles(groups: Iterable[Mapping[str, Any]]) -> None:
         if not rule.orthogonalizes or group["layout"] is not None:
             continue
         count += len(group["params"])
-        tables += [name for name in group.get("param_names", ()) if _is_named_as_table(name)]
+        tables += [name for name in group.get("param_names", ()) if heads.is_named_as_table(name)]
         rules.append(rule.name)
     if not count:
         return
@@ -488,13 +413,6 @@ def warn_of_unknown_roles(groups: Iterable[Mapping[str, Any]]) -> None:
         "or give each group its role, 'matrix' or 'adamw'",
         stacklevel=3,
     )
-
-
-def _is_named_as_table(name: str) -> bool:
-    """Return whether a parameter has the name of an embedding or head."""
-    path = name.rpartition(".")[0]
-    layer = path.rpartition(".")[2]
-    return _EMBEDDING_NAME.search(layer) is not None or _HEAD_NAME.fullmatch(layer) is not None
 
 
 def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:

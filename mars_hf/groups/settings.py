@@ -24,6 +24,9 @@ ROLES = ("matrix", "vector", "adamw")
 MUON = "muon"
 
 
+_LARGEST_COEFFICIENT = 1000  # of Newton-Schulz, whose iteration overflows far above
+
+
 class Kind(NamedTuple):
     """A kind of values."""
 
@@ -100,7 +103,7 @@ def _are_coefficients(value: Any) -> bool:
 
 
 def _is_triple(value: Any) -> bool:
-    return len(value) == 3 and all(math.isfinite(_number(coefficient)) for coefficient in value)
+    return len(value) == 3 and all(abs(_number(coefficient)) <= _LARGEST_COEFFICIENT for coefficient in value)
 
 
 def _is_split(value: Any) -> bool:
@@ -125,7 +128,7 @@ _BETAS = Kind("two numbers in [0, 1)", _are_betas, _plain_betas, None)
 _FLAG = Kind("True, False", lambda value: isinstance(value, bool), type=bool)
 _STEPS = Kind("an integer from 1 to 100", lambda value: type(value) is int and 1 <= value <= 100, type=int)
 _COEFFICIENTS = Kind(
-    f"{_quoted(SCHEDULES)}, three finite numbers, or a list of such triples, one a step",
+    f"{_quoted(SCHEDULES)}, three numbers from -1000 to 1000, or a list of such triples, one a step",
     _are_coefficients,
     names=tuple(SCHEDULES),
 )
@@ -371,16 +374,16 @@ def _overrides_from_text(text: str) -> list[Override]:
     Raises:
         ValueError: they cannot be read.
     """
-    import yaml
+    from mars_hf.groups import plain_yaml
 
     names_file = text.lower().endswith((".json", ".yaml", ".yml"))
     try:
         if names_file:
             content = Path(text).expanduser().read_text(encoding="utf-8")
-            value = yaml.safe_load(content)  # a .json file is YAML, too
+            value = plain_yaml.read(content)  # a .json file is YAML, too
         else:
             value = json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
             'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'

@@ -14,15 +14,21 @@ from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups.settings import GROUP_KEYS, MUON
 
+# Names of parameters that hold several projections.
+_FUSED_NAME = re.compile(
+    r"(?:.*\.)?(?:\w*qkv\w*|query_key_value|key_value|c_attn|kv_proj|gate_up_proj|W_pack|in_proj_ba"
+    r"|\w*(?:attn|attention|mixer)\.in_proj)(?:\.weight|_weight)?",
+    re.IGNORECASE,
+)
 _PLURALS = {"matrix": "matrices", "vector": "vectors"}
 # Not what belongs to the loop or the matrices.
 _SHOWN = tuple(key for key in GROUP_KEYS if key not in ("max_grad_norm", "layout"))
 
 
 def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of parameter groups, then the parameters left out: names by reason, digits as `*`.
+    """Return a table of parameter groups, then the parameters left out, by reason, and those that stay fused.
 
-    The table has a column of patterns if any group has one.
+    Digits in names are `*`. The table has a column of patterns if any group has one.
     """
     header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
     rows = [_row(group) for group in param_groups]
@@ -30,7 +36,7 @@ def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
         header.append("pattern")
         for row, group in zip(rows, param_groups, strict=True):
             row.append(group.get("pattern", ""))
-    return "\n".join(_aligned([header, *rows]) + _lines_left_out(param_groups))
+    return "\n".join(_aligned([header, *rows]) + _lines_left_out(param_groups) + _lines_of_fused(param_groups))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -45,14 +51,42 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _lines_left_out(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    left_out = _names_left_out(param_groups)
+    left_out = names_left_out(param_groups)
     if not left_out:
         return []
     lines = ["not orthogonalized:"]
     for reason, names in left_out.items():
-        counts = [f"{name} ({count})" if count > 1 else name for name, count in names.items()]
-        lines.append(f"  {reason}: {', '.join(counts)}")
+        lines.append(f"  {reason}: {_listed(names)}")
     return lines
+
+
+def _lines_of_fused(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    names = names_of_fused(param_groups)
+    if not names:
+        return []
+    return [f"orthogonalized as one matrix, though fused: {_listed(names)} (split_fused splits them)"]
+
+
+def names_of_fused(param_groups: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Return the names of projections in one tensor that are orthogonalized whole, and how many each, as below."""
+    names: Counter[str] = Counter()
+    for group in param_groups:
+        is_whole = group["layout"] is None or group["layout"]["parts"] is None
+        if group["role"] != "matrix" or not update_rule(group).orthogonalizes or not is_whole:
+            continue
+        for name in group.get("param_names", ()):
+            if _FUSED_NAME.fullmatch(name):
+                names[_without_numbers(name)] += 1
+    return names
+
+
+def _listed(names: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+
+
+def _without_numbers(name: str) -> str:
+    """Return a name with `*` for the numbers of layers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _row(group: Mapping[str, Any]) -> list[str]:
@@ -67,13 +101,12 @@ def _row(group: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+def names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """Return by reason the names that are not orthogonalized, with `*` for the numbers of layers, and how many each."""
     left_out: dict[str, Counter[str]] = {}
     for group in param_groups:
         for name, reason in group.get("left_out", {}).items():
-            without_numbers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            left_out.setdefault(reason, Counter())[without_numbers] += 1
+            left_out.setdefault(reason, Counter())[_without_numbers(name)] += 1
     return left_out
 
 

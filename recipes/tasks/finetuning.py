@@ -13,8 +13,19 @@ import datasets
 import pretrain_gpt2
 import torch
 from peft import LoraConfig
+from pretraining.run import checks
 
 from mars_hf.groups.suggest import suggest
+
+# Arguments of which less than one is none.
+_COUNTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_eval_blocks",
+    "block_size",
+    "lora_r",
+)
 
 
 class SuggestedRate(NamedTuple):
@@ -77,6 +88,13 @@ class RecipeArguments:
             self.learning_rate = suggested_rate.learning_rate if self.learning_rate is None else self.learning_rate
             self.optim_args = suggested_rate.optim_args if self.optim_args is None else self.optim_args
         self.output_dir = self.output_dir or f"runs/{name}-{self.optim}"
+
+    def check(self) -> None:
+        """Raise ValueError for what no run can have; called before data are read."""
+        checks.numbers(vars(self), _COUNTS)
+        checks.reports(self.report_to)  # type: ignore[attr-defined]  # of TrainingArguments
+        if not 0 < self.test_size < 1:
+            raise ValueError(f"--test_size {self.test_size}: give a share between 0 and 1")
 
 
 @dataclass

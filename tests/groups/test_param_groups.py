@@ -17,7 +17,7 @@ import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.groups import saved_settings
-from mars_hf.groups.param_groups import embeddings_and_heads
+from mars_hf.groups.heads import embeddings_and_heads
 from mars_hf.groups.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.groups.summary import trained_groups
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+from mars_hf.groups import plain_yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "presets"
 # What a comparison states itself, and how it is chosen.
@@ -78,12 +78,12 @@ def load(name: str) -> Preset:
     if not path.is_file():
         raise ValueError(f"--preset {name!r}: no such preset; accepted: {', '.join(names())}, or a YAML file")
     try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        sections = plain_yaml.read(path.read_text(encoding="utf-8"))
         shared = sections.pop("shared", {})
         arms = {str(arm): {**shared, **settings} for arm, settings in sections.pop("arms", {}).items()}
         pairs = [(one, other) for one, other in sections.pop("pairs", [])]
         return Preset(arms, pairs=pairs, **sections)
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name}: {error}; recipes/presets has examples") from error
 
 

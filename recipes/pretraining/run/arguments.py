@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import yaml
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers.activations import ACT2FN
 
 from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.groups import plain_yaml
 from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_KEYS, PAIR_KEYS, SETTINGS
+from pretraining.run import checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -131,15 +132,6 @@ class PretrainingArguments(TrainingArguments):
     sample_tokens: int = _option(96, "Length of the sample; 0 for none.")
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that takes 1e-3 for a number, as YAML 1.2 does."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 class RunArguments(NamedTuple):
     """All settings of a run."""
 
@@ -223,25 +215,28 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     path = _find(known.config)
     settings = _read(path)
     sections = settings.pop("optimizers", None) or {}
-    chosen = known.optimizer or settings.get("optimizer", "mars_adamw")
-    if unknown := [name for name in (chosen, *sections) if name not in OPTIMIZERS]:
-        raise ValueError(f"optimizer {unknown[0]!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
+    if not isinstance(sections, dict) or not all(isinstance(section or {}, dict) for section in sections.values()):
+        raise ValueError(f"{path.name}: optimizers={sections!r} is no mapping of optimizers to their settings")
+    chosen = settings.get("optimizer", "mars_adamw") if known.optimizer is None else known.optimizer
+    for name in (chosen, *sections):
+        if str(name) not in OPTIMIZERS:
+            raise ValueError(f"optimizer {name!r} is unknown{_meant(str(name))}; accepted: {', '.join(OPTIMIZERS)}")
     settings |= sections.get(chosen) or {}
     if sections and chosen not in sections and "learning_rate" not in " ".join([*settings, *argv]).replace("-", "_"):
         raise ValueError(f"{path.name} has no settings for {chosen}; give --learning_rate")
 
     parser = _parser()
     parser.prog = path.name  # for errors in the file
-    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    words = {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     values = parser.parse_args([f"--{name}={word}" for name, word in words.items() if word != "null"])
     values = _parser().parse_args(argv, values)
     _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
     _check_schedule(values)
-    for name, value in vars(values).items():
-        if isinstance(value, int) and abs(value) >= 2**53:
-            raise ValueError(f"--{name} {value}: give a number below 2^53")
+    checks.numbers(vars(values), _COUNTS)
+    _check_model(values)
+    _check_run(values)
     return values, path
 
 
@@ -267,9 +262,9 @@ def _find(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+        settings = plain_yaml.read(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML of settings: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds no settings; write them as 'key: value', one a line")
     return settings
@@ -287,6 +282,62 @@ def _check_names(values: argparse.Namespace) -> None:
     for name in dict.fromkeys(name for names in OPTIMIZERS.values() for name in names):
         if name not in accepted and getattr(values, name) is not None:
             raise ValueError(f"--{name}: optimizer {values.optimizer} has no {name}; it takes {', '.join(accepted)}")
+
+
+def _meant(name: str) -> str:
+    """Return a hint at the optimizer that has this name elsewhere."""
+    ours = name.lower().replace("-", "_")
+    return f"; did you mean {ours!r}?" if ours in OPTIMIZERS else ""
+
+
+# Counts, of which less than one is none.
+_COUNTS = (
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "n_inner",
+    "block_size",
+    "vocab_size",
+    "embedded_vocab_size",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_eval_blocks",
+    "cpu_threads",
+    "nonfinite_patience",
+)
+_MOST_PARAMETERS = 10**12
+
+
+def _check_model(values: argparse.Namespace) -> None:
+    """Raise ValueError for a model that cannot be made."""
+    if not 0 <= values.dropout < 1:
+        raise ValueError(f"--dropout {values.dropout}: give a number in [0, 1)")
+    if values.activation_function not in ACT2FN:
+        raise ValueError(f"--activation_function {values.activation_function}: accepted: {', '.join(sorted(ACT2FN))}")
+    if values.n_embd % values.n_head:
+        raise ValueError(f"--n_embd {values.n_embd} is no multiple of --n_head {values.n_head}")
+    inner = values.n_inner or 4 * values.n_embd
+    of_block = values.n_embd * (4 * values.n_embd + 2 * inner)
+    rows = (values.vocab_size or 0) + values.block_size
+    if values.n_layer * of_block + rows * values.n_embd > _MOST_PARAMETERS:
+        raise ValueError(
+            f"--n_layer {values.n_layer} --n_embd {values.n_embd} --vocab_size {values.vocab_size} --block_size "
+            f"{values.block_size}: such a model has over 10^12 parameters; give smaller numbers"
+        )
+
+
+def _check_run(values: argparse.Namespace) -> None:
+    """Raise ValueError for reports and steps that the run could not make."""
+    checks.reports(values.report_to)
+    changes_gradients = values.max_grad_norm or values.gradient_accumulation_steps > 1 or values.fp16
+    if values.release_gradients and changes_gradients:
+        raise ValueError(
+            f"--release_gradients with --max_grad_norm {values.max_grad_norm} --gradient_accumulation_steps "
+            f"{values.gradient_accumulation_steps} --fp16 {values.fp16}: parameters step inside backward(); give "
+            "--max_grad_norm 0, --gradient_accumulation_steps 1 and no fp16"
+        )
 
 
 def _check_schedule(values: argparse.Namespace) -> None:
