@@ -78,6 +78,11 @@ def build(args: Arguments) -> Trainer:
     """Return a Trainer, which has MARS's callback by itself; raise ValueError for wrong input."""
     if int(os.environ.get("WORLD_SIZE", "1")) != args.world_size:
         raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
+    for name in ("n_layer", "n_head", "n_embd", "per_device_train_batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give at least 1")
+    if not 0 <= args.learning_rate < float("inf"):
+        raise ValueError(f"--learning_rate {args.learning_rate}: give a number >= 0")
     args.resume_from_checkpoint = checkpoint(args.resume_from_checkpoint, str(args.output_dir))
     train, val = (Blocks(Path(args.data_dir, name), args) for name in ("train.bin", "val.bin"))
     set_seed(args.seed)
@@ -96,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         parser = HfArgumentParser(Arguments, usage="%(prog)s --data_dir FOLDER [...]")  # type: ignore[arg-type]
         (args,) = parser.parse_args_into_dataclasses(argv)
         trainer = build(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: --report_to names a tracker that is not here
         sys.exit(f"pretrain_minimal.py: {error}")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
