@@ -79,6 +79,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.dist = "loadfile"  # files share what their fixtures make
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how to run what the default leaves out."""
+    if config.option.markexpr == "not slow and not soak":
+        terminalreporter.write_line("The slow tests, ten minutes: python -m pytest -m 'slow and not soak'")
+
+
 # Tests that train, a second or two each: the quick set takes one case of each.
 ONE_CASE_EACH = ("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py")
 ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
@@ -86,7 +92,7 @@ ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark soaks slow, since `-m "not slow"` replaces the -m of pyproject.toml; so, too, most cases that train."""
+    """Mark soaks slow, so that `-m "not slow"` leaves them out; so, too, most cases that train."""
     seen = set()
     for item in items:
         if item.get_closest_marker("soak"):

@@ -269,7 +269,7 @@ def passes(tree: Path, test: str, variables: dict[str, str]) -> bool:
         os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **variables}
         sys.dont_write_bytecode = True
         sys.path[0] = str(tree)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", test]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", "", test]
         if variables:  # read at import, by Triton for one
             os.execv(sys.executable, [sys.executable, "-m", "pytest", *options])
         os._exit(pytest.main(options))

@@ -246,6 +246,7 @@ def test_commands_on_a_gpu(tmp_path):
     assert all(str(path).startswith(on_a_gpu.TESTS) for path in marked)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     """What hangs ends with all that it started; parts beside each other run at once; what is done is not done again."""
     sleeps = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)', sys.argv[1]])"

@@ -70,6 +70,7 @@ def test_census_is_of_every_family():
     assert {"falcon", "persimmon", "gpt_bigcode", "qwen3_next"} <= fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "head"),
     [

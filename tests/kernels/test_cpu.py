@@ -247,6 +247,7 @@ def test_key_covers_source_and_command(cache, source, runs, monkeypatch):
     assert len(runs) == len(list(cache.iterdir())) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_compiler_of_c(cache, monkeypatch):
     """PEFT's BOFT sets CXX=gcc in the process that uses it; gcc alone links no C++ library."""

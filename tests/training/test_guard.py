@@ -31,6 +31,7 @@ def begin(optimizer: Any, model: nn.Module, folder: Any, scheduler: Any = None, 
     callback.on_train_begin(arguments(folder, **args), TrainerState(), TrainerControl(), **run)
 
 
+@pytest.mark.slow
 def test_reloaded_package(tmp_path):
     """It is no other optimizer's fault."""
     script = """

@@ -239,6 +239,7 @@ def test_class_of_with_mars_is_pickled(kind):
     assert pickle.loads(pickle.dumps(mars_hf.MarsTrainer)) is mars_hf.MarsTrainer
 
 
+@pytest.mark.slow
 def test_class_of_with_mars_in_another_process(tmp_path):
     (tmp_path / "class").write_bytes(pickle.dumps(mars_hf.with_mars(Seq2SeqTrainer)))
     script = """
