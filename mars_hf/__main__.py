@@ -16,7 +16,7 @@ from typing import NoReturn
 from mars_hf.groups import suggest
 
 _EPILOG = """examples:
-  python -m mars_hf run run_clm.py --optim mars_adamw --optim_args gamma=0.025,beta1=0.95 --learning_rate 3e-3 ...
+  python -m mars_hf run run_clm.py --optim mars_adamw --optim_args beta1=0.9,beta2=0.999 --learning_rate 2.4e-5 ...
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw --optim_args is_approx=false ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
@@ -45,6 +45,10 @@ def main(argv: list[str] | None = None) -> None:
     commands.add_parser("check", help="compare kernels with plain PyTorch, and two processes with one, on this machine")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     suggest.add_arguments(commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW"))
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help()
+        return
     options = parser.parse_args(argv)
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from mars_hf import _compat
 from mars_hf.arithmetic.update_rules import update_rule
@@ -238,6 +238,8 @@ class Mars(torch.optim.Optimizer):
     ) -> None:
         """See the class."""
         settings = {name: value for name, value in locals().items() if name in DEFAULTS}
+        if isinstance(params, nn.Module):
+            raise TypeError(f"Mars takes parameters, not the module {type(params).__name__}; give it to mars_hf.create")
         without_torch_keywords({"foreach": foreach, "capturable": capturable, "differentiable": differentiable})
         if _compat.is_inside_zero_redundancy_optimizer():
             raise RuntimeError(
@@ -659,7 +661,7 @@ def _reject_capture() -> None:
 
 def create(
     model_or_params: nn.Module | Iterable[Any],
-    *,
+    *others: Never,
     like: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     **settings: Unpack[CreateSettings],
@@ -675,6 +677,7 @@ def create(
     Args:
         model_or_params: a module, a list of modules (whose parameters are then named as those of an nn.ModuleList,
             `0.weight`), or what `Mars` takes as `params`.
+        *others: none; settings have names.
         like: whose settings to reuse, for continued pretraining: a folder with the mars.json of a run, or the name
             of such a repository on the Hub. Arguments given here override them, also the rates that mars.json has for
             vectors and embeddings. Not reused: what the loop and the machine decide (`max_grad_norm`, `fused`,
@@ -699,11 +702,13 @@ def create(
               Not saved.
 
     Raises:
+        TypeError: neither a module nor parameters, or a setting without name.
         UnknownHyperparameterError: a setting `Mars` does not have.
         ValueError: as `Mars`; a model without trainable parameters; a pattern that matches or decides nothing; what
             needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
             that can be read.
     """
+    _reject_others(model_or_params, others)
     stated = without_torch_keywords(settings)
     reject_unknown(stated, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
@@ -725,6 +730,18 @@ def create(
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _reject_others(model_or_params: Any, others: Sequence[Any]) -> None:
+    """Raise TypeError for what is no model and no parameters, and for arguments without a name."""
+    if model_or_params is None or isinstance(model_or_params, (str, bytes, Mapping)):
+        what = f"{type(model_or_params).__name__} {shown(model_or_params)}"
+        raise TypeError(f"create takes a model, or its parameters, not {what}; from_pretrained loads a model by name")
+    if not others:
+        return
+    if isinstance(others[0], nn.Module):
+        raise TypeError("create takes one model, or several as a list: write create([a, b], ...)")
+    raise TypeError(f"create takes settings by name: write lr={shown(others[0])} for a learning rate")
 
 
 def _as_model(model_or_params: Any) -> nn.Module | None:

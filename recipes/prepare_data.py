@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     """Prepare the data; `argv` is the command line without the program's name."""
     args = parse(argv)
     output = args.output_dir
+    if args.files:
+        sources.find_files(args.files)  # complains before the vocabulary, which may need a network
     with locked(output, "writes"), token_files.writing(output, overwrite=args.overwrite) as partial:
         tokenizer = gpt2_tokenizer()
         tokenizer.save_pretrained(partial / "tokenizer")

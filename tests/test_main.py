@@ -97,6 +97,11 @@ def refused(capsys, *argv: str) -> str:
     return line
 
 
+def test_no_command_is_a_call_for_help(capsys):
+    main([])
+    assert capsys.readouterr().out.startswith("usage: python -m mars_hf [-h] COMMAND")
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -114,7 +119,7 @@ def test_script_with_a_syntax_error(text, part, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ([], "required: COMMAND"),
+        (["x"], "COMMAND: invalid choice: 'x'"),
         (["run", "no_such_script.py"], "no such script: 'no_such_script.py' (give a path, or -m MODULE); --help shows"),
         (["run", "-m", "pytest_no_such_module"], "no such module: 'pytest_no_such_module'"),
         (["run", "-m", "json.no_such_part"], "no such module: 'json.no_such_part'"),

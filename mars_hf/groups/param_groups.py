@@ -215,13 +215,19 @@ def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bo
         new = [param for param in matched if param not in indices]
         if not new and each_decides:
             free = [name for param in names if param not in indices for name in names[param]]
-            near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
-            raise ValueError(
-                f"param_rules: {pattern!r} decides nothing: it matches no trainable parameter that those before "
-                f"it leave; those are named like {', '.join(map(repr, near))}"
-            )
+            raise ValueError(_of_no_effect(pattern, free))
         indices |= dict.fromkeys(new, index)
     return indices
+
+
+def _of_no_effect(pattern: str, free: Sequence[str]) -> str:
+    """Return the error of a pattern that matches none of the names that earlier patterns leave."""
+    near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
+    named = f"named like {', '.join(map(repr, near))}" if near else "none"
+    return (
+        f"param_rules: {pattern!r} decides nothing: it matches no remaining trainable parameter; those that earlier "
+        f"patterns leave are {named}"
+    )
 
 
 def _any_matches(names: Iterable[str], pattern: str) -> bool:

@@ -301,7 +301,8 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     with contextlib.suppress(Exception):  # a value of any class may raise anything
         if kind.fits(value):
             return kind.plain(value)
-    hint = hint_of_number(value) if kind.type is float else _hint_of_name(value, kind.names)
+    names = (*kind.names, MUON) if name == "mars_type" else kind.names
+    hint = hint_of_number(value) if kind.type is float else _hint_of_name(value, names)
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
 
 
@@ -411,9 +412,19 @@ def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *,
         if name in accepted:
             continue
         meant = _meant(str(name), accepted)
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        if name in PAIR_KEYS and meant == PAIR_KEYS[name][0] and isinstance(names, Mapping):
+            hint = f"; give {_pair_of(name, names)}"
         if meant or not labels:
-            hint = f"; did you mean {meant!r}?" if meant else ""
             raise UnknownHyperparameterError(f"{where}: unknown {shown(name)}{hint}; accepted: {', '.join(accepted)}")
+
+
+def _pair_of(half: str, settings: Mapping[str, Any]) -> str:
+    """Return a pair of betas, as `create` takes it, with the halves that somebody gave."""
+    pair, _ = PAIR_KEYS[half]
+    halves = [name for name, (of_pair, _) in PAIR_KEYS.items() if of_pair == pair]
+    betas = [settings.get(name, default) for name, default in zip(halves, DEFAULTS[pair], strict=True)]
+    return f"{pair}=({', '.join(map(shown, betas))})"
 
 
 def _meant(name: str, accepted: Sequence[str]) -> str | None:
@@ -477,6 +488,8 @@ def _split_pairs(text: str) -> dict[str, str]:
         where = f"optim_args={shown(text)}: {shown(pair)}"
         if name in texts:
             raise ValueError(f"{where} is given twice; {_EXAMPLE}")
+        if name in ("betas", "betas_1d"):
+            raise ValueError(f"{where} is half of a pair, for commas end values here; write beta1=0.9,beta2=0.95")
         if not name or not value or "=" in value:
             raise ValueError(f"{where} is not name=value; {_EXAMPLE}")
         texts[name] = value

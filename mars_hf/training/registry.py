@@ -112,6 +112,11 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
         ValueError: a value out of range, a `like` that cannot be read, or a setting given here and differently in
             TrainingArguments; also when the optimizer is made.
     """
+    if not isinstance(args, TrainingArguments):
+        raise TypeError(
+            f"mars_hf.factory takes the Trainer's TrainingArguments, not {type(args).__name__}; mars_hf.create takes "
+            "models"
+        )
     rates_by_name = getattr(args, "learning_rate_mapping", None)  # of sentence-transformers
     if rates_by_name:
         raise ValueError(
@@ -145,9 +150,10 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     in_arguments = _settings_in_arguments(args)
     for name, (key, value) in in_arguments.items():
         if key in of_mars and float(of_mars[key]) != value:
+            default = ", its default" if value == _default(type(args), name) else ""
             raise ValueError(
-                f"{name}={value!r} in TrainingArguments and {key}={of_mars[key]!r} for MARS contradict each other; "
-                f"give {name} alone"
+                f"{name}={value!r} in TrainingArguments{default}, and {key}={of_mars[key]!r} for MARS contradict each "
+                f"other; set {name}={of_mars[key]!r} in TrainingArguments alone"
             )
     return join_beta_pairs(saved | dict(in_arguments.values()) | of_mars)
 

@@ -14,6 +14,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from mars_hf import _compat
 from mars_hf.groups.setting_types import FactorySettings
+from mars_hf.groups.settings import PAIR_KEYS, SETTINGS, shown
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import unwrap_optimizer
@@ -42,7 +43,10 @@ class TrainerWithMars(_Base):
         self, *args: Any, mars_kwargs: FactorySettings | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Build the Trainer; see the class."""
-        optimizers: tuple[Any, Any] = kwargs.pop("optimizers", None) or (None, None)
+        self._reject_settings(kwargs)
+        optimizers: Any = kwargs.pop("optimizers", None) or (None, None)
+        if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+            raise TypeError(f"optimizers is a {type(optimizers).__name__}; give a pair: optimizers=(optimizer, None)")
         self._given_optimizer, self._given_scheduler = optimizers
         if self._given_optimizer is not None:
             for name in ("model_init", "optimizer_cls_and_kwargs"):
@@ -67,6 +71,17 @@ class TrainerWithMars(_Base):
         self.add_callback(self._stale_pass)
         if not self._callbacks_of(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
+
+    def _reject_settings(self, keywords: Mapping[str, Any]) -> None:
+        """Raise TypeError for settings of MARS among the Trainer's keywords, unless the trainer has such keywords."""
+        known = inspect.signature(super().__init__).parameters
+        for name, value in keywords.items():
+            if name in known or name not in (*SETTINGS, *PAIR_KEYS, "like"):
+                continue
+            remedy = f"mars_kwargs={{{name!r}: {value!r}}}"
+            if name == "lr":
+                remedy = f"learning_rate={value!r} in TrainingArguments"
+            raise TypeError(f"{type(self).__name__} takes no {name}; give {remedy}")
 
     @functools.cached_property  # read by __init__, or before by a class that makes its optimizer at once
     def _makes_mars(self) -> bool:
@@ -269,8 +284,8 @@ def with_mars(trainer_class: type[Trainer]) -> type[Any]:
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(
-            f"with_mars({trainer_class!r}): give a class of trainers, transformers.Trainer or a subclass of it; an "
-            "instance cannot be changed afterwards"
+            f"with_mars({shown(trainer_class)}): give a class of trainers, transformers.Trainer or a subclass of it; "
+            "an instance cannot be changed afterwards"
         )
     if issubclass(trainer_class, TrainerWithMars):
         return trainer_class

@@ -182,6 +182,31 @@ def test_keywords_of_torch(make):
             make(matrix(), **{name: True})
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: mars_hf.create(matrix(), 6e-4),
+            r"create takes settings by name: write lr=0\.0006 for a learning rate",
+        ),
+        (lambda: mars_hf.create("gpt2"), "create takes a model, or its parameters, not str 'gpt2'; from_pretrained"),
+        (lambda: mars_hf.create(None), "not NoneType None"),
+        (lambda: mars_hf.create({"a": 1}), "not dict"),
+        (
+            lambda: mars_hf.create(nn.Linear(2, 2), nn.Linear(2, 2)),
+            r"several as a list: write create\(\[a, b\], \.\.\.\)",
+        ),
+        (lambda: Mars(nn.Linear(2, 2)), "Mars takes parameters, not the module Linear; give it to mars_hf.create"),
+        (lambda: mars_hf.create(matrix(), beta1=0.8), r"unknown 'beta1'; give betas=\(0\.8, 0\.99\); accepted"),
+        (lambda: mars_hf.create(matrix(), beta2_1d=0.5), r"unknown 'beta2_1d'; give betas_1d=\(0\.9, 0\.5\)"),
+        (lambda: mars_hf.create(matrix(), mars_type="Muon"), "mars_type='Muon' is not valid; did you mean 'muon'"),
+    ],
+)
+def test_what_is_no_model_and_no_setting(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
 @pytest.mark.parametrize(("text", "number"), [("1e-3", "0.001"), (" 2 ", "2.0")])
 def test_numbers_that_are_text(text, number):
     with pytest.raises(ValueError, match=rf"lr='{text}' is not valid; it is text: write {number} \(YAML reads 1e-3"):
@@ -244,7 +269,8 @@ def test_optim_args_of_a_mapping():
         ("gamma=0.1,", "'' is not name=value"),
         ("gamma=0.1,gamma=0.2", "'gamma=0.2' is given twice"),
         ("gama=1", "unknown 'gama'; did you mean 'gamma'"),
-        ("betas=0.9", "unknown 'betas'.*beta1"),
+        ("betas=0.9", r"'betas=0\.9' is half of a pair, for commas end values here; write beta1=0\.9,beta2=0\.95"),
+        ("betas=(0.9,0.95)", r"'betas=\(0\.9' is half of a pair"),
         ("layout=none", "unknown 'layout'"),
         ("param_rules=a;lr:1", "param_rules='a;lr:1' cannot be read"),
         ("param_rules=[{}]", r"param_rules\[0\]=\{\} is not an override"),

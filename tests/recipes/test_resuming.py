@@ -165,7 +165,7 @@ def test_no_checkpoint_is_whole(killed, tokens, capsys):
 
 def test_checkpoints_that_cannot_be_resumed(tokens, tmp_path):
     output = tmp_path / "run"
-    with refused("nowhere cannot be used: it has no manifest.json"):
+    with refused("nowhere: no such folder"):
         run(output, tokens, "--resume_from_checkpoint", str(tmp_path / "nowhere"))
     assert not output.exists()
     run(output, tokens, "--save_only_model", "true", "--max_steps", "3")

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -108,7 +109,11 @@ def test_another_optimizer_by_name(tmp_path, kind, optim):
     [
         ({}, {"gama": 0.1}, "gama"),
         ({}, {"gamma": -1}, "gamma=-1"),
-        ({"learning_rate": 1e-3}, {"lr": 1e-2}, "contradict each other; give learning_rate alone"),
+        (
+            {"learning_rate": 1e-3},
+            {"lr": 1e-2},
+            "set learning_rate=0.01 in TrainingArguments alone",
+        ),
         ({"optim_args": "gamma=0.1"}, {"gamma": 0.1}, "gamma: given in optim_args='gamma=0.1' and in mars_kwargs"),
         ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type 'mars-lion' contradict"),
     ],
@@ -251,6 +256,18 @@ assert kind is mars_hf.with_mars(Seq2SeqTrainer)
 arguments = TrainingArguments("out", optim="mars_m", use_cpu=True)  # the names are registered with the class
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, capture_output=True)
+
+
+def test_settings_among_the_keywords(tmp_path):
+    args, model = arguments(tmp_path), gpt2()
+    for name, remedy in (("gamma", "mars_kwargs={'gamma': 0.1}"), ("lr", "learning_rate=0.1 in TrainingArguments")):
+        with pytest.raises(TypeError, match=f"^MarsTrainer takes no {name}; give {re.escape(remedy)}$"):
+            mars_trainer(args, model, **{name: 0.1})
+    optimizer = mars_hf.create(model, lr=0.01)
+    with pytest.raises(TypeError, match=r"optimizers is a Mars; give a pair: optimizers=\(optimizer, None\)"):
+        mars_trainer(args, model, optimizers=optimizer)
+    with pytest.raises(TypeError, match="takes the Trainer's TrainingArguments, not GPT2LMHeadModel"):
+        mars_hf.factory(model)
 
 
 # --- Axolotl: stand-ins for what the plugin uses, and the package itself ----------------------------------------------

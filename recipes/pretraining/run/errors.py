@@ -14,6 +14,14 @@ from typing import NoReturn
 
 from pretraining.run import launcher
 
+# What a recipe needs to be installed.
+_EXTRAS = {
+    "evaluate_checkpoint": "recipes,eval",
+    "finetune_lm": "recipes,finetune",
+    "finetune_vit": "recipes,finetune",
+    "sft_lora": "recipes,finetune",
+}
+
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
@@ -51,7 +59,13 @@ def run(recipe: str) -> NoReturn:
         recipe: name of the module, which is the file that calls this.
     """
     launcher.watch()
-    importlib.import_module(recipe).main()
+    try:
+        module = importlib.import_module(recipe)
+    except ModuleNotFoundError as error:
+        extras = _EXTRAS.get(recipe, "recipes")
+        _print(f"{recipe}.py", f"{error}; it needs pip install -c constraints.txt -e '.[{extras}]'")
+        raise SystemExit(2) from error
+    module.main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         atexit.register(_leave)
     sys.exit()

@@ -196,6 +196,8 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> ResumePoint
 
 
 def _from_path(output: Path, run: RunIdentity | None, folder: Path, settings: dict[str, Any]) -> ResumePoint:
+    if not folder.is_dir():
+        raise ValueError(f"--resume_from_checkpoint {folder}: no such folder")
     try:
         manifest = checkpoints.check(folder)
     except ValueError as error:
