@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, first_moment_rms
-from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, check_values
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, check_values
 
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
@@ -30,6 +30,8 @@ def suggest(
     width: int | None = None,
 ) -> dict[str, Any]:
     """Return keywords of `create` from AdamW's tuned settings; its decay is decoupled, as in torch.optim.AdamW."""
+    if rule == MUON:  # its updates are as large as those of mars-m
+        return {**suggest("mars-m", lr, betas, weight_decay, width=width), "mars_type": MUON}
     orthogonal = UPDATE_RULES[rule].orthogonalizes
     # Published configurations that orthogonalize have beta1 0.95 where AdamW has 0.9: about twice the half-life.
     beta1 = betas[0] ** (0.5 if orthogonal else 1.0)
@@ -74,21 +76,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     add = parser.add_argument
     add("--adamw-lr", type=float, required=True, help="AdamW's tuned peak learning rate")
-    add("--adamw-betas", type=float, nargs=2, default=(0.9, 0.95), help="its betas (default: 0.9 0.95)")
-    add("--adamw-weight-decay", type=float, default=0.1, help="its decoupled weight decay (default: 0.1)")
+    add("--finetuning", action="store_true", help="defaults of fine-tuning: betas 0.9 0.999, no weight decay")
+    add("--adamw-betas", type=float, nargs=2, help="its betas (default: 0.9 0.95; in fine-tuning 0.9 0.999)")
+    add("--adamw-weight-decay", type=float, help="its decoupled weight decay (default: 0.1; in fine-tuning 0)")
     needing = ", ".join(filter(depends_on_width, MARS_TYPES))
     add("--width", type=int, help=f"width of the model; left out without: {needing}")
-    add("--rule", type=lambda text: text.replace("_", "-"), choices=MARS_TYPES, help="one rule only")
+    add("--rule", type=lambda text: text.replace("_", "-"), choices=(*MARS_TYPES, MUON), help="one rule only")
 
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
-    lr, betas, width = options.adamw_lr, tuple(options.adamw_betas), options.width
-    check_values({"lr": lr, "betas": betas, "weight_decay": options.adamw_weight_decay})
+    lr, width = options.adamw_lr, options.width
+    betas, decay = ((0.9, 0.999), 0.0) if options.finetuning else ((0.9, 0.95), 0.1)
+    betas = betas if options.adamw_betas is None else tuple(options.adamw_betas)
+    decay = decay if options.adamw_weight_decay is None else options.adamw_weight_decay
+    check_values({"lr": lr, "betas": betas, "weight_decay": decay})
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
-    texts = [_forms(suggest(rule, lr, betas, options.adamw_weight_decay, width=width)) for rule in rules]
+    texts = [_forms(suggest(rule, lr, betas, decay, width=width)) for rule in rules]
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))
     return "\n\n".join(texts)
@@ -103,8 +109,9 @@ def _forms(settings: dict[str, Any]) -> str:
     arguments = [f"{name}={text}" for name, text in texts.items() if name == "lr_1d"]
     for name in texts.keys() & {"betas", "betas_1d"}:
         arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
+    optim = "mars_muon" if rule == MUON else rule.replace("-", "_")  # transformers may have a muon of its own
     return f"""{rule}
-  --optim {rule.replace("-", "_")} --learning_rate {lr} --weight_decay {decay} \\
+  --optim {optim} --learning_rate {lr} --weight_decay {decay} \\
     --optim_args {",".join(sorted(arguments))}
 {textwrap.indent(textwrap.fill(call, 78, break_on_hyphens=False, subsequent_indent="    "), "  ")}"""
 

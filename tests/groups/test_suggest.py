@@ -107,11 +107,12 @@ def test_rules(capsys):
     assert "\nmars-m\n" in text and "mars-shampoo" not in text
 
 
-@pytest.mark.parametrize("rule", MARS_TYPES)
-@pytest.mark.parametrize("betas", [("0.9", "0.95"), ("0.9", "0.999"), ("0.95", "0.99")])
+@pytest.mark.parametrize("rule", [*MARS_TYPES, "muon"])
+@pytest.mark.parametrize("betas", ["0.9 0.95", "0.9 0.999", "0.95 0.99", None])
 def test_forms(rule, betas, capsys, tmp_path):
     """The command's arguments and the call make the same optimizer."""
-    text = printed(capsys, "--width", "768", "--adamw-betas", *betas, "--rule", rule)
+    further = ["--adamw-betas", *betas.split()] if betas else ["--finetuning"]
+    text = printed(capsys, "--width", "768", "--rule", rule, *further)
     command, call = text[text.index("  --optim ") :].split("  mars_hf.create")
     words = shlex.split(command.replace("\\\n", " "))
     flags = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
@@ -125,7 +126,16 @@ def test_forms(rule, betas, capsys, tmp_path):
         for optimizer in (make()(model, **settings), by_call)
     )
     assert groups == others
-    assert groups[0]["mars_type"] == rule
+    assert groups[0]["mars_type"] == ("mars-m" if rule == "muon" else rule)
+    assert (groups[0]["clip_threshold"] is None) == (rule == "muon")
+
+
+def test_settings_of_finetuning(capsys):
+    main(["suggest", "--adamw-lr", "2e-5", "--rule", "mars_adamw", "--finetuning"])
+    text = capsys.readouterr().out
+    assert "--optim mars_adamw --learning_rate 2.43e-05 --weight_decay 0 " in text and "beta2=0.999" in text
+    main(["suggest", "--adamw-lr", "2e-5", "--rule", "mars-adamw", "--finetuning", "--adamw-weight-decay", "0.1"])
+    assert "--weight_decay 0.0825 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
