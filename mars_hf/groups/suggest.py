@@ -47,6 +47,36 @@ def suggest(
     }
 
 
+# AdamW's usual rates, by what is trained.
+USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, "LoRA adapters": 2e-4}
+
+
+def table() -> str:
+    """Return, as a table in Markdown, AdamW's usual rates and what becomes of them, by rule and betas."""
+    adamw = first_moment_rms(0.9)
+    default = "({:g}, {:g}), the default".format(*DEFAULTS["betas"])
+    gamma = DEFAULTS["gamma"]
+    rows = [
+        ("AdamW", "its own", 1.0),
+        ("mars-adamw", "AdamW's", adamw / update_rms("mars-adamw", beta1=0.9, gamma=gamma)),
+        ("mars-adamw", default, adamw / update_rms("mars-adamw", beta1=DEFAULTS["betas"][0], gamma=gamma)),
+        ("mars-m, muon", default, adamw / update_rms("mars-m", beta1=0.95, gamma=gamma)),
+        ("mars-lion", "AdamW's", adamw / update_rms("mars-lion", beta1=0.9, gamma=gamma)),
+    ]
+    lines = ["| rule | betas | times AdamW's rate | " + " | ".join(USUAL_RATES) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * (1 + len(USUAL_RATES)))
+    for rule, betas, factor in rows:
+        rates = [_rate(factor * rate) for rate in USUAL_RATES.values()]
+        lines.append(f"| {rule} | {betas} | {factor:.2g} | {' | '.join(rates)} |")
+    return "\n".join(lines)
+
+
+def _rate(rate: float) -> str:
+    """Return a rate with two digits, as people write it."""
+    digits, exponent = f"{rate:.1e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
 def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = None) -> float:
     """Return the root mean square of a matrix's update for lr = 1, from independent gradients."""
     update_rule = UPDATE_RULES[rule]
@@ -75,7 +105,7 @@ def _rms_of_block(scale: Callable[[int, int], float], width: int) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     add = parser.add_argument
-    add("--adamw-lr", type=float, required=True, help="AdamW's tuned peak learning rate")
+    add("--adamw-lr", type=float, help="AdamW's tuned peak learning rate; left out: a table for its usual rates")
     add("--finetuning", action="store_true", help="defaults of fine-tuning: betas 0.9 0.999, no weight decay")
     add("--adamw-betas", type=float, nargs=2, help="its betas (default: 0.9 0.95; in fine-tuning 0.9 0.999)")
     add("--adamw-weight-decay", type=float, help="its decoupled weight decay (default: 0.1; in fine-tuning 0)")
@@ -87,9 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, width = options.adamw_lr, options.width
-    betas, decay = ((0.9, 0.999), 0.0) if options.finetuning else ((0.9, 0.95), 0.1)
-    betas = betas if options.adamw_betas is None else tuple(options.adamw_betas)
-    decay = decay if options.adamw_weight_decay is None else options.adamw_weight_decay
+    if lr is None:
+        return table()
+    betas, decay = _betas_and_decay(options)
     check_values({"lr": lr, "betas": betas, "weight_decay": decay})
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
@@ -98,6 +128,16 @@ def run(options: argparse.Namespace) -> str:
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))
     return "\n\n".join(texts)
+
+
+def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], float]:
+    """Return AdamW's betas and decay: those given, or the usual ones of the kind of training."""
+    betas, decay = ((0.9, 0.999), 0.0) if options.finetuning else ((0.9, 0.95), 0.1)
+    if options.adamw_betas is not None:
+        betas = tuple(options.adamw_betas)
+    if options.adamw_weight_decay is not None:
+        decay = options.adamw_weight_decay
+    return betas, decay
 
 
 def _forms(settings: dict[str, Any]) -> str:

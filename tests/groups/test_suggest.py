@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 import mars_hf
 from mars_hf.__main__ import main
 from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
-from mars_hf.groups.suggest import suggest, update_rms
+from mars_hf.groups.suggest import suggest, table, update_rms
 
 WIDTH = 32
 # Newton-Schulz leaves singular values of a root mean square of 0.85 to 0.95, by shape, and 0.9 is assumed.
@@ -51,6 +51,31 @@ def test_size_of_updates(rule, betas):
     ours = updates(mars_hf.Mars(matrices(), **{**settings, "eps": 1e-12, "weight_decay": 0.0}))
     theirs = updates(torch.optim.AdamW(matrices(), lr=3e-4, betas=betas, eps=1e-12, weight_decay=0.0))
     assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
+
+
+def rows_of_table() -> list[tuple[str, str, float]]:
+    """Return rule, betas and factor of the rows of README's table, without AdamW's."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table().splitlines()[3:]]
+    return [(rule, betas, float(factor)) for names, betas, factor, *_ in cells for rule in names.split(", ")]
+
+
+@pytest.mark.parametrize(("rule", "betas", "factor"), rows_of_table())
+def test_rates_of_the_table_make_updates_as_large_as_adamw_s(rule, betas, factor):
+    settings = {} if "default" in betas else {"betas": (0.9, 0.95)}
+    of_rule = "mars-m" if rule == "muon" else rule
+    ours = updates(mars_hf.Mars(matrices(), factor * 3e-4, mars_type=of_rule, eps=1e-12, **settings))
+    theirs = updates(torch.optim.AdamW(matrices(), lr=3e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0))
+    assert ours == pytest.approx(theirs, rel=TOLERANCES[of_rule] + 0.02)  # factors have two digits
+
+
+def test_table(capsys):
+    main(["suggest"])
+    text = capsys.readouterr().out
+    assert text == table() + "\n" and text.splitlines()[0].endswith("| LoRA adapters |")
+    for line in text.splitlines()[2:]:
+        _, _, _, factor, *rates, _ = line.split("|")
+        for rate, of_adamw in zip(rates, (3e-4, 2e-5, 2e-4), strict=True):
+            assert float(rate) == pytest.approx(float(factor) * of_adamw, rel=0.05)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.025, 0.1])
@@ -141,7 +166,6 @@ def test_settings_of_finetuning(capsys):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ("", "the following arguments are required: --adamw-lr"),
         ("--adamw-lr 0", "--adamw-lr and --width are numbers > 0"),
         ("--adamw-lr nan", "lr=nan is not valid"),
         ("--adamw-lr 1e-3 --adamw-betas 0.9 1", "betas=(0.9, 1.0) is not valid"),
