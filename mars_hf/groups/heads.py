@@ -19,6 +19,8 @@ _HEAD_NAME = re.compile(
 # The layer before DistilBERT's classifier, points of reference in DETR, and the stem of a convolutional network.
 _NO_HEAD_NAME = re.compile(r"pre_classifier|ref_point_head|resnet_head")
 _EMBEDDING_NAME = re.compile(r"embed|^w[tp]e$", re.IGNORECASE)
+# Layers that repeat hold no head, whatever their sizes; a list of models is not in the middle of a path.
+_IN_LAYERS = re.compile(r"\.\d+\.")
 # Names of settings that number tokens.
 _IDS = re.compile(r"_ids?$")
 
@@ -37,7 +39,7 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
         base = _without_adapters(module)
         if isinstance(base, (nn.Embedding, nn.EmbeddingBag)):
             embeddings.append(module)
-        elif _has_vocabulary(base, vocabularies):
+        elif _has_vocabulary(base, vocabularies) and not _IN_LAYERS.search(path):
             heads.append(module)
         heads += _outputs(module)
         if _is_head(model, modules, path):

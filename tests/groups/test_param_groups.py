@@ -237,6 +237,18 @@ def test_heads(model, heads):
     assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_heads_by_their_vocabulary(several):
+    """A layer that repeats has no head, though its MLP may be as wide as the vocabulary."""
+    model = gpt2(vocab_size=32)  # 4 n_embd
+    model.further = nn.Linear(8, 32)
+    model.transposed = nn.Linear(32, 8)
+    model.other = nn.Linear(8, 31)
+    tables = embeddings_and_heads(nn.ModuleList([model]) if several else model)
+    heads = {name for name, param in model.named_parameters() if tables.get(param) == "head"}
+    assert heads == {"further.weight", "further.bias", "transposed.weight", "transposed.bias"}
+
+
 # --- several models ---------------------------------------------------------------------------------------------------
 
 
