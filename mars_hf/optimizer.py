@@ -43,6 +43,7 @@ from mars_hf.groups.settings import (
     shown,
     without_torch_keywords,
 )
+from mars_hf.groups.suggest import from_adamw
 from mars_hf.groups.summary import summary
 from mars_hf.step import exact, states
 from mars_hf.step.last_norms import LastNorms
@@ -696,6 +697,10 @@ def create(
               parameter's name in `model.named_parameters()` decides. An override states any setting of a parameter
               group except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or
               `"adamw"`.
+            - `adamw_rates`: True takes `lr` and `weight_decay` for AdamW's, and trains with those that `python -m
+              mars_hf suggest` derives for the rule and its betas; `lr_1d`, if left out, is AdamW's rate. Rates that you
+              state for some parameters (`lr_1d`, `lr_embeddings`, `param_rules`) stay as they are. Not saved: the
+              results are.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
               and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.
@@ -714,6 +719,13 @@ def create(
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
     arguments = {**saved, **check_arguments(stated)}
     release_gradients = arguments.pop("release_gradients", False)
+    if arguments.pop("adamw_rates", False):
+        if like is not None:
+            raise ValueError(f"like={str(like)!r} has rates of MARS; leave adamw_rates out")
+        if isinstance(model_or_params, Iterator):
+            model_or_params = list(model_or_params)  # read twice
+        _reject_rates_of_groups(model_or_params)
+        arguments = from_adamw(arguments)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
@@ -730,6 +742,19 @@ def create(
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _reject_rates_of_groups(groups: Any) -> None:
+    """Raise ValueError for groups that state what `adamw_rates` would have to derive."""
+    if isinstance(groups, nn.Module):
+        return
+    for index, group in enumerate(groups if isinstance(groups, (list, tuple)) else ()):
+        for name in ("lr", "weight_decay"):
+            if isinstance(group, dict) and name in group:
+                raise ValueError(
+                    f"adamw_rates=True, and param group {index} states {name}={shown(group[name])}: give rates of MARS "
+                    "(python -m mars_hf suggest), or no rates in groups"
+                )
 
 
 def _reject_others(model_or_params: Any, others: Sequence[Any]) -> None:

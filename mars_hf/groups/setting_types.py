@@ -42,6 +42,7 @@ class CreateSettings(TypedDict, total=False):
     split_fused: Literal["auto", "none"] | str | Mapping[str, Sequence[int]]
     lr_embeddings: float | None
     param_rules: Iterable[tuple[str, Mapping[str, Any]] | Mapping[str, Any]]
+    adamw_rates: bool
     release_gradients: bool
 
 

@@ -190,6 +190,7 @@ _TABLE = (
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
     # Checked by `_overrides`, not by its kind.
     Setting("param_rules", [], Kind("overrides", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
+    Setting("adamw_rates", False, _FLAG, "lr and weight_decay are AdamW's; the rule's follow from them.", "run"),
     Setting("release_gradients", False, _FLAG, "Step each parameter inside backward, and drop its gradient.", "run"),
 )
 
@@ -301,7 +302,7 @@ def _checked(name: str, value: Any, kind: Kind) -> Any:
     with contextlib.suppress(Exception):  # a value of any class may raise anything
         if kind.fits(value):
             return kind.plain(value)
-    names = (*kind.names, MUON) if name == "mars_type" else kind.names
+    names = (*kind.names, MUON) if name == "mars_type" and str(value) != MUON else kind.names
     hint = hint_of_number(value) if kind.type is float else _hint_of_name(value, names)
     raise ValueError(f"{name}={shown(value)} is not valid{hint}; accepted: {kind.accepted}")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, first_moment_rms
-from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, check_values
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, check_values, expand
 
+_ADAMW_BETA1 = 0.9
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
     "muon is mars-m without the clip and the split of query, key, value: same rates.",
@@ -47,13 +48,38 @@ def suggest(
     }
 
 
+def from_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `create` whose `lr` and `weight_decay` are AdamW's (beta1 0.9) with those of their rule.
+
+    Raises:
+        ValueError: no learning rate, or a rule whose update depends on the width of the model.
+    """
+    if "lr" not in arguments:
+        raise ValueError("adamw_rates=True: give AdamW's learning rate as lr")
+    settings = {**DEFAULTS, **expand(arguments)}
+    rule = settings["mars_type"]
+    if depends_on_width(rule):
+        raise ValueError(
+            f"adamw_rates=True: the size of {rule}'s updates depends on the width of the model; take the rates of "
+            "python -m mars_hf suggest --width"
+        )
+    of_rule = update_rms(rule, beta1=settings["betas"][0], gamma=settings["gamma"])
+    if rule == "mars-adamw" and settings["second_moment"] == "gradient":
+        of_rule = first_moment_rms(settings["betas"][0], settings["gamma"])
+    factor = first_moment_rms(_ADAMW_BETA1) / of_rule
+    derived = {"lr_1d": arguments["lr"], **arguments, "lr": arguments["lr"] * factor}
+    if "weight_decay" in arguments:  # a step shrinks a weight by lr * weight_decay
+        derived["weight_decay"] = arguments["weight_decay"] / factor
+    return derived
+
+
 # AdamW's usual rates, by what is trained.
 USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, "LoRA adapters": 2e-4}
 
 
 def table() -> str:
     """Return, as a table in Markdown, AdamW's usual rates and what becomes of them, by rule and betas."""
-    adamw = first_moment_rms(0.9)
+    adamw = first_moment_rms(_ADAMW_BETA1)
     default = "({:g}, {:g}), the default".format(*DEFAULTS["betas"])
     gamma = DEFAULTS["gamma"]
     rows = [

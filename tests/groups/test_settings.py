@@ -40,7 +40,8 @@ WRONG = {
     **dict.fromkeys(("clip_threshold", "max_grad_norm"), (*(v for v in NUMBERS if v is not None), 0, -1.0)),
     **dict.fromkeys(("betas", "betas_1d"), ((1.0, 0.9), (0.9, -0.1), (0.9, NAN), (0.9, LONG), (0.9,), 0.9, "99", None)),
     **dict.fromkeys(
-        ("is_approx", "amsgrad", "optimize_1d", "maximize", "release_gradients"), (None, 0, 1, "yes", np.bool_(True))
+        ("is_approx", "amsgrad", "optimize_1d", "maximize", "adamw_rates", "release_gradients"),
+        (None, 0, 1, "yes", np.bool_(True)),
     ),
     "fused": (0, 1, "auto"),
     "mars_type": ("mars-sgd", "mars_m", ["mars-m"], None, 1),
@@ -78,7 +79,13 @@ TEXTS = {
     **{"weight_decay_1d": "0.25", "second_moment": "gradient", "ns_coefficients": "polar-express"},
     **{"ns_dtype": "float32", "max_grad_norm": "0.5", "state_dtype": "bfloat16", "rounding": "kahan"},
     **{"maximize": "true", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
-    **{"param_rules": '[{"pattern":"a.*"}]', "beta1": "0.5", "beta2_1d": ".5", "release_gradients": "true"},
+    **{
+        "param_rules": '[{"pattern":"a.*"}]',
+        "beta1": "0.5",
+        "beta2_1d": ".5",
+        "adamw_rates": "true",
+        "release_gradients": "true",
+    },
 }
 
 
@@ -91,7 +98,7 @@ def test_table():
     parameters = inspect.signature(Mars).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in ("params", "process_group", *OF_TORCH)}
     assert defaults == dict(DEFAULTS)
-    assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS, "release_gradients"]
+    assert list(SETTINGS) == [*DEFAULTS, *MODEL_DEFAULTS, "adamw_rates", "release_gradients"]
     group = Mars(matrix()).param_groups[0]
     assert group.keys() == {"params", "role", *GROUP_KEYS}
     assert not {*KEYS_1D, *MODEL_DEFAULTS} & group.keys()

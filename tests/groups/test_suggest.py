@@ -68,6 +68,63 @@ def test_rates_of_the_table_make_updates_as_large_as_adamw_s(rule, betas, factor
     assert ours == pytest.approx(theirs, rel=TOLERANCES[of_rule] + 0.02)  # factors have two digits
 
 
+RULES_OF_ADAMW_RATES = [
+    ({"mars_type": "mars-adamw"}, "mars-adamw"),
+    ({"mars_type": "mars-adamw", "betas": (0.9, 0.999), "gamma": 0.1}, "mars-adamw"),
+    ({"mars_type": "mars-adamw", "second_moment": "gradient"}, "mars-adamw"),
+    ({"mars_type": "mars-lion"}, "mars-lion"),
+    ({"mars_type": "mars-m"}, "mars-m"),
+    ({"mars_type": "muon", "betas": (0.9, 0.95)}, "mars-m"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*orthogonalizes every matrix")
+@pytest.mark.parametrize(("settings", "rule"), RULES_OF_ADAMW_RATES)
+def test_adamw_rates(settings, rule):
+    """Updates are as large as AdamW's, vectors train at its rate, and weights decay as under it."""
+    params = [*matrices(), torch.nn.Parameter(torch.zeros(3))]
+    given = {**settings, "lr": 3e-4, "weight_decay": 0.1, "adamw_rates": True}
+    made = mars_hf.create(params, **given)
+    matrix, vector = made.param_groups
+    assert matrix["lr"] * matrix["weight_decay"] == pytest.approx(3e-5) and vector["lr"] == 3e-4
+    assert made.created_with["lr"] == matrix["lr"] and "adamw_rates" not in made.created_with
+    ours = updates(mars_hf.create(matrices(), **{**given, "weight_decay": 0.0}, eps=1e-12))
+    theirs = updates(torch.optim.AdamW(matrices(), lr=3e-4, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0))
+    assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
+
+
+def test_adamw_rates_at_every_door(tmp_path):
+    """TrainingArguments' rate and decay are AdamW's then: a script changes one word."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    by_hand = mars_hf.create(model, lr=2e-5, weight_decay=0.1, adamw_rates=True)
+    mars_hf.register()
+    named = {"optim": "mars_adamw", "optim_args": "adamw_rates=true"}
+    args = TrainingArguments(tmp_path, use_cpu=True, learning_rate=2e-5, weight_decay=0.1, **named)
+    make, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    plain = TrainingArguments(tmp_path, use_cpu=True, learning_rate=2e-5, weight_decay=0.1)
+    by_factory, _ = mars_hf.factory(plain, adamw_rates=True)
+    for optimizer in (make()(model, **settings), by_factory(model)):
+        for group, expected in zip(optimizer.param_groups, by_hand.param_groups, strict=True):
+            assert (group["lr"], group["weight_decay"]) == (expected["lr"], expected["weight_decay"])
+    assert by_hand.param_groups[0]["lr"] == pytest.approx(2.14 * 2e-5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "adamw_rates=True: give AdamW's learning rate as lr"),
+        ({"lr": 1e-3, "mars_type": "mars-shampoo"}, "mars-shampoo's updates depends on the width .* suggest --width"),
+        ({"lr": 1e-3, "like": "run"}, "like='run' has rates of MARS; leave adamw_rates out"),
+    ],
+)
+def test_adamw_rates_that_cannot_be(settings, message, monkeypatch):
+    monkeypatch.setattr("mars_hf.groups.saved_settings.read", lambda *_: {})
+    with pytest.raises(ValueError, match=message):
+        mars_hf.create(matrices(), adamw_rates=True, **settings)
+    with pytest.raises(ValueError, match=r"param group 0 states lr=0\.1: give rates of MARS"):
+        mars_hf.create(iter([{"params": matrices(), "lr": 0.1}]), lr=1e-3, adamw_rates=True)
+
+
 def test_table(capsys):
     main(["suggest"])
     text = capsys.readouterr().out
