@@ -30,6 +30,11 @@ STOPPED = {"PixioBackbone", "JevForDecision"}
 SAVES = {"save_strategy": "steps", "save_steps": 2, "optim": "mars_m", "learning_rate": 0.01}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    mars_hf.register()
+
+
 def mixtral(seed: int = 0) -> MixtralForCausalLM:
     torch.manual_seed(seed)
     sizes = {"intermediate_size": 24, "num_key_value_heads": 2, "num_local_experts": 3, "head_dim": 8}
@@ -82,7 +87,6 @@ def test_resumed_run_is_the_same_to_the_bit(tmp_path, make_model, way, caplog):
             return trainer(args, model, optimizers=(optimizer, None))
         return trainer(args, model)
 
-    mars_hf.register()
     whole = make(0)
     whole.train()
     resumed = make(1)
