@@ -205,6 +205,20 @@ def test_bases_are_those_of_the_result():
     assert mine.training.learning_rate == theirs.training.learning_rate
 
 
+def test_page_shows_the_runs_of_a_pretrained_model():
+    page = " ".join((tune.ROOT / "docs" / "finetuning.md").read_text().split())
+    search, shown = Search("smollm2"), {}
+    for optim in ("adamw(0.9)", "mars_adamw"):
+        losses = LOSSES["smollm2"][f"kjv lora {optim}"]
+        assert tune.best(losses) == (0.0032,) and sorted(losses[0.0032,]) == [1, 2, 3, search.seed]
+        rows = [row for row in RESULTS["smollm2"]["runs"] if row["optim"] == optim and row["seed"] in (1, 2, 3)]
+        assert {row["learning_rate"] for row in rows} == {0.0032} and {row["steps"] for row in rows} == {60}
+        shown[optim] = [statistics.mean(row[key] for row in rows) for key in ("eval_loss", "general_loss")]
+    (adamw, forgotten), (mars, kept) = shown.values()
+    assert f"AdamW ended at {adamw:.3f} and mars-adamw at {mars:.3f}, means of three new seeds" in page
+    assert f"which began at 2.41, at {forgotten:.3f} and {kept:.3f}." in page
+
+
 def test_page_shows_the_searches_and_the_bases():
     page = (tune.ROOT / "docs" / "finetuning.md").read_text()
     tables = page.split("| LoRA |")  # all weights, LoRA
