@@ -1,4 +1,4 @@
-"""Read settings from YAML, of which JSON is a part: numbers, words, lists and mappings."""
+"""Read settings from YAML or JSON: numbers, words, lists and mappings."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, width = options.adamw_lr, options.width
     if lr is None:
-        return table()
+        return _table_alone(options)
     betas, decay = _betas_and_decay(options)
     check_values({"lr": lr, "betas": betas, "weight_decay": decay})
     if lr == 0 or (width is not None and width < 1):
@@ -154,6 +154,15 @@ def run(options: argparse.Namespace) -> str:
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))
     return "\n\n".join(texts)
+
+
+def _table_alone(options: argparse.Namespace) -> str:
+    """Return the table of AdamW's usual rates; ValueError for an option that it would ignore."""
+    for name in ("finetuning", "adamw_betas", "adamw_weight_decay", "width", "rule"):
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            raise ValueError(f"--{name.replace('_', '-')} needs --adamw-lr; without both, there is a table")
+    return table()
 
 
 def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], float]:

@@ -17,7 +17,7 @@ from pretraining.run import checks
 
 from mars_hf.groups.suggest import suggest
 
-# Arguments of which less than one is none.
+# Counts: at least 1.
 _COUNTS = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",

@@ -1,4 +1,4 @@
-"""What mars-m leaves to AdamW, and what it orthogonalizes fused, in every type of model that transformers has.
+"""What mars-m leaves to AdamW and which fused projections it does not split, in every model type of transformers.
 
 `python tests/groups/test_census.py` writes census.json anew, for the installed transformers: review the difference.
 """

@@ -223,6 +223,8 @@ def test_settings_of_finetuning(capsys):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
+        ("--rule mars-m", "--rule needs --adamw-lr"),
+        ("--adamw-weight-decay 0", "--adamw-weight-decay needs --adamw-lr"),
         ("--adamw-lr 0", "--adamw-lr and --width are numbers > 0"),
         ("--adamw-lr nan", "lr=nan is not valid"),
         ("--adamw-lr 1e-3 --adamw-betas 0.9 1", "betas=(0.9, 1.0) is not valid"),

@@ -290,7 +290,7 @@ def _meant(name: str) -> str:
     return f"; did you mean {ours!r}?" if ours in OPTIMIZERS else ""
 
 
-# Counts, of which less than one is none.
+# Counts: at least 1.
 _COUNTS = (
     "n_layer",
     "n_head",
