@@ -70,7 +70,9 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
         default=None, metadata={"help": "Tokens in a sequence; left out: the model's context, 1,024 at most."}
     )
     max_eval_blocks: int = field(default=256, metadata={"help": "Evaluate on the first blocks of the held-out text."})
-    adam_beta2: float = 0.95
+    adam_beta2: float = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "AdamW's; left out: 0.999, and 0.95 for the small model."}
+    )
     max_steps: int = 100
     per_device_train_batch_size: int = 16
     per_device_eval_batch_size: int = 32
@@ -79,6 +81,8 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
         """Fill in what the command line leaves out."""
         pretrained = finetuning.suggested(2e-4 if self.use_peft else 2e-5)
         starts = pretrained if self.model_name_or_path else STARTS[self.use_peft]
+        if self.adam_beta2 is None:
+            self.adam_beta2 = 0.999 if self.model_name_or_path else 0.95
         self.fill_in(starts, f"finetune-{'lora' if self.use_peft else 'full'}")
         super().__post_init__()
         self.check()

@@ -123,6 +123,28 @@ def draw_betas() -> Figure:
     return figure
 
 
+def draw_finetuning() -> Figure:
+    """Show the held-out loss of SmolLM2 over the learning rate, as the searches found it."""
+    searched = json.loads((RESULTS / "tune_smollm2.json").read_text())["runs"]
+    figure, panels = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained", sharey=True)
+    for axes, (mode, title) in zip(panels, {"all": "all weights", "lora": "LoRA, rank 16"}.items(), strict=True):
+        rates = set()
+        for optimizer, optim in (("adamw", "adamw(0.9)"), ("mars_adamw", "mars_adamw"), ("mars_m", "mars_m")):
+            of_arm = {"text": "kjv", "mode": mode, "optim": optim, "seed": 100}.items()
+            line = sorted((run["learning_rate"], run["eval_loss"]) for run in searched if of_arm <= run.items())
+            axes.plot(*zip(*line, strict=True), ".-", color=page.COLORS[optimizer], label=NAMES[optimizer])
+            rates.update(rate for rate, _ in line)
+        axes.set(title=title, xscale="log", xlabel="learning rate")
+        axes.set_xticks(
+            sorted(rates), [f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e") for rate in sorted(rates)]
+        )
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out loss (nats per token),\nlower is better")
+    panels[1].legend()
+    return figure
+
+
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
     """Return the weight of g_{t-n} in the first moment m_t of approx MARS without clipping, for n = 0, 1, ...
 
@@ -273,6 +295,7 @@ FIGURES = {
     "loss_curve.png": draw_loss_curve,
     "betas.png": draw_betas,
     "controls.png": draw_controls,
+    "finetuning.png": draw_finetuning,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,
     "step.png": draw_step,

@@ -20,6 +20,7 @@ _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
     "muon is mars-m without the clip and the split of query, key, value: same rates.",
 )
+FINETUNING_BETAS = (0.9, 0.999)  # AdamW's
 
 
 def suggest(
@@ -167,7 +168,7 @@ def _table_alone(options: argparse.Namespace) -> str:
 
 def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], float]:
     """Return AdamW's betas and decay: those given, or the usual ones of the kind of training."""
-    betas, decay = ((0.9, 0.999), 0.0) if options.finetuning else ((0.9, 0.95), 0.1)
+    betas, decay = (FINETUNING_BETAS, 0.0) if options.finetuning else ((0.9, 0.95), 0.1)
     if options.adamw_betas is not None:
         betas = tuple(options.adamw_betas)
     if options.adamw_weight_decay is not None:

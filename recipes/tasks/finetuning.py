@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from pretraining.run import checks
 
-from mars_hf.groups.suggest import suggest
+from mars_hf.groups.suggest import FINETUNING_BETAS, suggest
 
 # Counts: at least 1.
 _COUNTS = (
@@ -36,11 +36,11 @@ class SuggestedRate(NamedTuple):
 
 
 def suggested(adamw_lr: float) -> dict[str, SuggestedRate]:
-    """Return what `python -m mars_hf suggest` derives from a learning rate of AdamW, by `--optim`."""
+    """Return what `python -m mars_hf suggest --finetuning` derives from a learning rate of AdamW, by `--optim`."""
     rates = {"adamw_torch": SuggestedRate(adamw_lr)}
     for rule in ("mars-adamw", "mars-m", "mars-lion"):
-        settings = suggest(rule, adamw_lr)
-        optim_args = "beta1={:.2g},beta2={:.2g},lr_1d={:g}".format(*settings["betas"], settings["lr_1d"])
+        settings = suggest(rule, adamw_lr, FINETUNING_BETAS)
+        optim_args = "beta1={:.2g},beta2={:.3g},lr_1d={:g}".format(*settings["betas"], settings["lr_1d"])
         rates[rule.replace("-", "_")] = SuggestedRate(float(f"{settings['lr']:.2g}"), optim_args)
     return rates
 

@@ -12,8 +12,9 @@ import torch
 from datasets import Dataset
 from helpers import Blocks, arguments, gpt2
 from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import Whitespace
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import mars_hf
 
@@ -91,6 +92,15 @@ def names(folder: Path) -> dict[str, Any]:
         "args": arguments(folder / "out", max_steps=2, per_device_train_batch_size=2),
         "loader": DataLoader(dataset, batch_size=4),
     }
+
+
+def save_small_llama(folder: Path) -> None:
+    """Write a tiny Llama and a tokenizer of numbers, to stand for a model of the Hub."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(64)}, unk_token="0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1").save_pretrained(folder)
 
 
 def save_zero_checkpoint(folder: Path) -> None:

@@ -146,6 +146,9 @@ def test_python(page, place, logged, monkeypatch):
         plugins.OptimizerCallback, plugins.optimizers_map = object, {}
         monkeypatch.setitem(sys.modules, "swift", types.ModuleType("swift"))
         monkeypatch.setitem(sys.modules, "swift.optimizers", plugins)
+    if page == "README.md":
+        pages.save_small_llama(Path("HuggingFaceTB/SmolLM2-135M-Instruct"))
+        Path("train.txt").write_text("1 2 3 4 5\n" * 8, encoding="utf-8")
     if page == "resuming.md":
         gpt2().save_pretrained("out/checkpoint-500")
     for block in blocks(page):

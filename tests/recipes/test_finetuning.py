@@ -161,11 +161,12 @@ def test_rates_to_start_from():
     stated = {"learning_rate": 1.0, "optim_args": "gamma=0.1", "output_dir": "x"}
     for settings, *expected in (
         ({}, "runs/finetune-full-mars_m", 1.6e-2, "beta1=0.95,lr_1d=0.016"),
-        (lora, "runs/finetune-lora-mars_m", suggested, "beta1=0.95,beta2=0.95,lr_1d=0.0002"),
+        (lora, "runs/finetune-lora-mars_m", suggested, "beta1=0.95,beta2=0.999,lr_1d=0.0002"),
         (stated, "x", 1.0, "gamma=0.1"),
     ):
         args = finetune_lm.FinetuneArguments(optim="mars_m", **settings)
         assert [args.output_dir, args.learning_rate, args.optim_args] == expected
+        assert args.adam_beta2 == (0.999 if args.model_name_or_path else 0.95)
 
 
 def test_finished_run_is_not_overwritten_and_divergence_is_named(base, data, tmp_path):
