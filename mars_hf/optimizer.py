@@ -551,7 +551,7 @@ class Mars(torch.optim.Optimizer):
         if self._was_trainable and not any(param.requires_grad for param in self._params()):
             raise RuntimeError(
                 "all parameters of this optimizer are frozen (another adapter active? LoRA applied afterwards?). Make "
-                "a new one with mars_hf.create(model), or skip step() while they are frozen"
+                "a new one with mars_hf.create(model, ...), or skip step() while they are frozen"
             )
         if dist.is_available() and dist.is_initialized() and not self.state:
             warnings.warn(
@@ -709,9 +709,9 @@ def create(
     Raises:
         TypeError: neither a module nor parameters, or a setting without name.
         UnknownHyperparameterError: a setting `Mars` does not have.
-        ValueError: as `Mars`; a model without trainable parameters; a pattern that matches or decides nothing; what
-            needs a model with parameters, or a rule that orthogonalizes with another one; a `like` without settings
-            that can be read.
+        ValueError: as `Mars`; no `lr`, unless `like` or every group has one; a model without trainable parameters; a
+            pattern that matches or decides nothing; what needs a model with parameters, or a rule that orthogonalizes
+            with another one; a `like` without settings that can be read.
     """
     _reject_others(model_or_params, others)
     stated = without_torch_keywords(settings)
@@ -719,13 +719,14 @@ def create(
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
     arguments = {**saved, **check_arguments(stated)}
     release_gradients = arguments.pop("release_gradients", False)
+    if isinstance(model_or_params, Iterator):
+        model_or_params = list(model_or_params)  # read twice
     if arguments.pop("adamw_rates", False):
         if like is not None:
             raise ValueError(f"like={str(like)!r} has rates of MARS; leave adamw_rates out")
-        if isinstance(model_or_params, Iterator):
-            model_or_params = list(model_or_params)  # read twice
         _reject_rates_of_groups(model_or_params)
         arguments = from_adamw(arguments)
+    _require_rate(model_or_params, arguments)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
@@ -742,6 +743,19 @@ def create(
     if release_gradients:
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _require_rate(model_or_params: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if no learning rate is given, and groups do not all state theirs."""
+    if "lr" in arguments:
+        return
+    is_list = isinstance(model_or_params, (list, tuple)) and len(model_or_params) > 0
+    if is_list and all(isinstance(group, dict) and "lr" in group for group in model_or_params):
+        return
+    raise ValueError(
+        "create needs a learning rate, which depends on the rule and its betas: give lr, or AdamW's as lr=2e-5, "
+        "adamw_rates=True (python -m mars_hf suggest prints a table)"
+    )
 
 
 def _reject_rates_of_groups(groups: Any) -> None:

@@ -76,7 +76,7 @@ def trained(seed: int = 1, model: nn.Module | None = None, **settings: Any) -> t
     """Return a model and its optimizer after two steps."""
     torch.manual_seed(seed)
     model = model or nn.Linear(5, 3)
-    mars = mars_hf.create(model, **settings)
+    mars = mars_hf.create(model, **{"lr": 3e-3, **settings})
     train(model, mars, 2)
     return model, mars
 
@@ -167,7 +167,10 @@ def in_one_process(folder: Path, **settings: Any) -> tuple[nn.Linear, mars_hf.Ma
 def by_engine(folder: Path, **settings: Any) -> None:
     """Load as ZeRO-1/2 does, whose own loader trusts the files."""
     model = nn.Linear(5, 3)
-    names, optimizer = {param: name for name, param in model.named_parameters()}, mars_hf.create(model, **settings)
+    names, optimizer = (
+        {param: name for name, param in model.named_parameters()},
+        mars_hf.create(model, **{"lr": 3e-3, **settings}),
+    )
     engine = SimpleNamespace(optimizer=optimizer, param_names=names, groups=[[param] for param in names])
     original = mock.Mock(side_effect=lambda _, zero: torch.load(f"{zero}/zero/optimizer_state.pt", weights_only=False))
     universal.load_zero12(original, engine, "groups", str(folder))
@@ -351,7 +354,7 @@ def test_other_folders_and_optimizers(zero2, converted):
     with pytest.raises(ValueError, match=r"step2 is not a universal checkpoint.*python -m mars_hf to_universal"):
         in_one_process(zero2)
     with pytest.raises(ValueError, match="not a plain parameter of this model"):
-        universal.load(converted, nn.Linear(5, 3), mars_hf.create(nn.Linear(5, 3)))
+        universal.load(converted, nn.Linear(5, 3), mars_hf.create(nn.Linear(5, 3), lr=3e-3))
     with pytest.raises(ValueError, match="round_robin_gradients"):
         universal.load_zero12(pytest.fail, SimpleNamespace(round_robin_gradients=True), "groups", "folder")
     with pytest.raises(ValueError, match="NVMe"):
@@ -513,7 +516,7 @@ class Payload:
 def engine(stage, **checkpoint):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "checkpoint": checkpoint}
     model, config["zero_optimization"] = torch.nn.Linear(4, 4), {"stage": stage}
-    return deepspeed.initialize(model=model, optimizer=mars_hf.create(model), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=mars_hf.create(model, lr=3e-3), config=config)[0]
 
 for stage in (2, 3):
     saved, trained = folder / f"zero{stage}", engine(stage)

@@ -24,7 +24,9 @@ def test_torch_muon(beta1):
     model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.Tanh(), nn.Linear(48, 24, bias=False))
     twin = copy.deepcopy(model)
     settings = {"lr": 0.01, "weight_decay": 0.1, "betas": (beta1, 0.99), "ns_dtype": "bfloat16"}
-    mars = mars_hf.create(model, mars_type=MUON, param_rules=[("2.weight", {"role": "matrix"})], **settings)
+    mars = mars_hf.create(
+        model, mars_type=MUON, param_rules=[("2.weight", {"role": "matrix"})], **{"lr": 3e-3, **settings}
+    )
     muon = torch.optim.Muon(twin.parameters(), 0.01, 0.1, momentum=beta1, adjust_lr_fn="match_rms_adamw")
     for _ in range(6):
         x = torch.randn(128, 24)
@@ -42,10 +44,10 @@ def test_torch_muon(beta1):
 
 
 def test_fused_weights_stay_whole():
-    mars = mars_hf.create(gpt2(), mars_type=MUON)
+    mars = mars_hf.create(gpt2(), mars_type=MUON, lr=3e-3)
     groups = {group["role"]: group for group in mars.param_groups}
     stated = {"gamma": 0.0, "clip_threshold": 1.0, "betas": (0.9, 0.99)}
-    assert stated.items() <= mars_hf.create(gpt2(), mars_type=MUON, **stated).param_groups[0].items()
+    assert stated.items() <= mars_hf.create(gpt2(), mars_type=MUON, **{"lr": 3e-3, **stated}).param_groups[0].items()
     assert all("parts" not in (group["layout"] or {}) or not group["layout"]["parts"] for group in mars.param_groups)
     assert MEANING.items() <= groups["matrix"].items() and "transformer.wte.weight" in groups["adamw"]["param_names"]
 
@@ -57,9 +59,9 @@ def test_doors(door, tmp_path, caplog):
     args = arguments(tmp_path / "run", max_steps=1, **({"optim": door} if door in ("muon", "mars_muon") else {}))
     factory = mars_hf.factory(args, mars_type=MUON)
     if door == "create":
-        given = {"optimizers": (mars_hf.create(model, mars_type=MUON), None)}
+        given = {"optimizers": (mars_hf.create(model, mars_type=MUON, lr=3e-3), None)}
     elif door == "like":
-        saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type=MUON).created_with, [])
+        saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type=MUON, lr=3e-3).created_with, [])
         given = {"optimizers": (mars_hf.create(model, like=tmp_path), None)}
     elif door == "factory":
         given = {"optimizer_cls_and_kwargs": factory}
@@ -79,6 +81,6 @@ def test_doors(door, tmp_path, caplog):
 def test_name_of_no_rule(tmp_path):
     with pytest.raises(ValueError, match=r"mars_type='muon' is not valid; accepted: .*; 'muon' in create"):
         mars_hf.Mars(gpt2().parameters(), mars_type=MUON)
-    saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type="mars-m").created_with, [])
+    saved_settings.write(tmp_path, "0", mars_hf.create(gpt2(), mars_type="mars-m", lr=3e-3).created_with, [])
     with pytest.raises(ValueError, match=r"mars_type='muon' and like=.*, settings of mars-m, contradict each other"):
         mars_hf.create(gpt2(), mars_type=MUON, like=tmp_path)

@@ -66,7 +66,7 @@ main(["suggest", "--adamw-lr", "1e-3", "--rule", "mars_toy"])
 with pytest.raises(ValueError, match="did you mean 'mars-toy'.*'mars-toy'"):
     mars_hf.create(model, mars_type="mars-toys")
 with pytest.raises(ValueError, match="split_fused='none' for mars_type='mars-toy', which orthogonalizes nothing"):
-    mars_hf.create(model, mars_type="mars-toy", split_fused="none")
+    mars_hf.create(model, mars_type="mars-toy", split_fused="none", lr=1e-3)
 
 # The recipe.
 sys.path.insert(0, "recipes")

@@ -250,11 +250,11 @@ def test_wrong_settings(settings, message):
 
 def test_split_fused_without_effect():
     with pytest.raises(ValueError, match=r"split_fused=.*mars-adamw.*orthogonalizes nothing.*'mars-shampoo', 'mars-m'"):
-        mars_hf.create(gpt2(), split_fused="none")
+        mars_hf.create(gpt2(), split_fused="none", lr=3e-3)
     with pytest.raises(ValueError, match=r"split_fused=.*pass the model"):
-        mars_hf.create(make((4, 4)), mars_type="mars-m", split_fused="none")
+        mars_hf.create(make((4, 4)), mars_type="mars-m", split_fused="none", lr=3e-3)
     with pytest.raises(ValueError, match="split_fused='all'"):
-        mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all")
+        mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all", lr=3e-3)
 
 
 @pytest.mark.parametrize(

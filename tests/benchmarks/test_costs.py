@@ -174,7 +174,7 @@ def test_memory(tmp_path, monkeypatch, capsys):
     leaked = []
 
     def leaking(model):
-        optimizer = mars_hf.create(model)
+        optimizer = mars_hf.create(model, lr=3e-3)
         optimizer.register_step_post_hook(lambda *_: leaked.append(torch.empty(25)))
         return optimizer
 

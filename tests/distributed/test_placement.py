@@ -351,7 +351,7 @@ def test_tensor_parallelism_without_dtensors(mark):
 )
 def test_parameters_replaced_by_fully_shard(alone, part, has_stepped, count):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    mars = mars_hf.create(model)
+    mars = mars_hf.create(model, lr=3e-3)
     if has_stepped:
         model(torch.ones(2, 3)).sum().backward()
         mars.step()
@@ -367,13 +367,13 @@ def test_parameters_gathered_by_fully_shard(alone):
     """After a forward pass the root's are not sharded: `create` is refused at the first step, and the remedy works."""
     model = fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), mesh=init_device_mesh("cpu", (1,)))
     model(torch.ones(2, 3))
-    mars = mars_hf.create(model)
+    mars = mars_hf.create(model, lr=3e-3)
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(RuntimeError, match=r"4 parameters of the model, 0\.weight.*Call model\.reshard\(\) before"):
         mars.step()
     model(torch.ones(2, 3))
     model.reshard()
-    mars = mars_hf.create(model)
+    mars = mars_hf.create(model, lr=3e-3)
     model(torch.ones(2, 3)).sum().backward()
     before = model[0].weight.full_tensor().clone()
     mars.step()
@@ -395,11 +395,11 @@ def test_sharded_parameters_of_no_optimizer(alone, is_sharded_first):
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     if is_sharded_first:
-        mars = mars_hf.create(fully_shard(model, mesh=mesh))
+        mars = mars_hf.create(fully_shard(model, mesh=mesh), lr=3e-3)
         mars.param_groups[0]["params"].pop()
     else:  # as accelerate does
         model[0].requires_grad_(False)
-        mars, before = mars_hf.create(model), list(model.parameters())
+        mars, before = mars_hf.create(model, lr=3e-3), list(model.parameters())
         after = dict(zip(before, fully_shard(model, mesh=mesh).parameters(), strict=True))
         for group in mars.param_groups:
             group["params"] = [after[param] for param in group["params"]]
@@ -441,7 +441,7 @@ def test_gradient_on_another_mesh(alone):
 def test_fsdp1(alone, use_orig_params):
     model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*use FSDP2"):
-        mars_hf.create(model)
+        mars_hf.create(model, lr=3e-3)
 
 
 def test_wire_device(monkeypatch):
@@ -465,7 +465,7 @@ def test_no_references_to_parameters(alone):
 @pytest.mark.parametrize("shape", [(3,), (5,)], ids=["same shape", "other shape"])
 def test_replaced_vector(shape):
     model = nn.Linear(4, 3)
-    mars = mars_hf.create(model, optimize_1d=True)
+    mars = mars_hf.create(model, optimize_1d=True, lr=3e-3)
     model.bias = mars.param_groups[1]["params"][0] = nn.Parameter(torch.ones(shape))
     for _ in range(2):
         model.bias.grad, model.weight.grad = torch.ones(shape), torch.ones(3, 4)

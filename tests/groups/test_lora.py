@@ -144,7 +144,7 @@ def test_roles(case, mars_type):
     ],
 )
 def test_lr_embeddings(make, settings, part, mars_type):
-    rates = by_name(mars_hf.create(adapted(make, **settings), mars_type=mars_type, lr_embeddings=0.5), "lr")
+    rates = by_name(mars_hf.create(adapted(make, **settings), mars_type=mars_type, lr_embeddings=0.5, lr=3e-3), "lr")
     assert rates == {name: 0.5 if part in name else 3e-3 for name in rates} and 0.5 in rates.values()
 
 
@@ -158,7 +158,7 @@ def test_lr_embeddings(make, settings, part, mars_type):
 )
 def test_fused_projections(make, targets, split_fused, split):
     model = adapted(make, target_modules=targets)
-    layouts = by_name(mars_hf.create(model, mars_type="mars-m", split_fused=split_fused), "layout")
+    layouts = by_name(mars_hf.create(model, mars_type="mars-m", split_fused=split_fused, lr=3e-3), "layout")
     expected = {f"base_model.model.{name}.lora_B.default.weight" for name in split}
     assert {name for name, layout in layouts.items() if (layout or {}).get("parts") == (8, 8, 8)} == expected
     assert all((layout or {}).get("parts") is None for name, layout in layouts.items() if name not in expected)
@@ -186,7 +186,7 @@ def test_first_line_of_other_methods(method):
     if settings["target_modules"] is None:
         del settings["target_modules"]
     model = get_peft_model(llama(), getattr(peft, method)(**settings))
-    optimizer = mars_hf.create(model, mars_type="mars-m")
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=3e-3)
     line = one_line_summary(optimizer.param_groups, model, "mars-m")
     assert line.startswith("mars-m (approximate, ") and "): nothing is orthogonalized, " in line
     assert {group["role"] for group in optimizer.param_groups} <= {"adamw", "vector"}
@@ -230,7 +230,7 @@ def test_optimizers_of_adapters():
 @pytest.mark.parametrize(("make", "change"), [(adapted, switch), (gpt2, lambda model: get_peft_model(model, config()))])
 def test_step_that_trains_nothing_any_more(make, change):
     model = make()
-    optimizer = mars_hf.create(model)
+    optimizer = mars_hf.create(model, lr=3e-3)
     train(model, optimizer)
     change(model)
     before = values(model)
@@ -280,18 +280,18 @@ def test_trainer_with_a_changed_adapter(tmp_path, change, adapters, settings, me
 def test_merged_models(tmp_path):
     """A run that begins merged, and one of a model without its adapters."""
     model = adapted()
-    optimizer = mars_hf.create(model)
+    optimizer = mars_hf.create(model, lr=3e-3)
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="is merged into"):
         run(tmp_path, model, optimizer=optimizer)
     model.unmerge_adapter()
     merged = model.merge_and_unload()
     with pytest.raises(ValueError, match="no trainable parameter"):
-        mars_hf.create(merged)
+        mars_hf.create(merged, lr=3e-3)
     merged.requires_grad_(True)
     with pytest.raises(RuntimeError, match="holds 0 of the model's"):
         run(tmp_path, merged, optimizer=optimizer)
-    train(merged, mars_hf.create(merged))
+    train(merged, mars_hf.create(merged, lr=3e-3))
 
 
 @pytest.mark.parametrize("mars_type", RULES)
@@ -311,6 +311,6 @@ def test_loaded_adapter(tmp_path):
     adapted().save_pretrained(tmp_path)
     load = functools.partial(PeftModel.from_pretrained, gpt2(), tmp_path)
     with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):
-        mars_hf.create(load())
+        mars_hf.create(load(), lr=3e-3)
     model = load(is_trainable=True)
-    train(model, mars_hf.create(model))
+    train(model, mars_hf.create(model, lr=3e-3))

@@ -239,7 +239,7 @@ def from_row(row: dict) -> nn.Module:
 def described(model: nn.Module) -> dict[str, str]:
     """Map names of parameters, numbers as `*`, to the matrices that mars-m orthogonalizes, or to what it does not."""
     parameters: dict[str, str] = {}
-    for group in mars_hf.create(model, mars_type="mars-m").param_groups:
+    for group in mars_hf.create(model, mars_type="mars-m", lr=3e-3).param_groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.ndim < 2:
                 text = group["role"]

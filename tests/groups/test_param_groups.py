@@ -104,7 +104,7 @@ def test_partitioned_parameters():
 
 def test_decay_is_that_of_trainer():
     model = gpt2()
-    optimizer = mars_hf.create(model, weight_decay=0.1)
+    optimizer = mars_hf.create(model, weight_decay=0.1, lr=3e-3)
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     trainers = set(get_parameter_names(model, [nn.LayerNorm], patterns)) & {n for n, _ in model.named_parameters()}
     assert {name for name, decay in by_name(optimizer, "weight_decay").items() if decay > 0} == trainers
@@ -114,28 +114,28 @@ def test_decay_is_that_of_trainer():
 
 def test_tied_weights():
     model = gpt2()
-    optimizer = mars_hf.create(model)
+    optimizer = mars_hf.create(model, lr=3e-3)
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     assert len(ids) == len(set(ids)) == len(list(model.parameters()))
     assert names(optimizer, "matrix")[0] == "transformer.wte.weight"
     for pattern in ("transformer.wte.*", "lm_head.*"):
-        tied = mars_hf.create(model, param_rules=[(pattern, {"lr": 1e-2})])
+        tied = mars_hf.create(model, param_rules=[(pattern, {"lr": 1e-2})], lr=3e-3)
         assert [name for name, lr in by_name(tied, "lr").items() if lr == 1e-2] == ["transformer.wte.weight"]
-    assert "lm_head.weight" in names(mars_hf.create(gpt2(tie_word_embeddings=False)), "matrix")
+    assert "lm_head.weight" in names(mars_hf.create(gpt2(tie_word_embeddings=False), lr=3e-3), "matrix")
 
 
 def test_frozen_parameters():
     model = gpt2()
     model.transformer.wte.weight.requires_grad_(False)
-    assert "transformer.wte.weight" not in names(mars_hf.create(model), "matrix")
+    assert "transformer.wte.weight" not in names(mars_hf.create(model, lr=3e-3), "matrix")
     with pytest.raises(ValueError, match="no trainable parameter"):
-        mars_hf.create(model.requires_grad_(False))
+        mars_hf.create(model.requires_grad_(False), lr=3e-3)
 
 
 def test_norms_and_biases():
     model = nn.Sequential(nn.LayerNorm((3, 4)), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.Linear(4, 4), nn.Module())
     model[-1].bias = nn.Parameter(torch.ones(4, 4))
-    assert names(mars_hf.create(model), "matrix") == ["2.weight", "3.weight"]
+    assert names(mars_hf.create(model, lr=3e-3), "matrix") == ["2.weight", "3.weight"]
 
 
 class Odd(nn.ModuleDict):
@@ -163,7 +163,7 @@ REASONS = {
 
 def test_reasons():
     def left_out(**settings) -> dict[str, str]:
-        groups = mars_hf.create(Odd(), **settings).param_groups
+        groups = mars_hf.create(Odd(), **{"lr": 3e-3, **settings}).param_groups
         assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
         return {name: reason for group in groups for name, reason in group.get("left_out", {}).items()}
 
@@ -193,7 +193,7 @@ def test_rules_win_over_lr_embeddings(mars_type, role, optimize_1d):
     for stated, lr in (({}, 0.5), ({"lr": 0.1, "lr_1d": 0.1}, 0.1)):
         rules = [("wte.*", {"role": role, **stated})]
         settings = {"mars_type": mars_type, "optimize_1d": optimize_1d, "lr_embeddings": 0.5, "param_rules": rules}
-        assert by_name(mars_hf.create(small(), **settings), "lr")["wte.weight"] == lr
+        assert by_name(mars_hf.create(small(), **{"lr": 3e-3, **settings}), "lr")["wte.weight"] == lr
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_rules_win_over_lr_embeddings(mars_type, role, optimize_1d):
 )
 def test_lr_embeddings_without_embeddings(model, message):
     with pytest.raises(ValueError, match=rf"lr_embeddings=0\.5: {message}"):
-        mars_hf.create(model, lr_embeddings=0.5)
+        mars_hf.create(model, lr_embeddings=0.5, lr=3e-3)
 
 
 def classifier(getter) -> nn.Module:
@@ -263,12 +263,12 @@ def test_several_models(tmp_path, collect):
     models = [gpt2(), small(), named_fc()]
     expected = {}
     for model in models:
-        alone = mars_hf.create(model, **settings)
+        alone = mars_hf.create(model, **{"lr": 3e-3, **settings})
         for group in alone.param_groups:
             kept = {key: value for key, value in group.items() if key not in ("params", "param_names", "left_out")}
             expected |= dict.fromkeys(group["params"], kept)
     models[1].requires_grad_(False)
-    together = mars_hf.create(collect(models), **settings)
+    together = mars_hf.create(collect(models), **{"lr": 3e-3, **settings})
     gc.collect()  # nobody has kept the collection
     models[1].requires_grad_(True)
     together.add_param_group({"params": models[1].parameters()})
@@ -290,7 +290,7 @@ def test_models_among_parameters_are_refused():
             TypeError,
             match=r"create takes a (model, or its parameters|module, or a list of modules)|iterable of Tensors",
         ):
-            mars_hf.create(mixed)
+            mars_hf.create(mixed, lr=3e-3)
 
 
 @pytest.mark.parametrize("rule", ["mars-m", "mars-shampoo", "muon"])
@@ -302,19 +302,19 @@ def test_plain_parameters_have_no_roles(make, rule):
         return
     both = [*one.parameters(), *other.parameters()]
     with pytest.warns(UserWarning) as said:
-        optimizer = make(itertools.chain(one.parameters(), other.parameters()), mars_type=rule)
+        optimizer = make(itertools.chain(one.parameters(), other.parameters()), lr=3e-3, mars_type=rule)
     (message,) = [str(warning.message) for warning in said]
     count = sum(param.ndim > 1 for param in both)
     assert f"every matrix of plain parameters ({count}), embeddings and heads included: " in message
     assert message.startswith(optimizer.param_groups[0]["mars_type"]) and "create([a, b])" in message
     with pytest.warns(UserWarning, match=r"\(by their names wte\.weight, transformer\.wte\.weight, transformer\.wpe"):
-        make([*one.named_parameters(), *other.named_parameters()], mars_type=rule)
+        make([*one.named_parameters(), *other.named_parameters()], lr=3e-3, mars_type=rule)
     matrices = [param for param in both if param.ndim > 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        added = make([{"params": matrices, "role": "matrix"}, {"params": params((3,))}], mars_type=rule)
-        make(both)
-        make(params((3,)), mars_type=rule)
+        added = make([{"params": matrices, "role": "matrix"}, {"params": params((3,))}], lr=3e-3, mars_type=rule)
+        make(both, lr=3e-3)
+        make(params((3,)), lr=3e-3, mars_type=rule)
     with pytest.warns(UserWarning, match=r"every matrix of plain parameters \(1\)"):
         added.add_param_group({"params": params((2, 3), (3,))})
 
@@ -335,7 +335,7 @@ def test_first_match_wins():
         ("vector", 5e-3, ["a.bias"]),
         ("vector", 5e-3, ["b.bias", "norm.bias"]),
     ]
-    gammas = by_name(mars_hf.create(small(), param_rules=rules), "gamma")
+    gammas = by_name(mars_hf.create(small(), param_rules=rules, lr=3e-3), "gamma")
     assert {name for name, gamma in gammas.items() if gamma == 0.1} == {"wte.weight", "b.weight", "norm.weight"}
 
 
@@ -351,7 +351,7 @@ def test_every_setting(name):
     mars_type = "mars-adamw" if name == "role" else "mars-m"
     rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
     pattern = "*.bias" if name in KEYS_1D else "a.weight"
-    optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)])
+    optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)], lr=3e-3)
     key = name.removesuffix("_1d") if name in KEYS_1D else name
     assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
 
@@ -359,7 +359,7 @@ def test_every_setting(name):
 def test_rules_win_over_arguments():
     settings = {"lr": 1e-3, "lr_1d": 2e-3, "weight_decay": 0.1, "weight_decay_1d": 0.2, "betas_1d": OTHERS}
     rules = [("a.weight", {"role": "vector"}), ("b.weight", {"role": "adamw"}), ("wte.*", {"weight_decay": 0.3})]
-    optimizer = mars_hf.create(small(), param_rules=rules, **settings)
+    optimizer = mars_hf.create(small(), param_rules=rules, **{"lr": 3e-3, **settings})
     made = [(group["role"], group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     assert made[1:] == [
         ("vector", 2e-3, 0.2, OTHERS),
@@ -382,13 +382,13 @@ def test_rules_of_stated_roles():
 
 
 def test_update_rule():
-    optimizer = mars_hf.create(gpt2(), param_rules=[("transformer.h.0.*", {"mars_type": "mars-m"})])
+    optimizer = mars_hf.create(gpt2(), param_rules=[("transformer.h.0.*", {"mars_type": "mars-m"})], lr=3e-3)
     types, layouts = by_name(optimizer, "mars_type"), by_name(optimizer, "layout")
     assert {name for name in types if types[name] == "mars-m"} == {name for name in types if ".h.0." in name}
     assert layouts["transformer.h.0.attn.c_attn.weight"] == layout(transposed=True, parts=(8, 8, 8))
     assert layouts["transformer.h.1.attn.c_attn.weight"] is None
     rules = [("transformer.w?e.weight", {"mars_type": "mars-lion"})]
-    back = mars_hf.create(gpt2(), mars_type="mars-m", param_rules=rules)
+    back = mars_hf.create(gpt2(), mars_type="mars-m", param_rules=rules, lr=3e-3)
     assert {by_name(back, "role")[f"transformer.{name}.weight"] for name in ("wte", "wpe")} == {"matrix"}
     assert all("left_out" not in group for made in (optimizer, back) for group in made.param_groups)
 
@@ -420,7 +420,7 @@ def test_wrong_rules(rules, message):
     model = small()
     model.norm.requires_grad_(False)
     with pytest.raises((ValueError, TypeError), match=message):
-        mars_hf.create(model, param_rules=rules)
+        mars_hf.create(model, param_rules=rules, lr=3e-3)
 
 
 YAML = """
@@ -484,7 +484,7 @@ def test_ways_into_trainer(tmp_path, way):
 
 def test_loaded_state():
     rules = [("*", {"gamma": 0.1, "clip_threshold": None})]
-    with_rules, without = mars_hf.create(small(), param_rules=rules), mars_hf.create(small())
+    with_rules, without = mars_hf.create(small(), param_rules=rules, lr=3e-3), mars_hf.create(small(), lr=3e-3)
     without.load_state_dict(with_rules.state_dict())
     settings = [(group.get("pattern"), group["gamma"], group["clip_threshold"]) for group in without.param_groups]
     assert set(settings) == {(None, 0.1, None)}

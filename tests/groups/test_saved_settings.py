@@ -47,7 +47,7 @@ ORTHOGONAL = {
 
 @pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
 def test_like(tmp_path, settings):
-    first = mars_hf.create(tiny(), **settings)
+    first = mars_hf.create(tiny(), **{"lr": 3e-3, **settings})
     leave(tmp_path, first)
     groups = [settings_of(mars) for mars in (first, mars_hf.create(tiny(), like=tmp_path))]
     texts = [json.dumps(group, default=str).replace("torch.", "") for group in groups]  # a dtype, or its name
@@ -61,8 +61,8 @@ def test_kept_settings(tmp_path):
         == set(SETTINGS) - {"max_grad_norm", "fused", "adamw_rates", "release_gradients"}
     )
     defaults = {name: {**DEFAULTS, **MODEL_DEFAULTS}[name] for name in saved_settings.KEPT}
-    assert leave(tmp_path, mars_hf.create(tiny())) == json.loads(json.dumps(defaults))
-    leave(tmp_path, mars_hf.create(tiny(), max_grad_norm=1.0, fused=False))
+    assert leave(tmp_path, mars_hf.create(tiny(), lr=3e-3)) == json.loads(json.dumps(defaults))
+    leave(tmp_path, mars_hf.create(tiny(), max_grad_norm=1.0, fused=False, lr=3e-3))
     mars = mars_hf.create(tiny(), like=str(tmp_path))
     assert mars.max_grad_norm is None and mars.param_groups[0]["fused"] is None
 
@@ -81,9 +81,9 @@ def test_rates_of_vectors(tmp_path, stated, expected):
 
 
 def test_plain_parameters(tmp_path):
-    leave(tmp_path, mars_hf.create(tiny().parameters(), gamma=0.05))
+    leave(tmp_path, mars_hf.create(tiny().parameters(), gamma=0.05, lr=3e-3))
     assert mars_hf.create(tiny().parameters(), like=tmp_path).param_groups[0]["gamma"] == 0.05
-    leave(tmp_path, mars_hf.create(tiny(), lr_embeddings=1e-3))
+    leave(tmp_path, mars_hf.create(tiny(), lr_embeddings=1e-3, lr=3e-3))
     with pytest.raises(ValueError, match="plain parameters have neither names nor modules"):
         mars_hf.create(tiny().parameters(), like=tmp_path)
 
@@ -97,11 +97,11 @@ def test_values_without_json(tmp_path):
 
 
 def test_failed_write(tmp_path, monkeypatch):
-    leave(tmp_path, mars_hf.create(tiny(), gamma=0.05))
+    leave(tmp_path, mars_hf.create(tiny(), gamma=0.05, lr=3e-3))
     before = (tmp_path / "mars.json").read_bytes()
     monkeypatch.setattr(type(tmp_path), "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        leave(tmp_path, mars_hf.create(tiny(), gamma=0.1))
+        leave(tmp_path, mars_hf.create(tiny(), gamma=0.1, lr=3e-3))
     assert os.listdir(tmp_path) == ["mars.json"] and (tmp_path / "mars.json").read_bytes() == before
 
 

@@ -121,7 +121,7 @@ def test_wrong_values(name, door):
             elif door == "group":
                 Mars([{"params": matrix(), name: value}])
             elif name in OVERRIDE_KEYS and not isinstance(value, str):  # strings of overrides are read
-                mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})])
+                mars_hf.create(nn.Linear(2, 2), param_rules=[("*", {name: value})], lr=3e-3)
             else:
                 check_values({name: value})
         line = str(refused.value)
@@ -181,32 +181,41 @@ def test_misspelt_names(name, meant):
 
 @pytest.mark.parametrize("make", [Mars, mars_hf.create])
 def test_keywords_of_torch(make):
-    assert make(matrix(), **OF_TORCH).defaults == make(matrix()).defaults
+    assert make(matrix(), lr=3e-3, **OF_TORCH).defaults == make(matrix(), lr=3e-3).defaults
     for name, default in OF_TORCH.items():
         with pytest.raises(
             ValueError, match=f"{name}=True is for torch's own optimizers; leave it out, or give {default}"
         ):
-            make(matrix(), **{name: True})
+            make(matrix(), lr=3e-3, **{name: True})
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: mars_hf.create(matrix(), 6e-4),
+            lambda: mars_hf.create(matrix(), 6e-4, lr=3e-3),
             r"create takes settings by name: write lr=0\.0006 for a learning rate",
         ),
-        (lambda: mars_hf.create("gpt2"), "create takes a model, or its parameters, not str 'gpt2'; from_pretrained"),
-        (lambda: mars_hf.create(None), "not NoneType None"),
-        (lambda: mars_hf.create({"a": 1}), "not dict"),
         (
-            lambda: mars_hf.create(nn.Linear(2, 2), nn.Linear(2, 2)),
+            lambda: mars_hf.create("gpt2", lr=3e-3),
+            "create takes a model, or its parameters, not str 'gpt2'; from_pretrained",
+        ),
+        (lambda: mars_hf.create(None, lr=3e-3), "not NoneType None"),
+        (lambda: mars_hf.create({"a": 1}, lr=3e-3), "not dict"),
+        (
+            lambda: mars_hf.create(nn.Linear(2, 2), nn.Linear(2, 2), lr=3e-3),
             r"several as a list: write create\(\[a, b\], \.\.\.\)",
         ),
         (lambda: Mars(nn.Linear(2, 2)), "Mars takes parameters, not the module Linear; give it to mars_hf.create"),
-        (lambda: mars_hf.create(matrix(), beta1=0.8), r"unknown 'beta1'; give betas=\(0\.8, 0\.99\); accepted"),
-        (lambda: mars_hf.create(matrix(), beta2_1d=0.5), r"unknown 'beta2_1d'; give betas_1d=\(0\.9, 0\.5\)"),
-        (lambda: mars_hf.create(matrix(), mars_type="Muon"), "mars_type='Muon' is not valid; did you mean 'muon'"),
+        (
+            lambda: mars_hf.create(matrix(), beta1=0.8, lr=3e-3),
+            r"unknown 'beta1'; give betas=\(0\.8, 0\.99\); accepted",
+        ),
+        (lambda: mars_hf.create(matrix(), beta2_1d=0.5, lr=3e-3), r"unknown 'beta2_1d'; give betas_1d=\(0\.9, 0\.5\)"),
+        (
+            lambda: mars_hf.create(matrix(), mars_type="Muon", lr=3e-3),
+            "mars_type='Muon' is not valid; did you mean 'muon'",
+        ),
     ],
 )
 def test_what_is_no_model_and_no_setting(call, message):
@@ -219,13 +228,13 @@ def test_numbers_that_are_text(text, number):
     with pytest.raises(ValueError, match=rf"lr='{text}' is not valid; it is text: write {number} \(YAML reads 1e-3"):
         mars_hf.create(matrix(), lr=text)
     with pytest.raises(ValueError, match=r"gamma='much' is not valid; accepted: a finite number >= 0"):
-        mars_hf.create(matrix(), gamma="much")
+        mars_hf.create(matrix(), gamma="much", lr=3e-3)
 
 
 def test_labels():
     assert Mars([{"params": matrix(), "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
     with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
-        mars_hf.create(matrix(), lr_scale=0.5)
+        mars_hf.create(matrix(), lr_scale=0.5, lr=3e-3)
 
 
 # --- optim_args -------------------------------------------------------------------------------------------------------
@@ -300,3 +309,15 @@ def test_wrong_optim_args(text, message):
 def test_types_for_editors_name_every_setting():
     assert list(CreateSettings.__annotations__) == list(SETTINGS)
     assert {*FactorySettings.__annotations__} == {*SETTINGS, *PAIR_KEYS, "like"}
+
+
+def test_create_requires_a_rate():
+    model, rate = nn.Linear(2, 2), {"lr": 1e-3}
+    for params in (model, model.parameters(), [{"params": model.weight, **rate}, {"params": model.bias}]):
+        with pytest.raises(ValueError, match="create needs a learning rate, which depends on the rule and its betas"):
+            mars_hf.create(params)
+    with pytest.raises(ValueError, match="give lr, or AdamW's as lr=2e-5, adamw_rates=True"):
+        mars_hf.create(model, lr_1d=1e-3, lr_embeddings=1e-3, param_rules=[("*", rate)])
+    groups = ({"params": param, **rate} for param in model.parameters())
+    assert {group["lr"] for group in mars_hf.create(groups).param_groups} == {1e-3, 5e-4}
+    assert Mars(model.parameters()).defaults["lr"] == 3e-3  # the official code's

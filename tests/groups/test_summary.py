@@ -16,7 +16,7 @@ def test_table():
     assert lines[0] == "Mars" and len(lines) == 4
     assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]
     assert lines[3].split()[:2] == ["vector", "adamw"]
-    text = str(mars_hf.create(Odd(), mars_type="mars-m"))
+    text = str(mars_hf.create(Odd(), mars_type="mars-m", lr=3e-3))
     assert text[text.index("not orthogonalized:") :].splitlines() == [
         "not orthogonalized:",
         "  Odd is not known to multiply activations with it: latents",
@@ -29,7 +29,7 @@ def test_table():
 
 
 def one_line(model: torch.nn.Module, name: str | None = None, **settings) -> str:
-    return summary.one_line_summary(mars_hf.create(model, **settings).param_groups, model, name)
+    return summary.one_line_summary(mars_hf.create(model, **{"lr": 3e-3, **settings}).param_groups, model, name)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_without_biases_they_are_zero_and_frozen():
     network = build(bias=False)
     biases = [p for name, p in network.named_parameters() if name.endswith("bias")]
     assert len(biases) == 2 * 6 + 1 and not any(bias.any() or bias.requires_grad for bias in biases)
-    assert len(mars_hf.create(network).param_groups[1]["params"]) == 2 * 2 + 1  # LayerNorm gains
+    assert len(mars_hf.create(network, lr=3e-3).param_groups[1]["params"]) == 2 * 2 + 1  # LayerNorm gains
 
 
 def test_sizes_and_activations():

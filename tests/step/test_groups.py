@@ -136,7 +136,7 @@ def test_thawed_parameters_are_added(named):
     """New groups may hold plain tensors, although the groups of `create(model)` have names."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    optimizer = mars_hf.create(model, mars_type="mars-m")
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=3e-3)
     train([param for param in model.parameters() if param.requires_grad], optimizer)
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(model[0].named_parameters() if named else model[0].parameters())})
@@ -217,10 +217,10 @@ def test_groups_added_later_are_those_of_the_model(mars_type, named):
     """Unfreezing part by part ends in the groups of a model that was never frozen: roles, layouts and decay."""
     settings = {"mars_type": mars_type, "param_rules": [("*.mlp.c_proj.weight", {"weight_decay": 0.3})]}
     model, whole_model = gpt2(), gpt2()
-    whole = mars_hf.create(whole_model, **settings)
+    whole = mars_hf.create(whole_model, **{"lr": 3e-3, **settings})
     for part in (model.transformer.wte, model.transformer.h[1]):
         part.requires_grad_(False)
-    optimizer = mars_hf.create(model, **settings)
+    optimizer = mars_hf.create(model, **{"lr": 3e-3, **settings})
     for part in (model.transformer.wte, model.transformer.h[1]):
         part.requires_grad_(True)
         entries = [(f"a.{name}", param) for name, param in part.named_parameters()] if named else part.parameters()
@@ -236,7 +236,7 @@ def test_groups_added_later_are_those_of_the_model(mars_type, named):
 
 def test_groups_of_unknown_parameters_are_said():
     model = gpt2()
-    optimizer = mars_hf.create(model, mars_type="mars-m")
+    optimizer = mars_hf.create(model, mars_type="mars-m", lr=3e-3)
     (message,) = warnings_of(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 3))]}), "group")
     assert "1 of 1 parameters in a new group are no trainable ones of the model" in message
     stated = {"params": [nn.Parameter(torch.ones(4, 3))], "role": "adamw"}
@@ -267,4 +267,4 @@ def test_fast_vectors_are_said_once(make_optimizer, kind, tmp_path):
 @pytest.mark.parametrize("settings", [{"lr": 3e-4, "lr_1d": 3e-3}, {"lr": 5e-5}, {"lr_embeddings": 0.1}], ids=str)
 def test_usual_rates_say_nothing(settings):
     for kind in ("mars-adamw", "mars-m"):
-        assert not warnings_of(lambda kind=kind: mars_hf.create(a_model(), mars_type=kind, **settings))
+        assert not warnings_of(lambda kind=kind: mars_hf.create(a_model(), mars_type=kind, **{"lr": 3e-3, **settings}))

@@ -36,7 +36,7 @@ def test_equals_ordinary_steps(rule):
         for step in range(4):
             if step == 2:
                 state = copy.deepcopy(mars.state_dict())
-                mars = mars_hf.create(model, mars_type=rule, release_gradients=releases)
+                mars = mars_hf.create(model, mars_type=rule, release_gradients=releases, lr=3e-3)
                 mars.load_state_dict(state)
                 schedule = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: 1 / (1 + step), last_epoch=1)
             mars.collect_metrics(step == 3)
@@ -116,7 +116,7 @@ def test_exchanged_parameters():
 def test_parameters_on_several_devices_are_refused():
     """Their gradients may come at the same time, from a thread of backward for each device."""
     model = nn.ModuleDict({"here": nn.Linear(3, 3), "there": nn.Linear(3, 3, device="meta")})
-    mars = mars_hf.create(model, release_gradients=True)
+    mars = mars_hf.create(model, release_gradients=True, lr=3e-3)
     with pytest.raises(RuntimeError, match="parameters on several devices"):
         model["here"](torch.ones(2, 3)).sum().backward()
     assert not mars.state
@@ -126,7 +126,7 @@ def test_parameters_on_several_devices_are_refused():
 def test_ranks_that_average_gradients_later_are_refused(world, monkeypatch):
     """DistributedDataParallel on two ranks; test_release_on_ranks.py starts them."""
     model = nn.Linear(3, 3)
-    mars = mars_hf.create(model, release_gradients=True)
+    mars = mars_hf.create(model, release_gradients=True, lr=3e-3)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: world)
     message = "DistributedDataParallel averages gradients later"

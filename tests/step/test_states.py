@@ -281,7 +281,7 @@ def test_converted_model(fused, dtype, swaps, steps_before):
 def test_nothing_hinders_a_swap(settings):
     """torch refuses to swap a tensor with weak references; the optimizer keeps none, and steps the new content."""
     model = model_of(4, 3)
-    optimizer = mars_hf.create(model, **settings)
+    optimizer = mars_hf.create(model, **{"lr": 3e-3, **settings})
     train(model, optimizer, 3)
     optimizer.zero_grad()
     optimizer.state.clear()

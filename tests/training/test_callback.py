@@ -186,7 +186,7 @@ def test_another_optimizer_stops_the_run(tmp_path, make, way):
         "callback": {"callbacks": [mars_hf.LastGradientCallback()]},
         "name and SGD": {"optimizers": (sgd(model), None)},
         "factory": {"optimizer_cls_and_kwargs": mars_hf.factory(args)},
-        "instance": {"optimizers": (mars_hf.create(model), None)},
+        "instance": {"optimizers": (mars_hf.create(model, lr=3e-3), None)},
         "own": {},
     }
     run = make(args, model, **sources[way])
@@ -198,7 +198,7 @@ def test_another_optimizer_stops_the_run(tmp_path, make, way):
 
 def test_another_mars_stops_the_run(tmp_path):
     model = gpt2()
-    stepping, given = mars_hf.create(model), mars_hf.create(model)
+    stepping, given = mars_hf.create(model, lr=3e-3), mars_hf.create(model, lr=3e-3)
     callbacks = [mars_hf.LastGradientCallback(given)]
     with pytest.raises(RuntimeError, match="another Mars"):
         trainer(arguments(tmp_path), model, optimizers=(stepping, None), callbacks=callbacks).train()
@@ -210,15 +210,15 @@ def test_fresh_process(tmp_path):
     """`create` installs the guard, without importing Trainer; MarsTrainer registers names; the first line shows."""
     script = f"""
         import pathlib, sys, torch, mars_hf
-        mars_hf.create(torch.nn.Linear(2, 2))
+        mars_hf.create(torch.nn.Linear(2, 2), lr=1e-3)
         assert not any(name.startswith("transformers") for name in sys.modules)
         import transformers
-        mars_hf.create(torch.nn.Linear(2, 2))
+        mars_hf.create(torch.nn.Linear(2, 2), lr=1e-3)
         assert "transformers.trainer" not in sys.modules
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from helpers import arguments, gpt2, mars_trainer, trainer
         folder = pathlib.Path({str(tmp_path)!r})
-        run = trainer(arguments(folder), gpt2(), optimizers=(mars_hf.create(gpt2()), None))
+        run = trainer(arguments(folder), gpt2(), optimizers=(mars_hf.create(gpt2(), lr=1e-3), None))
         print("callbacks:", str(run.callback_handler.callbacks).count("LastGradientCallback"))
         try:
             run.train()
@@ -272,7 +272,7 @@ def new_head(model):
 )
 def test_parameters_made_after_the_optimizer_stop_the_run(tmp_path, make, change, message):
     model = gpt2()
-    mars = mars_hf.create(model)
+    mars = mars_hf.create(model, lr=3e-3)
     run = make(arguments(tmp_path), change(model), optimizers=(mars, None))
     with pytest.raises(RuntimeError, match=message):
         run.train()

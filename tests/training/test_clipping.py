@@ -186,7 +186,7 @@ def test_layers_unfrozen_in_training(tmp_path, door, caplog):
     if door == "factory":
         settings["optimizer_cls_and_kwargs"] = mars_hf.factory(args)
     if door == "instance":
-        settings["optimizers"] = (mars_hf.create(model), None)
+        settings["optimizers"] = (mars_hf.create(model, lr=3e-3), None)
     if door == "without logs":
         args.logging_strategy = "no"
     run = (trainer if door == "factory" else mars_trainer)(args, model, **settings)
@@ -208,7 +208,7 @@ def test_layers_unfrozen_in_training(tmp_path, door, caplog):
 def test_resuming_with_another_norm(tmp_path, max_grad_norm):
     saves = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     model = gpt2()
-    mars = mars_hf.create(list(model.parameters()), eps=1e-6)
+    mars = mars_hf.create(list(model.parameters()), eps=1e-6, lr=3e-3)
     mars_trainer(arguments(tmp_path, **saves), model, optimizers=(mars, None)).train()
     compare_with_trainer(tmp_path, None, tmp_path / "checkpoint-3", **saves, max_grad_norm=max_grad_norm)
 
@@ -220,13 +220,13 @@ def test_optimizer_is_given_back(tmp_path, own, breaks_at):
     """A second run clips as the first, and neither a custom loop nor a state dict has settings of the first one."""
     limit = 0.25 if own is None else own
     model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=limit)
-    mars = mars_hf.create(model, max_grad_norm=own)
+    mars = mars_hf.create(model, max_grad_norm=own, lr=3e-3)
     run = mars_trainer(args, model, optimizers=(mars, None), callbacks=[Watch(breaks_at)])
     with contextlib.nullcontext() if breaks_at is None else pytest.raises(InterruptedError):
         run.train()
     assert mars.max_grad_norm == own
     for norm in (None, 0.7):
-        other = mars_hf.create(gpt2(), max_grad_norm=norm)
+        other = mars_hf.create(gpt2(), max_grad_norm=norm, lr=3e-3)
         other.load_state_dict(mars.state_dict())
         assert other.max_grad_norm == norm
     second = Watch()
@@ -239,7 +239,7 @@ def test_optimizer_is_given_back(tmp_path, own, breaks_at):
 def test_exact_optimizer_is_given_back(tmp_path):
     """Also by a run that is interrupted within a step, whose stale gradients the next one does not meet."""
     model, args = gpt2(), arguments(tmp_path, gradient_accumulation_steps=2)
-    mars = mars_hf.create(model, is_approx=False)
+    mars = mars_hf.create(model, is_approx=False, lr=3e-3)
     run = mars_trainer(args, model, optimizers=(mars, None), callbacks=[Watch(breaks_at=2)])
     with pytest.raises(InterruptedError):
         run.train()
@@ -260,7 +260,7 @@ def test_norm_where_the_step_cannot_clip(tmp_path, form, norm, monkeypatch):
         for param in model.parameters():
             param.data.mul_(4)  # so that gradients are longer than 1
         settings = {"is_approx": form != "exact", "lr": 1e-2, "eps": 1e-6, "max_grad_norm": stated}
-        mars = mars_hf.create(model, **settings)
+        mars = mars_hf.create(model, **{"lr": 3e-3, **settings})
         run = mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None))
         if form == "scaler":
             use_fp16_on_cpu(run, 8.0, monkeypatch)
@@ -296,7 +296,7 @@ def test_gradients_are_clipped_before_a_step_that_cannot_clip(tmp_path, form, mo
 
 def test_contradicting_norms(tmp_path):
     model = gpt2()
-    mars = mars_hf.create(model, max_grad_norm=0.5)
+    mars = mars_hf.create(model, max_grad_norm=0.5, lr=3e-3)
     for norm in (0.25, 0.0, 1.0):
         with pytest.raises(ValueError, match=rf"max_grad_norm={norm} .* 0\.5 .* in TrainingArguments alone"):
             mars_trainer(arguments(tmp_path, max_grad_norm=norm), model, optimizers=(mars, None)).train()

@@ -43,7 +43,7 @@ import torch
 import mars_hf.optimizer
 importlib.reload(mars_hf.optimizer)
 from mars_hf.training import guard
-optimizer = mars_hf.optimizer.create([torch.nn.Parameter(torch.ones(2, 2))])
+optimizer = mars_hf.optimizer.create([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3)
 try:
     guard.require_mars(optimizer, None)
 except RuntimeError as error:
@@ -74,7 +74,7 @@ def wrapped(optimizer: Any, kind: str, **attributes: Any) -> Any:
 def test_release_gradients_is_refused_where_gradients_change_later(tmp_path, setting, value):
     """A scaler unscales, a norm scales and an accumulation adds up what parameters have stepped on in backward()."""
     model = gpt2()
-    mars = mars_hf.create(model, release_gradients=True)
+    mars = mars_hf.create(model, release_gradients=True, lr=3e-3)
     run = trainer(arguments(tmp_path, max_grad_norm=0.0, max_steps=1), model, optimizers=(mars, None))
     setattr(run.args, setting, value)  # TrainingArguments refuse fp16 on a CPU
     with pytest.raises(RuntimeError, match=rf"release_gradients=True with .*{setting}={value}.* no fp16"):
@@ -182,7 +182,7 @@ SCHEDULERS = {
 def test_scheduler_of_another_optimizer(tmp_path, kind):
     """Its decay is logged, and MARS trains at its first rate; whatever wraps scheduler and optimizer."""
     model = nn.Linear(3, 2)
-    mars, make = mars_hf.create(model), SCHEDULERS[kind]
+    mars, make = mars_hf.create(model, lr=3e-3), SCHEDULERS[kind]
     Accelerator(cpu=True)  # whose state its wrappers read
     accelerated = AcceleratedOptimizer(mars)
     of_zero = type("DeepSpeedZeroOptimizer", (torch.optim.Optimizer,), {"__init__": lambda self: None})()
@@ -195,7 +195,7 @@ def test_scheduler_of_another_optimizer(tmp_path, kind):
     groups = [{"params": [param]} for param in model.parameters()]
     for other, name in (
         (torch.optim.SGD(groups, lr=0.1, momentum=0.9), "SGD"),
-        (mars_hf.create(model), "another Mars"),
+        (mars_hf.create(model, lr=3e-3), "another Mars"),
     ):
         for scheduler in (make(other), AcceleratedScheduler(make(other), accelerated)):
             with pytest.raises(RuntimeError, match=rf"was made for {name}: .* at lr=\S+ to the end; make it from the"):
@@ -207,7 +207,7 @@ def test_scheduler_of_another_optimizer(tmp_path, kind):
 def test_scheduler_of_before_stops_a_run(tmp_path, make):
     model = gpt2()
     before = lr_scheduler.LambdaLR(torch.optim.AdamW(model.parameters()), lambda step: 1 / (1 + step))
-    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model), before))
+    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=3e-3), before))
     with pytest.raises(
         RuntimeError, match=r"the scheduler LambdaLR was made for AdamW: .* optimizers=\(optimizer, None"
     ):
@@ -225,7 +225,7 @@ def test_optimizer_replaced_in_training(tmp_path, make, kind):
             run.optimizer = kind(model.parameters(), lr=0.1)
 
     model = gpt2()
-    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model), None), callbacks=[Replace()])
+    run = make(arguments(tmp_path), model, optimizers=(mars_hf.create(model, lr=3e-3), None), callbacks=[Replace()])
     with pytest.raises(
         RuntimeError, match=rf"has been replaced by {kind.__name__} in training, which neither its sched"
     ):
@@ -237,13 +237,13 @@ def test_weights_of_a_loss_without_gradients():
     """A guide or teacher that a loss holds is not missing, nor is the model in it; what gets a gradient is."""
     model, loss = nn.Linear(3, 2), nn.Module()
     loss.model, loss.guide, loss.head = model, nn.Linear(3, 2), nn.Linear(2, 2, bias=False)
-    mars = mars_hf.create(model)
+    mars = mars_hf.create(model, lr=3e-3)
     model.weight.grad = torch.ones(2, 3)
     assert not guard.missing_parameters_of_loss(mars, loss, model)
     loss.head.weight.grad = torch.ones(2, 2)
     for held in (loss, {"one": loss, "other": loss}):
         assert guard.missing_parameters_of_loss(mars, held, model) == "Module.head.weight"
-    assert not guard.missing_parameters_of_loss(mars_hf.create([model, loss]), loss, model)
+    assert not guard.missing_parameters_of_loss(mars_hf.create([model, loss], lr=3e-3), loss, model)
     assert not guard.missing_parameters_of_loss(mars, lambda: loss, model)
 
 

@@ -326,7 +326,9 @@ def test_mars_json_after_resuming(tmp_path, before, now, kept):
 
     def run(checkpoint=None, **settings):
         model = gpt2()
-        made = trainer(arguments(tmp_path, **SAVES), model, optimizers=(mars_hf.create(model, **settings), None))
+        made = trainer(
+            arguments(tmp_path, **SAVES), model, optimizers=(mars_hf.create(model, **{"lr": 3e-3, **settings}), None)
+        )
         made.train(resume_from_checkpoint=checkpoint)
 
     run(**before)
@@ -354,7 +356,7 @@ def test_like_of_a_repository(tmp_path, monkeypatch):
     """From the server, then from the cache, and one line for everything that can be missing."""
     served = tmp_path / "hub/me/x/resolve/main"
     served.mkdir(parents=True)
-    (served / "mars.json").write_text(json.dumps({"mars_hf": "0.1.0", "create": {"gamma": 0.05}}))
+    (served / "mars.json").write_text(json.dumps({"mars_hf": "0.1.0", "create": {"lr": 3e-3, "gamma": 0.05}}))
     model = gpt2()
     with HTTPServer(("127.0.0.1", 0), partial(Hub, directory=tmp_path / "hub")) as server, monkeypatch.context() as hub:
         server.requests = []

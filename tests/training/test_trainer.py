@@ -50,7 +50,7 @@ def weights(run) -> list[Tensor]:
 
 def test_two_sources_of_optimizers(tmp_path):
     model, args = gpt2(), arguments(tmp_path)
-    instance, by_factory = {"optimizers": (mars_hf.create(model), None)}, mars_hf.factory(args)
+    instance, by_factory = {"optimizers": (mars_hf.create(model, lr=3e-3), None)}, mars_hf.factory(args)
     for other in ({"model_init": gpt2}, {"optimizer_cls_and_kwargs": by_factory}):
         with pytest.raises(ValueError, match=next(iter(other))):
             mars_trainer(args, model, **instance, **other)

@@ -189,9 +189,11 @@ DOORS = {
     "factory": lambda model, loss, args: {
         "optimizer_cls_and_kwargs": mars_hf.factory(args, mars_type="mars-m", lr_1d=1e-3)
     },
-    "create(model)": lambda model, loss, args: {"optimizers": (mars_hf.create(model, mars_type="mars-m"), None)},
+    "create(model)": lambda model, loss, args: {
+        "optimizers": (mars_hf.create(model, mars_type="mars-m", lr=3e-3), None)
+    },
     "create([model, loss])": lambda model, loss, args: {
-        "optimizers": (mars_hf.create([model, loss], mars_type="mars-m"), None)
+        "optimizers": (mars_hf.create([model, loss], mars_type="mars-m", lr=3e-3), None)
     },
 }
 

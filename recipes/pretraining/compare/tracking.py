@@ -274,7 +274,7 @@ def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
 def _scopes(model: nn.Module, names: Sequence[str]) -> dict[str, list[int]]:
     """Return the parameters of the whole model and of each of mars-m's roles, by index."""
     scopes: dict[str, list[int]] = {"all": list(range(len(names)))}
-    for group in mars_hf.create(model, mars_type="mars-m").param_groups:
+    for group in mars_hf.create(model, lr=1.0, mars_type="mars-m").param_groups:
         role = group["role"].replace("adamw", "embedding")
         scopes.setdefault(role, []).extend(map(names.index, group["param_names"]))
     return scopes
