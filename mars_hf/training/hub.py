@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard
 from transformers import modelcard
@@ -21,6 +21,7 @@ from transformers import modelcard
 import mars_hf
 from mars_hf.arithmetic.update_rules import UPDATE_RULES
 from mars_hf.groups import saved_settings
+from mars_hf.groups.settings import MUON
 from mars_hf.groups.summary import main_group, trained_groups
 from mars_hf.optimizer import Mars
 from mars_hf.training import log
@@ -36,14 +37,47 @@ _BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggin
 _ADAPTER = "base_model:adapter:"
 _COLUMNS = ("lr", "betas", "eps", "weight_decay")
 _MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx")  # groups under AdamW do not use them
-_CITATION = """```bibtex
-@article{yuan2024mars,
+
+
+class _Work(NamedTuple):
+    """What a card names and cites."""
+
+    name: str
+    url: str
+    bibtex: str
+
+
+_MARS = _Work(
+    "MARS",
+    "https://arxiv.org/abs/2411.10438",
+    """@article{yuan2024mars,
   title   = {MARS: Unleashing the Power of Variance Reduction for Training Large Models},
   author  = {Yuan, Huizhuo and Liu, Yifeng and Wu, Shuang and Zhou, Xun and Gu, Quanquan},
   journal = {arXiv preprint arXiv:2411.10438},
   year    = {2024}
-}
-```"""
+}""",
+)
+_MARS_M = _Work(
+    "MARS-M",
+    "https://arxiv.org/abs/2510.21800",
+    """@article{liu2025marsm,
+  title   = {MARS-M: When Variance Reduction Meets Matrices},
+  author  = {Liu, Yifeng and Yuan, Angela and Gu, Quanquan},
+  journal = {arXiv preprint arXiv:2510.21800},
+  year    = {2025}
+}""",
+)
+_MUON = _Work(
+    "Muon",
+    "https://kellerjordan.github.io/posts/muon",
+    """@misc{jordan2024muon,
+  title  = {Muon: An optimizer for hidden layers in neural networks},
+  author = {Jordan, Keller and Jin, Yuchen and Boza, Vlado and You, Jiacheng and Cesista, Franz and Newhouse, Laker and
+            Bernstein, Jeremy},
+  year   = {2024},
+  url    = {https://kellerjordan.github.io/posts/muon}
+}""",
+)
 
 
 def attach_card(trainer: Any) -> None:
@@ -153,10 +187,20 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     origin = _origin(card.data.base_model, getattr(model.config, "name_or_path", None))
     text = _BASE_SENTENCE.sub(lambda _: origin, card.text).replace("on the None dataset", "on an unknown dataset")
     text = re.sub(r"^- learning_rate: .*$", f"- learning_rate: {main['lr']:g}", text, flags=re.MULTILINE)
-    optimizer = f"- optimizer: MARS ({main['rule']}), see below\n"
+    work = _work_of(mars, main["rule"])
+    optimizer = f"- optimizer: {work.name} ({main['rule']}), see below\n"
     text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
-    card.text = f"{text.rstrip()}\n\n{_optimizer(groups)}\n\n## Citation of MARS\n\n{_CITATION}\n"
+    citation = f"## Citation of {work.name}\n\n```bibtex\n{work.bibtex}\n```"
+    card.text = f"{text.rstrip()}\n\n{_optimizer(groups, work)}\n\n{citation}\n"
     card.save(path)
+
+
+def _work_of(mars: Mars, rule: str) -> _Work:
+    """Return the work behind an optimizer; Muon is a name for mars-m with other settings."""
+    created_with = mars.created_with or {}
+    if created_with.get("mars_type") == MUON:
+        return _MUON
+    return _MARS_M if rule == "mars-m" else _MARS
 
 
 def _origin(base: str | None, name_or_path: str | None) -> str:
@@ -235,7 +279,7 @@ def _has_ended(trainer: Any) -> bool:
     return any("train_runtime" in row for row in trainer.state.log_history)
 
 
-def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
+def _optimizer(groups: Sequence[Mapping[str, Any]], work: _Work) -> str:
     """Return the section with one row per kind of parameter group; groups may differ in settings without a column."""
     header = ["group", "rule", *_COLUMNS, *_MARS_COLUMNS, "parameters"]
     sizes: dict[tuple[str, ...], int] = {}
@@ -246,8 +290,11 @@ def _optimizer(groups: Sequence[Mapping[str, Any]]) -> str:
     for cells, size in sizes.items():
         lines.append([*cells, f"{size:,}" if size else ""])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    intro = f"[MARS](https://arxiv.org/abs/2411.10438), `mars_hf` {mars_hf.__version__}. Learning rates are the peaks;"
-    return f"## Optimizer\n\n{intro} `{saved_settings.FILE}` has every setting.\n\n{table}"
+    intro = f"[{work.name}]({work.url}), `mars_hf` {mars_hf.__version__}."
+    if work is _MUON:
+        intro += " It is the rule mars-m with gamma = 1 - beta1."
+    settings = f"Learning rates are the peaks; `{saved_settings.FILE}` has every setting."
+    return f"## Optimizer\n\n{intro} {settings}\n\n{table}"
 
 
 def _values(group: Mapping[str, Any]) -> list[Any]:

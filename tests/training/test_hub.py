@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import threading
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -105,7 +106,7 @@ def test_card_of_a_run(tmp_path):
     loss = next(row["eval_loss"] for row in run.state.log_history if "eval_loss" in row)
     assert "This model was trained from scratch on an unknown dataset." in card and "[](" not in card
     assert f"- Loss: {loss:.4f}\n" in card  # Trainer's own text
-    assert "\n- learning_rate: 0.001\n" in card and "\n- optimizer: MARS (mars-m), see below\n- lr_scheduler" in card
+    assert "\n- learning_rate: 0.001\n" in card and "\n- optimizer: MARS-M (mars-m), see below\n- lr_scheduler" in card
     assert "OptimizerNames" not in card and "gamma=" not in card and str(tmp_path) not in card
     header, _, *rows = [line for line in card.partition("## Optimizer")[2].splitlines() if line.startswith("|")]
     assert header.startswith("| group | rule | lr | betas | eps | weight_decay | gamma | clip_threshold | is_approx |")
@@ -114,12 +115,29 @@ def test_card_of_a_run(tmp_path):
         "| adamw | adamw | 0.001 | (0.9, 0.95) | 1e-08 | 0 |  |  |  | 640 |",
         "| vector | adamw | 0.001 | (0.9, 0.95) | 1e-08 | 0 |  |  |  | 224 |",
     ]
-    assert "@article{yuan2024mars" in card and card.count("## Training results") == 1
+    assert "@article{liu2025marsm" in card and card.count("## Training results") == 1
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value, result.task_type) == ("loss", loss, "text-generation")
     assert (data.pipeline_tag, data.library_name) == ("text-generation", "transformers")
     assert {"mars", "mars_hf", "generated_from_trainer"} <= set(data.tags)
     assert data.license is None and data.base_model is None
+
+
+@pytest.mark.parametrize(
+    ("optim", "name", "key", "link"),
+    [
+        ("mars_adamw", "MARS", "yuan2024mars", "https://arxiv.org/abs/2411.10438"),
+        ("mars_m", "MARS-M", "liu2025marsm", "https://arxiv.org/abs/2510.21800"),
+        ("muon", "Muon", "jordan2024muon", "https://kellerjordan.github.io/posts/muon"),
+    ],
+)
+def test_card_cites_the_work_of_its_rule(tmp_path, optim, name, key, link):
+    run = mars_trainer(arguments(tmp_path, optim=optim, learning_rate=1e-3), gpt2())
+    run.train()
+    card = card_of(run)
+    assert f"## Optimizer\n\n[{name}]({link}), `mars_hf`" in card and f"- optimizer: {name} (" in card
+    assert f"## Citation of {name}\n\n```bibtex\n@" in card
+    assert re.findall(r"^@\w+\{(\w+),", card, re.MULTILINE) == [key]
 
 
 def test_card_of_a_given_optimizer(tmp_path):
