@@ -20,7 +20,6 @@ if __name__ == "__main__":
     errors.run("pretrain_gpt2")  # above the imports that take seconds: it watches the launcher
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,7 @@ def print_settings(run: RunArguments, name: str, train_set: TokenDataset, networ
     print(
         f"config      {run.config}\n"
         f"data        {name}: {len(train_set.tokens):,} training tokens\n"
-        f"model       {network.num_parameters():,} parameters, {dataclasses.asdict(run.model)}\n"
+        f"model       {network.num_parameters():,} parameters: {model.describe(run.model)}\n"
         f"batch       {per_step:,} tokens a step, {steps:,} steps, {per_step * steps:,} tokens\n{about}",
         flush=True,
     )

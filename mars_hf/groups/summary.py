@@ -28,14 +28,19 @@ _SHOWN = tuple(key for key in GROUP_KEYS if key not in ("max_grad_norm", "layout
 def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of parameter groups, then the parameters left out, by reason, and those that stay fused.
 
-    Digits in names are `*`. The table has a column of patterns if any group has one.
+    Digits in names are `*`. The table has a column of patterns, or of splits, if any group has one.
     """
     header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
     rows = [_row(group) for group in param_groups]
-    if any("pattern" in group for group in param_groups):
-        header.append("pattern")
-        for row, group in zip(rows, param_groups, strict=True):
-            row.append(group.get("pattern", ""))
+    columns = {
+        "split": [_split_of(group) for group in param_groups],
+        "pattern": [group.get("pattern", "") for group in param_groups],
+    }
+    for name, column in columns.items():
+        if any(column):
+            header.append(name)
+            for row, cell in zip(rows, column, strict=True):
+                row.append(cell)
     return "\n".join(_aligned([header, *rows]) + _lines_left_out(param_groups) + _lines_of_fused(param_groups))
 
 
@@ -99,6 +104,12 @@ def _row(group: Mapping[str, Any]) -> list[str]:
         "({:g}, {:g})".format(*group["betas"]),
         f"{group['weight_decay']:g}",
     ]
+
+
+def _split_of(group: Mapping[str, Any]) -> str:
+    """Return into how many matrices each parameter of a group is split; "" for none."""
+    layout = group["layout"]
+    return f"in {len(layout['parts'])}" if layout is not None and layout["parts"] is not None else ""
 
 
 def names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:

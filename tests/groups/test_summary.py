@@ -16,6 +16,9 @@ def test_table():
     assert lines[0] == "Mars" and len(lines) == 4
     assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]
     assert lines[3].split()[:2] == ["vector", "adamw"]
+    header, split, whole = str(mars_hf.create(gpt2(), mars_type="mars-m", lr=6e-3)).splitlines()[1:4]
+    assert header.split()[-1] == "split" and split.split()[-2:] == ["in", "3"]
+    assert split.split()[:2] == whole.split()[:2] == ["matrix", "mars-m"] and whole.split()[-1] == "0"
     text = str(mars_hf.create(Odd(), mars_type="mars-m", lr=3e-3))
     assert text[text.index("not orthogonalized:") :].splitlines() == [
         "not orthogonalized:",

@@ -187,6 +187,8 @@ def test_default_job(tmp_path):
     ended, metrics = launch(*argv), metrics_of(tmp_path / "run")
     assert metrics["eval_loss"] <= 0.75 * metrics["eval_loss_at_step_0"]
     assert "--- sample ---" in ended.stdout and "50/50" in ended.stderr  # the progress bar
+    assert "parameters: gpt2, 4 layers of 4 heads, width 128, context 128\n" in ended.stdout
+    assert "loss_type" not in ended.stderr + ended.stdout
 
 
 def test_divergence(tmp_path, tokens):

@@ -69,9 +69,18 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, attn_implementation=arguments.attn_implementation, trust_remote_code=False
     )
+    model.loss_type = "ForCausalLM"  # what GPT-2 takes; without its name transformers warns
     if not arguments.bias:
         freeze_biases(model)
     return model
+
+
+def describe(arguments: ModelArguments) -> str:
+    """Return the sizes of a model in a line."""
+    return (
+        f"{arguments.model_type}, {arguments.n_layer} layers of {arguments.n_head} heads, width {arguments.n_embd}, "
+        f"context {arguments.block_size}"
+    )
 
 
 @torch.no_grad()
