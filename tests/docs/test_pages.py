@@ -297,6 +297,8 @@ def test_navigation():
     Loader.add_constructor("!ENV", lambda loader, node: None)
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
     assert sorted(leaves(nav)) == sorted([*(PAGES.keys() - {"README.md"}), "changelog.md"])
+    sizes = {title: len(leaves(pages)) for group in nav for title, pages in group.items()}
+    assert list(sizes) == ["Start", "In your training", "Distributed", "Evidence"] and max(sizes.values()) <= 8
 
 
 @pytest.mark.slow
