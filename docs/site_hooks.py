@@ -12,6 +12,8 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from mars_hf.groups.settings import SETTINGS
+
 ROOT = Path(__file__).resolve().parent.parent
 # A path relative to docs/, as pages write it -> where the site has it.
 _MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md"}
@@ -27,10 +29,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links at the places in the site."""
+    """Point links at the places in the site, and fill in the table of settings."""
     for path, place in _MOVED.items():
         markdown = markdown.replace(f"]({path}", f"]({place}")
-    return markdown
+    return markdown.replace("<!-- settings -->", settings_table())
+
+
+def settings_table() -> str:
+    """Return a row for each setting of `create`, with its name as anchor."""
+    lines = ["| setting | default | accepted | |", "| --- | --- | --- | --- |"]
+    for setting in SETTINGS.values():
+        name = f'<code id="{setting.name}">{setting.name}</code>'
+        default = "required" if setting.name == "lr" else f"`{setting.default!r}`"
+        lines.append(f"| {name} | {default} | {setting.kind.accepted} | {setting.help} |")
+    return "\n".join(lines)
 
 
 def on_page_content(html: str, **_: Any) -> str:

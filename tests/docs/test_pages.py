@@ -24,6 +24,7 @@ import mars_hf
 from mars_hf.__main__ import main
 from mars_hf.arithmetic.update_rules import first_moment_rms
 from mars_hf.groups import suggest as suggest_module
+from mars_hf.groups.settings import SETTINGS
 from mars_hf.groups.suggest import suggest, update_rms
 
 PROSE = PAGES | {"CHANGELOG.md": ROOT / "CHANGELOG.md"}
@@ -277,6 +278,7 @@ def test_site(tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     page = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert [name for name in mars_hf.__all__ if f'id="mars_hf.{name}"' not in page] == []
+    assert [name for name in SETTINGS if f'<code id="{name}">' not in page] == []
     loads = re.compile(r"""<(?:script|link|img)\b[^>]*?(?:src|href)=["']?(https?://[^"'\s>]+)""")
     for page in tmp_path.rglob("*.html"):
         assert loads.findall(page.read_text(encoding="utf-8")) == [], page
