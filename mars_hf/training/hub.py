@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
 
 CARD = "README.md"
+SWITCH = "MARS_HF_FILES"  # an environment variable: 0 leaves neither card nor mars.json
 TAGS = ("mars", "mars_hf")
 # The last line of a card that nobody has edited, with the checksum of the lines above it.
 _SEAL_BEGINS = "<!-- mars_hf "
@@ -86,7 +88,7 @@ def attach_card(trainer: Any) -> None:
     The methods are wrapped on the instance: subclasses override them, and runs without MARS stay as they are.
     """
     save, create = trainer.save_model, trainer.create_model_card
-    if hasattr(save, "saves_mars"):
+    if hasattr(save, "saves_mars") or not _writes_files():
         return
 
     @functools.wraps(save)
@@ -115,6 +117,11 @@ def attach_card(trainer: Any) -> None:
         trainer.model.add_model_tags(list(TAGS))
 
 
+def _writes_files() -> bool:
+    """Return whether runs leave a card and mars.json: unless the environment variable says no."""
+    return os.environ.get(SWITCH) != "0"
+
+
 def _read_card(folder: Path) -> str | None:
     """Return the card in a folder, if there is one."""
     card = folder / CARD
@@ -136,13 +143,15 @@ def _mend_card_of_adapter(folder: Path, before: str | None) -> None:
 def save_settings(trainer: Any, folder: Path) -> None:
     """Write mars.json into a folder that exists, from the process that writes there, if MARS trains."""
     mars = unwrap_optimizer(trainer.optimizer)
-    if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir():
+    if isinstance(mars, Mars) and trainer.args.should_save and folder.is_dir() and _writes_files():
         groups = trained_groups(mars.param_groups, trainer.model)
         saved_settings.write(folder, mars_hf.__version__, mars.created_with, groups)
 
 
 def write_card(trainer: Any) -> None:
     """Write mars.json and the model card into the output folder; a card that another has written or edited stays."""
+    if not _writes_files():
+        return
     folder = Path(str(trainer.args.output_dir))
     card = folder / CARD
     with _warning(trainer):

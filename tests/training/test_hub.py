@@ -90,6 +90,15 @@ def test_other_optimizers_and_processes(tmp_path, monkeypatch):
     assert not (tmp_path / "mars").exists() or not list((tmp_path / "mars").iterdir())
 
 
+def test_switch_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARS_HF_FILES", "0")
+    run = evaluated(arguments(tmp_path, **EVALUATED, **BY_NAME))
+    run.train()
+    run.save_model()
+    assert not list(tmp_path.rglob("mars.json")) and not list(tmp_path.rglob("README.md"))
+    assert (tmp_path / "model.safetensors").is_file() and run.model.model_tags is None
+
+
 def test_optimizer_made_by_hand_and_module_without_config(tmp_path):
     model = Dense()
     trainer(arguments(tmp_path, max_steps=1), model, optimizers=(mars_hf.Mars(model.parameters()), None)).train()
