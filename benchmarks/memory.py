@@ -30,20 +30,21 @@ import mars_hf
 COLORS = {"weights": "#01564f", "gradients": "#9bd8cf", "states": "#35978f", "temporaries": "#d9d9d9"}
 BLOCK = 50  # steps of the tiny model in one trace: longer ones take gigabytes
 BATCH = dict.fromkeys(("input_ids", "labels"), [0] * 8)  # short, so that activations are small
+_mars = partial(mars_hf.create, lr=3e-3)
 FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
-    "mars-adamw": mars_hf.create,
-    "mars-adamw, release_gradients": partial(mars_hf.create, release_gradients=True),
-    "mars-adamw, fused=False": partial(mars_hf.create, fused=False),
-    "mars-adamw, state_dtype=bfloat16": partial(mars_hf.create, state_dtype="bfloat16"),
-    "mars-adamw, no clip, v of gradients": partial(mars_hf.create, clip_threshold=None, second_moment="gradient"),
-    "mars-adamw, exact": partial(mars_hf.create, is_approx=False),
-    "mars-lion": partial(mars_hf.create, mars_type="mars-lion"),
-    "mars-lion, no clip": partial(mars_hf.create, mars_type="mars-lion", clip_threshold=None),
-    "mars-shampoo": partial(mars_hf.create, mars_type="mars-shampoo"),
-    "mars-m": partial(mars_hf.create, mars_type="mars-m"),
-    "mars-m, no clip": partial(mars_hf.create, mars_type="mars-m", clip_threshold=None),
+    "mars-adamw": _mars,
+    "mars-adamw, release_gradients": partial(_mars, release_gradients=True),
+    "mars-adamw, fused=False": partial(_mars, fused=False),
+    "mars-adamw, state_dtype=bfloat16": partial(_mars, state_dtype="bfloat16"),
+    "mars-adamw, no clip, v of gradients": partial(_mars, clip_threshold=None, second_moment="gradient"),
+    "mars-adamw, exact": partial(_mars, is_approx=False),
+    "mars-lion": partial(_mars, mars_type="mars-lion"),
+    "mars-lion, no clip": partial(_mars, mars_type="mars-lion", clip_threshold=None),
+    "mars-shampoo": partial(_mars, mars_type="mars-shampoo"),
+    "mars-m": partial(_mars, mars_type="mars-m"),
+    "mars-m, no clip": partial(_mars, mars_type="mars-m", clip_threshold=None),
 }
 
 
