@@ -320,7 +320,7 @@ def test_figures(tmp_path):
 
 def test_readme():
     lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 138
+    assert len(lines) <= 120
     first, second, *_ = commands("README.md")
     assert first == "pip install -c constraints.txt -e '.[recipes]' && accelerate launch recipes/pretrain_gpt2.py"
     assert second == "pip install -c constraints.txt -e '.[test]' && python -m pytest"
