@@ -144,10 +144,12 @@ def contenders() -> dict[str, Contender]:
         ADAMW: Contender(adamw, 28),
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
         "Mars": Contender(mars, 40, 44),
+        "Mars 8bit": Contender(_mars(state_dtype="8bit"), 18, 20),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
         "Mars fused=False": Contender(_mars(fused=False), 40, 44),
         **low_precision(),
         "mars-lion": Contender(_mars(mars_type="mars-lion"), 32, 36),
+        "mars-lion 8bit": Contender(_mars(mars_type="mars-lion", state_dtype="8bit"), 16, 17),
         "Muon, AdamW for the rest": Contender(_muon, None),
         "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),
         "mars-m": Contender(_orthogonal("mars-m"), None),
@@ -156,6 +158,7 @@ def contenders() -> dict[str, Contender]:
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
         "Mars + clip_grad_norm_": Contender(mars, 52, 56, clips=True, before=_clip),
         "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, 44, clips=True),
+        "Mars 8bit max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM, state_dtype="8bit"), 22, 24, clips=True),
     }
 
 

@@ -126,7 +126,9 @@ class Mars(torch.optim.Optimizer):
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
-        state_dtype: of the states; None for float32, and float64 for float64 parameters.
+        state_dtype: of the states; None for float32, and float64 for float64 parameters. `"8bit"` keeps the moments and
+            last gradients of matrices and embeddings in one byte an element, with a scale for 64 of them, and the
+            compensation of Kahan's rounding in one byte; see State.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
             `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
             unit in the last place; the first loses them.
@@ -364,14 +366,14 @@ class Mars(torch.optim.Optimizer):
 
         torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
         except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it), and `fused`, which belongs
-        to the machine. Hooks act as on any torch optimizer: the result of a pre-hook is loaded, the changes of a
-        post-hook stay.
+        to the machine. Between float32 and 8 bits `state_dtype` stays as it is here: the next step converts the state.
+        Hooks act as on any torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
                 parameters of another shape; nothing has been changed then.
         """
-        kept = ("max_grad_norm", "fused", *_OF_MODEL)  # of the running loop, machine and model
+        kept = ("max_grad_norm", "fused", "state_dtype", *_OF_MODEL)  # of the running loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
 
@@ -381,6 +383,8 @@ class Mars(torch.optim.Optimizer):
 
         def keep(_: Any) -> None:
             for group, settings in zip(self.param_groups, kept_settings, strict=True):
+                if not states.is_converted(group, settings):
+                    settings.pop("state_dtype")
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)

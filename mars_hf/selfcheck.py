@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mars_hf
 from mars_hf import kernels
+from mars_hf.arithmetic.eight_bits import CODES
 from mars_hf.arithmetic.rules import ARITHMETICS
 from mars_hf.kernels import gpu
 
@@ -47,29 +48,39 @@ def _rows(gpus: list[torch.device]) -> Iterator[tuple[str, str, str]]:
 def _kernel_rows(device: torch.device) -> Iterator[tuple[str, str, str]]:
     """Yield a row for each dtype and rule."""
     module = kernels.kernels_of(device)
-    for dtype in sorted(module.DTYPES, key=str):
+    for dtype in sorted(module.FLOATS, key=str):
         for arithmetic in module.ARITHMETICS:
             what = f"{arithmetic} {dtype}".replace("torch.", "")
             yield f"{device} kernels", what, _kernel_result(module, device, dtype, arithmetic)
 
 
 def _kernel_result(module: Any, device: torch.device, dtype: torch.dtype, arithmetic: str) -> str:
-    """Compare with and without last gradients, states in float32 and in the dtype of the parameters."""
+    """Compare with and without last gradients, states in float32, in the dtype of the parameters, and in 8 bits."""
     if not module.is_available(device):
         return f"not run ({kernels.NEEDS})"
     backend = kernels.Backend(module.NAME, module)
     moments = ("exp_avg", "exp_avg_sq") if ARITHMETICS[arithmetic].has_second_moment else ("exp_avg",)
     problems = []
     for buffers in (moments, (*moments, "last_grad")):
-        for state_dtype in {torch.float32, dtype}:
-            dtypes = [("params", dtype), ("grads", dtype)]
-            dtypes += [(name, state_dtype) for name in buffers]
+        for dtype_of in ({}, dict.fromkeys(buffers, dtype), CODES):  # states, float32 if not stated
+            dtypes = {"params": dtype, "grads": dtype}
+            dtypes |= {name: dtype_of.get(name, torch.float32) for name in buffers}
+            compensation = {"compensation": CODES["compensation"] if dtype_of is CODES else dtype}
             for second_moment in ("corrected", "gradient"):
-                problems.append(kernels.compare_with_plain(backend, device, tuple(dtypes), arithmetic, second_moment))
-            if dtype == torch.bfloat16 and module.HAS_KAHAN and arithmetic != "momentum":
-                dtypes.append(("compensation", dtype))
-                problems.append(kernels.compare_with_plain(backend, device, tuple(dtypes), arithmetic, "corrected"))
+                problems.append(_problem(backend, device, dtypes, arithmetic, second_moment))
+            if dtype == torch.bfloat16 and arithmetic != "momentum":
+                problems.append(_problem(backend, device, dtypes | compensation, arithmetic, "corrected"))
     return f"differs: {max(problems)}" if any(problems) else "ok"
+
+
+def _problem(
+    backend: kernels.Backend, device: torch.device, dtypes: dict[str, torch.dtype], arithmetic: str, second_moment: str
+) -> str:
+    """Return what kernels compute otherwise than plain PyTorch, "" if nothing or if they do not take these dtypes."""
+    assert backend.kernels is not None
+    if not backend.kernels.can_take(dtypes):
+        return ""
+    return kernels.compare_with_plain(backend, device, tuple(dtypes.items()), arithmetic, second_moment)
 
 
 def _process_rows(gpus: int) -> Iterator[tuple[str, str, str]]:

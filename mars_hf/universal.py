@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat
+from mars_hf.arithmetic.eight_bits import SCALES, Coded, number_of_scales, scales_of_parts
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
 from mars_hf.groups.saved_settings import write_whole
@@ -205,6 +206,21 @@ class Rank(NamedTuple):
     def flat(self, index: int, key: str) -> Any:
         """Return the weights of one partition, or one of its states."""
         return self.weights[index] if key == WEIGHTS else self.states[index][key]
+
+    def piece(self, index: int, key: str, name: str) -> Tensor:
+        """Return what one partition holds of a parameter's weights or state; states in 8 bits are decoded."""
+        flat = self.flat(index, key)
+        start, numel = self.offsets[index][name]
+        piece = flat[start:][:numel]
+        if key not in SCALES or SCALES[key] not in self.states[index]:
+            return piece
+        parts = [part for part in self.offsets[index].values() if part[1]]
+        scales = self.states[index][SCALES[key]]
+        if not numel:
+            return piece.float()
+        if not is_plain(scales) or scales.shape != (number_of_scales(len(flat), len(parts)),):
+            raise ValueError(f"the scales of {key} of {name} do not fit its 8-bit codes: the checkpoint is damaged")
+        return Coded(piece, scales_of_parts(scales, parts)[parts.index((start, numel))]).decode()
 
 
 def to_universal(source: str | Path, target: str | Path) -> None:
@@ -400,8 +416,9 @@ def _write_parameters(ranks: list[Rank], shapes: dict[str, torch.Size], folder: 
 def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Size, folder: Path) -> None:
     """Put a parameter together from the ranks that hold some of it, in their partitions of this index."""
     folder.mkdir(parents=True)
-    spans = [rank.offsets[index][name] for rank in holders]
     for key in (WEIGHTS, *holders[0].states[index]):
+        if key in SCALES.values():
+            continue
         flats = [rank.flat(index, key) for rank in holders]
         if key == "step":
             torch.save(parse_step(flats[0]), folder / "step.pt")
@@ -411,20 +428,12 @@ def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Si
                 raise ValueError(
                     f"the state {key!r} of {name} is not laid out like its weights: it cannot be resharded"
                 )
-        whole = _joined(flats, spans)
+        whole = torch.cat([rank.piece(index, key, name) for rank in holders])
         if whole.numel() != shape.numel():
             raise ValueError(
                 f"{key} of {name} has {whole.numel()} elements on all ranks and should have {tuple(shape)}"
             )
         torch.save({"param": whole.view(shape), "cat_dim": 0}, folder / f"{key}.pt")
-
-
-def _joined(flats: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
-    """Return what partitions hold in these spans, start and length, as one flat tensor."""
-    pieces = []
-    for flat, (start, numel) in zip(flats, spans, strict=True):
-        pieces.append(flat[start:][:numel])
-    return torch.cat(pieces)
 
 
 # --- under DeepSpeed --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic.eight_bits import join_weight, split_weight
 from mars_hf.arithmetic.resting import Moving, spread
 
 
@@ -87,7 +88,8 @@ class Rounding:
 
     kind: str = "nearest"  # or "stochastic", "kahan"
     seeds: Sequence[int] = ()  # stochastic: one per tensor, new at each step
-    compensations: Sequence[Tensor] = ()  # Kahan's: what was lost, one per tensor; modified
+    # Kahan's: what was lost, one per tensor, in bfloat16 or 8 bits (see `split_weight`); modified
+    compensations: Sequence[Tensor] = ()
 
     def select(self, part: slice) -> Rounding:
         """Return the rounding of some tensors."""
@@ -96,6 +98,21 @@ class Rounding:
 
 NEAREST = Rounding()
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Scales(NamedTuple):
+    """The scales of states in 8 bits, one per tensor; empty for states of other dtypes, and where there are none."""
+
+    exp_avgs: Sequence[Tensor] = ()
+    exp_avg_sqs: Sequence[Tensor] = ()
+    last_grads: Sequence[Tensor] = ()
+
+    def select(self, part: slice) -> Scales:
+        """Return the scales of some tensors."""
+        return Scales(*(scales[part] for scales in self))
+
+
+NO_SCALES = Scales()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +134,7 @@ class Options:
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
     clip_bounds: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
+    scales: Scales = NO_SCALES  # of states in 8 bits, which `kernels` decodes for `update`
     moving: Moving | None = None  # what rests under an arithmetic that normalizes; None: nothing
 
 
@@ -248,14 +266,26 @@ def _write_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 def _wide(params: Sequence[Tensor], dtype: torch.dtype, rounding: Rounding) -> list[Tensor]:
     """Return parameters in the dtype of the arithmetic, with what earlier roundings have lost."""
+    if _splits_weights(rounding):
+        return [join_weight(*pair).to(dtype) for pair in zip(params, rounding.compensations, strict=True)]
     x = [param.to(dtype) for param in params]
     if rounding.compensations:
         torch._foreach_add_(x, [lost.to(dtype) for lost in rounding.compensations])
     return x
 
 
+def _splits_weights(rounding: Rounding) -> bool:
+    """Return whether a compensation is the 8 bits that follow those of a bfloat16."""
+    return bool(rounding.compensations) and rounding.compensations[0].dtype == torch.int8
+
+
 def _write_params(values: Sequence[Tensor], params: Sequence[Tensor], rounding: Rounding) -> None:
     """Round new values into parameters."""
+    if _splits_weights(rounding):
+        for value, param, lost in zip(values, params, rounding.compensations, strict=True):
+            for tensor, part in zip((param, lost), split_weight(value.float()), strict=True):
+                tensor.copy_(part)
+        return
     if rounding.kind != "stochastic":
         _write_back(values, params)
     for value, param, seed in zip(values, params, rounding.seeds, strict=False):

@@ -224,6 +224,37 @@ def slices_of(tensor: Any) -> Callable[[int], Slice]:
     return lambda rank: _slice(tensor, splits, coordinates[rank])
 
 
+def divides_evenly(tensor: Any, first: int, unit: int) -> bool:
+    """Return whether the parts of a DTensor keep together what is in units along its dimensions from `first` on.
+
+    Units run along the last dimension; if several dimensions from `first` on make up rows, no rank may cut them.
+    """
+    for dim, cuts in _splits_of(tensor).items():
+        parts = math.prod(tensor.device_mesh.size(mesh_dim) * factor for mesh_dim, factor in cuts)
+        cuts_rows = dim >= first
+        if cuts_rows and (first < tensor.ndim - 1 or tensor.shape[dim] % (parts * unit)):
+            return False
+    return True
+
+
+def placed_like(param: Any, part: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a DTensor placed like a parameter, if that is one.
+
+    The whole has the parameter's size along all but its last dimension, which is divided as the parameter's last one.
+    """
+    if not is_dtensor(param):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    splits = _splits_of(param)
+    last = part.ndim - 1
+    parts = math.prod(param.device_mesh.size(mesh_dim) for mesh_dim, _ in splits.get(last, ()))
+    is_cut = last == param.ndim - 1
+    whole = torch.Size([*param.shape[:last], part.shape[last] * (parts if is_cut else 1)])
+    strides = tuple(whole[dim + 1 :].numel() for dim in range(len(whole)))
+    return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=whole, stride=strides)
+
+
 def replicas_in_mesh(tensor: Any) -> Group:
     """Return the ranks of the longest mesh dimension that a DTensor is replicated over; None if it has one rank.
 

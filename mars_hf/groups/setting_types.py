@@ -35,7 +35,7 @@ class CreateSettings(TypedDict, total=False):
     ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]]
     ns_dtype: Dtype | None
     max_grad_norm: float | None
-    state_dtype: Dtype | None
+    state_dtype: Dtype | Literal["8bit"] | None
     rounding: Literal["nearest", "stochastic", "kahan"] | str
     maximize: bool
     fused: bool | None

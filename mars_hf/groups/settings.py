@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.newton_schulz import SCHEDULES, coefficients_of
 from mars_hf.arithmetic.update_rules import UPDATE_RULES
 
@@ -134,6 +134,7 @@ _COEFFICIENTS = Kind(
 )
 _TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{_quoted(MARS_TYPES)}; {MUON!r} in create")
 _SPLIT = Kind("'auto', 'none', or a mapping of name patterns to sizes", _is_split, names=("auto", "none"))
+_STATE_DTYPE = _dtype(eight_bits.NAME, "float16", "bfloat16", "float32", "float64")
 _LAYOUT = Kind(
     "a MatrixLayout or a dict of its fields (transposed, batched: True, False; parts: sizes > 0)",
     _is_layout,
@@ -182,7 +183,7 @@ _TABLE = (
     # No float16: the entries of a first moment underflow in it.
     Setting("ns_dtype", None, _dtype("bfloat16", "float32", "float64"), "Dtype of Newton-Schulz; left out: the best."),
     Setting("max_grad_norm", None, _THRESHOLD, "Largest global norm of all gradients."),
-    Setting("state_dtype", None, _dtype("float16", "bfloat16", "float32", "float64"), "Dtype of the states."),
+    Setting("state_dtype", None, _STATE_DTYPE, "Dtype of the states; 8bit: codes with scales, for matrices."),
     Setting("rounding", "nearest", _one_of("nearest", "stochastic", "kahan"), "Rounding of bfloat16 parameters."),
     Setting("maximize", False, _FLAG, "Ascend instead of descend."),
     Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),

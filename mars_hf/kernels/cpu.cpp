@@ -11,10 +11,16 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -25,8 +31,9 @@ constexpr int64_t GRAIN = 32768;
 // Elements whose gradients stay in a cache between their sums and their update, unless one tensor has more.
 constexpr int64_t WAVE = 1 << 20;
 
-enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LISTS };
-enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64 };
+enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LOST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, LAST_GRAD_SCALE, LISTS };
+constexpr int VALUES = LOST;  // lists that a block opens
+enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64, INT8, UINT8 };
 enum Rule { ADAMW, LION, MOMENTUM };
 enum Sum { GG, GL, LL, CC, SUMS };
 
@@ -35,7 +42,7 @@ enum Sum { GG, GL, LL, CC, SUMS };
 template <class T>
 struct Scalars {
     T scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
-    T eps;
+    T eps, step;
 };
 
 struct Tensors {
@@ -47,6 +54,9 @@ struct Tensors {
     int64_t size(int64_t i) const { return words[LISTS + LISTS * count + i]; }
     uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[LISTS + (LISTS + 1) * count + i]); }
     int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
+    float* scales(List list, int64_t i, int64_t at) const {
+        return static_cast<float*>(data(List(list - EXP_AVG + EXP_AVG_SCALE), i)) + at / 64;
+    }
     bool has(List list) const { return type(list) != ABSENT; }
     bool is_double() const { return std::count(words, words + LISTS, FLOAT64) > 0; }  // the type of the arithmetic
 
@@ -101,6 +111,164 @@ void narrow(int64_t n, const T* from, BFloat16* to) {
     for (int64_t i = 0; i < n; i++) to[i] = BFloat16::nearest(static_cast<float>(from[i]));
 }
 
+// Restores what Kahan's rounding has kept: a bfloat16, and 8 more bits of its last place.
+void restore(int64_t n, const BFloat16* from, const int8_t* lost, float* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = static_cast<uint32_t>(from[i].word) << 16;
+        int32_t size = static_cast<int32_t>(word & 0x7fffffffu), sum = size + lost[i] * 256;
+        bool finite = size < 0x7f800000;
+        to[i] = bits<float>((word & 0x80000000u) | static_cast<uint32_t>(finite ? std::max(sum, 0) : size));
+    }
+}
+
+// Rounds to 24 bits: to the nearest bfloat16, and 8 bits of what it lacks.
+void keep(int64_t n, const float* from, BFloat16* to, int8_t* lost) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits<uint32_t>(from[i]), size = word & 0x7fffffffu;
+        uint32_t shorter = size < 0x7f800000u ? (size + 128) >> 8 : size >> 8;
+        uint32_t rounded = size <= 0x7f800000u ? (shorter + 128) >> 8 : 0x7fc0u;
+        to[i] = {static_cast<uint16_t>((word >> 16 & 0x8000u) | rounded)};
+        lost[i] = size < 0x7f800000u ? static_cast<int8_t>(shorter - (rounded << 8)) : 0;
+    }
+}
+
+// --- states in 8 bits (see eight_bits.py) ---------------------------------------------------------------------------
+
+constexpr int64_t CODED = 64;  // elements with one scale
+constexpr int64_t WIDTH = 8;
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+constexpr int32_t TWO = 0x40000000;  // the bits of 2.0f
+constexpr int32_t SIZE = 0x7fffffff;  // all bits but the sign
+
+template <class Vector>
+Vector load(const void* from) {
+    Vector to;
+    std::memcpy(&to, from, sizeof to);
+    return to;
+}
+
+template <class Vector>
+void store(Vector from, void* to) {
+    std::memcpy(to, &from, sizeof from);
+}
+
+Floats all(float x) { return Floats{} + x; }
+
+#ifdef __AVX2__
+Ints widened(const int8_t* from) { return Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
+Ints widened(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
+Ints absolute(Ints x) { return Ints(_mm256_abs_epi32(__m256i(x))); }
+Ints larger(Ints x, Ints y) { return Ints(_mm256_max_epi32(__m256i(x), __m256i(y))); }
+// x times the sign of y: -x, 0 or x.
+Ints with_sign(Ints x, Ints y) { return Ints(_mm256_sign_epi32(__m256i(x), __m256i(y))); }
+Floats root(Floats x) { return _mm256_sqrt_ps(x); }
+Floats fused(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
+
+float largest(Ints sizes) {
+    __m256i x = __m256i(larger(sizes, Ints(_mm256_permute2x128_si256(__m256i(sizes), __m256i(sizes), 1))));
+    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0x4e));
+    x = _mm256_max_epi32(x, _mm256_shuffle_epi32(x, 0xb1));
+    return bits<float>(_mm256_cvtsi256_si32(x));
+}
+
+// Narrows 4 vectors, saturated.
+template <class Byte>
+void narrow(const Ints* from, Byte* to) {
+    __m256i low = _mm256_packs_epi32(__m256i(from[0]), __m256i(from[1]));
+    __m256i high = _mm256_packs_epi32(__m256i(from[2]), __m256i(from[3]));
+    __m256i bytes = std::is_signed<Byte>() ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
+}
+#else
+template <class Vector, class Function>
+Vector each(Function function) {
+    Vector result;
+    for (int64_t i = 0; i < WIDTH; i++) result[i] = function(i);
+    return result;
+}
+
+template <class Byte>
+Ints widened(const Byte* from) { return each<Ints>([=](int64_t i) { return from[i]; }); }
+Ints absolute(Ints x) { return each<Ints>([=](int64_t i) { return std::abs(x[i]); }); }
+Ints larger(Ints x, Ints y) { return each<Ints>([=](int64_t i) { return std::max(x[i], y[i]); }); }
+Ints with_sign(Ints x, Ints y) { return each<Ints>([=](int64_t i) { return y[i] < 0 ? -x[i] : y[i] > 0 ? x[i] : 0; }); }
+Floats root(Floats x) { return each<Floats>([=](int64_t i) { return std::sqrt(x[i]); }); }
+Floats fused(Floats x, Floats y, Floats z) { return x * y + z; }
+
+float largest(Ints sizes) {
+    int32_t result = 0;
+    for (int64_t i = 0; i < WIDTH; i++) result = std::max(result, sizes[i]);
+    return bits<float>(result);
+}
+
+template <class Byte>
+void narrow(const Ints* from, Byte* to) {
+    for (int64_t i = 0; i < 4 * WIDTH; i++) to[i] = static_cast<Byte>(from[i / WIDTH][i % WIDTH]);
+}
+#endif
+
+// The code of first moments and last gradients, int8_t, or of the roots of second moments, uint8_t.
+template <class Byte>
+struct Code {
+    static constexpr bool is_root = !std::is_signed<Byte>();
+    static constexpr float range = is_root ? 502 : 494, unit = 1 / range;
+    static constexpr int shift = is_root ? 18 : 19;
+
+    // Returns y - 2 of 8 codes, with the sign of each.
+    static Floats levels(const Byte* codes) {
+        Ints code = widened(codes);
+        Floats level = Floats((absolute(code) << shift) + TWO) - 2;
+        return is_root ? level : Floats(Ints(level) | (code & ~SIZE));
+    }
+
+    // Codes 64 values (roots of second moments), and writes their scale.
+    static void encode(const float* values, float scale, const int32_t* thresholds, Byte* codes, float* to) {
+        if (!is_root && scale < 0x1p-118f) scale = 0;
+        *to = scale;
+        Floats inverse = all(scale == 0 ? 0 : range / (is_root ? std::sqrt(scale) : scale));
+        for (int64_t i = 0; i < CODED; i += 4 * WIDTH) {
+            Ints narrowed[4];
+            for (int64_t j = 0; j < 4; j++) {
+                Ints word = load<Ints>(values + i + j * WIDTH);
+                Ints y = Ints(fused(Floats(word & SIZE), inverse, all(2)));
+                Ints code = (y - TWO + load<Ints>(thresholds + i + j * WIDTH)) >> shift;
+                // What is not zero keeps a root: a step divides by it.
+                narrowed[j] = is_root ? larger(code, with_sign(Ints{} + 1, word)) : with_sign(code, word);
+            }
+            narrow(narrowed, codes + i);
+        }
+    }
+};
+
+// What is added below the last place of a code in a step, for each element of a block.
+struct Thresholds {
+    int32_t of_values[CODED], of_roots[CODED];
+
+    explicit Thresholds(int64_t step) {
+        for (int32_t i = 0; i < CODED; i++) {
+            of_values[i] = ((159 * static_cast<int32_t>(step & 255) + 97 * i) & 255) * 2048 + 1024;
+            of_roots[i] = of_values[i] / 2;
+        }
+    }
+};
+
+template <class T, class Byte>
+void decode(int64_t n, const Byte* codes, const float* scales, T* to) {
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        Byte own[WIDTH] = {};
+        std::memcpy(own, codes + i, std::min(WIDTH, n - i));
+        Floats value = Code<Byte>::levels(own) * Code<Byte>::unit;
+        value *= Code<Byte>::is_root ? value * scales[i / CODED] : all(scales[i / CODED]);
+        for (int64_t j = 0; j < std::min(WIDTH, n - i); j++) to[i + j] = value[j];
+    }
+}
+
+// --- opening and closing of blocks ----------------------------------------------------------------------------------
+
 // Returns n elements from `at` on in the type of the arithmetic: in place, or converted into `buffer`.
 template <class T>
 T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* buffer, bool read = true) {
@@ -108,6 +276,13 @@ T* open(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, T* 
     Type type = tensors.type(list);
     if (type == type_of<T>) return static_cast<T*>(data) + at;
     if (!read) return buffer;
+    if constexpr (sizeof(T) == 4) {
+        if (list == PARAM && tensors.has(LOST)) {
+            restore(n, static_cast<BFloat16*>(data) + at, static_cast<int8_t*>(tensors.data(LOST, i)) + at, buffer);
+            return buffer;
+        }
+    }
+    if (type == INT8) decode(n, static_cast<int8_t*>(data) + at, tensors.scales(list, i, at), buffer);
     if (type == BFLOAT16) widen(n, static_cast<BFloat16*>(data) + at, buffer);
     if (type == FLOAT32) widen(n, static_cast<float*>(data) + at, buffer);
     if (type == FLOAT64) widen(n, static_cast<double*>(data) + at, buffer);
@@ -120,6 +295,12 @@ void close(const Tensors& tensors, List list, int64_t i, int64_t at, int64_t n, 
     void* data = tensors.data(list, i);
     Type type = tensors.type(list);
     if (type == type_of<T>) return;
+    if constexpr (sizeof(T) == 4) {
+        if (list == PARAM && tensors.has(LOST)) {
+            keep(n, values, static_cast<BFloat16*>(data) + at, static_cast<int8_t*>(tensors.data(LOST, i)) + at);
+            return;
+        }
+    }
     if (type == BFLOAT16) narrow(n, values, static_cast<BFloat16*>(data) + at);
     if (type == FLOAT32) widen(n, values, static_cast<float*>(data) + at);
     if (type == FLOAT64) widen(n, values, static_cast<double*>(data) + at);
@@ -290,7 +471,14 @@ struct Options {
 template <class T>
 Scalars<T> rounded(const Scalars<double>& s) {
     return {T(s.scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
-            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps)};
+            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps), T(s.step)};
+}
+
+// NaN stays NaN.
+template <class T>
+T sign(T m) {
+    T sign = static_cast<T>(m > 0) - static_cast<T>(m < 0);
+    return m == m ? sign : m;
 }
 
 // x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment. One loop would read
@@ -324,8 +512,7 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
             x[i] = m[i];
         } else if constexpr (RULE == LION) {
             // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
-            T sign = static_cast<T>(m[i] > 0) - static_cast<T>(m[i] < 0);
-            x[i] = x[i] * s.decay - s.rate * (m[i] == m[i] ? sign : m[i]);  // NaN stays NaN
+            x[i] = x[i] * s.decay - s.rate * sign(m[i]);
         } else {
             // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
             T squared = square_gradient ? gradient[i] * s.scale : c[i];
@@ -334,6 +521,95 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
             // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
             x[i] = x[i] * s.decay - s.rate * m[i] / (std::sqrt(second) * s.root + s.eps);
         }
+    }
+}
+
+// A state in 8 bits, from the beginning of a block on.
+template <class Byte>
+struct Coded {
+    Byte* codes;
+    float* scales;
+};
+
+// The same for states in 8 bits: `update_block` on n elements, a multiple of CODED, of at most BLOCK. The scales are
+// part of the coefficients. Codes are written in a second loop: the largest of their block must be known.
+template <Rule RULE, bool HAS_LAST>
+void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, float* __restrict x,
+                  const float* __restrict gradient, Coded<int8_t> e, Coded<uint8_t> v, Coded<int8_t> last,
+                  const Thresholds& thresholds, const float* moving) {
+    using Value = Code<int8_t>;
+    using Root = Code<uint8_t>;
+    float averages[BLOCK], roots[BLOCK], gradients[BLOCK], corrected[BLOCK], nesterov[BLOCK], largest_square[BLOCK / CODED];
+    float largest_average[BLOCK / CODED], largest_gradient[BLOCK / CODED];
+    bool is_nesterov = s.nesterov != 0;
+    float of_gradient = s.clip_factor * (HAS_LAST ? 1 + s.correction : 1);
+    for (int64_t block = 0; block < n / CODED; block++) {
+        float of_last = HAS_LAST ? -s.correction * s.clip_factor * Value::unit * last.scales[block] : 0;
+        float of_average = (1 - s.one_minus_beta1) * Value::unit * e.scales[block];
+        float of_square = RULE == ADAMW ? s.beta2 * Root::unit * Root::unit * v.scales[block] : 0;
+        Ints average_sizes{}, square_sizes{}, gradient_sizes{};
+        int64_t first = block * CODED, end = first + CODED;
+        for (int64_t i = first; i < end; i += WIDTH) {
+            // c_t = g_t + k (g_t - last_t), times the clipping factor
+            Floats g = load<Floats>(gradient + i) * s.scale, c = g * of_gradient;
+            if constexpr (HAS_LAST) {
+                c = fused(Value::levels(last.codes + i), all(of_last), c);
+                gradient_sizes = larger(gradient_sizes, Ints(g) & SIZE);
+            }
+            store(g, gradients + i);
+            store(c, corrected + i);
+        }
+        for (int64_t i = first; i < end; i += WIDTH) {
+            // e_t = beta1 e_{t-1} + (1 - beta1) c_t
+            Floats m = fused(Value::levels(e.codes + i), all(of_average), load<Floats>(corrected + i) * s.one_minus_beta1);
+            store(m, averages + i);
+            average_sizes = larger(average_sizes, Ints(m) & SIZE);
+        }
+        const float* moments = averages;
+        if (is_nesterov || moving != nullptr) {
+            for (int64_t i = first; i < end; i += WIDTH) {
+                Floats m = load<Floats>(averages + i);
+                if (is_nesterov) m += s.nesterov * (load<Floats>(corrected + i) - m);
+                if (moving != nullptr) m *= load<Floats>(moving + i);
+                store(m, nesterov + i);
+            }
+            moments = nesterov;
+        }
+        if constexpr (RULE == ADAMW) {
+            const float* squared = square_gradient ? gradients : corrected;
+            for (int64_t i = first; i < end; i += WIDTH) {
+                // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
+                Floats level = Root::levels(v.codes + i), c = load<Floats>(squared + i);
+                Floats second = fused(level * level, all(of_square), s.one_minus_beta2 * c * c);
+                square_sizes = larger(square_sizes, Ints(second) & SIZE);
+                store(root(second), roots + i);
+            }
+        }
+        for (int64_t i = first; i < end; i += WIDTH) {
+            Floats m = load<Floats>(moments + i);
+            if constexpr (RULE == MOMENTUM) {
+                store(m, x + i);
+            } else if constexpr (RULE == LION) {
+                // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
+                for (int64_t j = i; j < i + WIDTH; j++) x[j] = x[j] * s.decay - s.rate * sign(m[j - i]);
+            } else {
+                // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
+                Floats step = -s.rate * m / fused(load<Floats>(roots + i), all(s.root), all(s.eps));
+                store(fused(load<Floats>(x + i), all(s.decay), step), x + i);
+            }
+        }
+        largest_average[block] = largest(average_sizes);
+        largest_square[block] = largest(square_sizes);
+        largest_gradient[block] = largest(gradient_sizes);
+    }
+    for (int64_t block = 0; block < n / CODED; block++) {
+        int64_t i = block * CODED;
+        Value::encode(averages + i, largest_average[block], thresholds.of_values, e.codes + i, e.scales + block);
+        if constexpr (RULE == ADAMW)
+            Root::encode(roots + i, largest_square[block], thresholds.of_roots, v.codes + i, v.scales + block);
+        if constexpr (HAS_LAST)
+            Value::encode(gradients + i, largest_gradient[block], thresholds.of_values, last.codes + i,
+                          last.scales + block);
     }
 }
 
@@ -354,26 +630,78 @@ Block<T> choose_block(Rule rule, bool has_last, bool rests) {
     return BLOCKS<T, MOMENTUM>[has_last][rests];
 }
 
+using CodedBlock = decltype(&update_coded<ADAMW, true>);
+
+CodedBlock choose_coded(Rule rule, bool has_last) {
+    if (rule == ADAMW) return has_last ? update_coded<ADAMW, true> : update_coded<ADAMW, false>;
+    if (rule == LION) return has_last ? update_coded<LION, true> : update_coded<LION, false>;
+    return has_last ? update_coded<MOMENTUM, true> : update_coded<MOMENTUM, false>;
+}
+
+// Updates n elements from `at` on whose states are in 8 bits; the end of a tensor, in a block that is not full, as a copy.
+void update_states(const Tensors& tensors, const Scalars<float>& scalars, const Options& options, int64_t i, int64_t at,
+                   int64_t n, float* x, const float* gradient, const Thresholds& thresholds, const float* moving) {
+    auto state = [&](List list, auto* type) {
+        using Byte = std::remove_pointer_t<decltype(type)>;
+        if (!tensors.has(list)) return Coded<Byte>{};
+        return Coded<Byte>{static_cast<Byte*>(tensors.data(list, i)) + at, tensors.scales(list, i, at)};
+    };
+    auto e = state(EXP_AVG, (int8_t*)nullptr);
+    auto v = state(EXP_AVG_SQ, (uint8_t*)nullptr);
+    auto last = state(LAST_GRAD, (int8_t*)nullptr);
+    auto call = choose_coded(options.rule, tensors.has(LAST_GRAD));
+    int64_t rest = n % CODED, whole = n - rest, block = whole / CODED;
+    call(whole, scalars, options.square_gradient, x, gradient, e, v, last, thresholds, moving);
+    if (rest == 0) return;
+    auto filled = [&](auto* from) {
+        std::array<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, CODED> to{};
+        if (from != nullptr) std::copy_n(from + whole, rest, to.begin());
+        return to;
+    };
+    auto own_x = filled(x), own_gradient = filled(gradient), own_moving = filled(moving);
+    auto own_e = filled(e.codes), own_last = filled(last.codes);
+    auto own_v = filled(v.codes);
+    call(CODED, scalars, options.square_gradient, own_x.data(), own_gradient.data(), {own_e.data(), e.scales + block},
+         {own_v.data(), v.scales + block}, {own_last.data(), last.scales + block}, thresholds,
+         moving == nullptr ? nullptr : own_moving.data());
+    auto copy_back = [&](const auto& from, auto* to) {
+        if (to != nullptr) std::copy_n(from.begin(), rest, to + whole);
+    };
+    copy_back(own_x, x);
+    copy_back(own_e, e.codes);
+    copy_back(own_v, v.codes);
+    copy_back(own_last, last.codes);
+}
+
 template <class T>
 void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i, int64_t row,
                 int64_t elements) {
-    T buffers[LISTS][BLOCK], moves[BLOCK];
+    T buffers[VALUES][BLOCK], moves[BLOCK];
     Scalars<T> in_type = rounded<T>(scalars);
-    bool changed[LISTS] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
+    bool changed[VALUES] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
+    bool is_coded = tensors.type(EXP_AVG) == INT8;
+    int lists = is_coded ? GRADIENT + 1 : VALUES;  // that are opened
+    Thresholds thresholds(static_cast<int64_t>(scalars.step));
     bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
     Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), rests);
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
-        T* values[LISTS] = {};
-        for (int list = 0; list < LISTS; list++)
+        T* values[VALUES] = {};
+        for (int list = 0; list < lists; list++)
             if (tensors.has(List(list))) {
                 bool read = list != PARAM || options.rule != MOMENTUM;
                 values[list] = open(tensors, List(list), i, at, n, buffers[list], read);
             }
         if (rests) options.moving.spread(i, at, n, moves);
-        block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
-              values[LAST_GRAD], moves);
-        for (int list = 0; list < LISTS; list++) {
+        if constexpr (sizeof(T) == 4) {
+            if (is_coded)
+                update_states(tensors, in_type, options, i, at, n, values[PARAM], values[GRADIENT], thresholds,
+                              rests ? moves : nullptr);
+        }
+        if (!is_coded)
+            block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG],
+                  values[EXP_AVG_SQ], values[LAST_GRAD], moves);
+        for (int list = 0; list < lists; list++) {
             if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);
             else if (changed[list])

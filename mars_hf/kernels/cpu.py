@@ -22,16 +22,16 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import resting
+from mars_hf.arithmetic import eight_bits, resting
 from mars_hf.arithmetic.resting import Moving
-from mars_hf.arithmetic.rules import Options
+from mars_hf.arithmetic.rules import Options, Scales
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,8 @@ NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # These two must match cpu.cpp. Types by number; 0 means no tensor.
 ARITHMETICS = ("adamw", "lion", "momentum")
-TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-DTYPES = frozenset(TYPES)
-HAS_KAHAN = False
+TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 5}
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # of parameters
 # The numbers of each tensor, in the order of the fields of Scalars in cpu.cpp, which says what they are.
 SCALARS = (
     "scale",
@@ -55,6 +54,7 @@ SCALARS = (
     "rate",
     "root",
     "eps",
+    "step",
 )
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -84,10 +84,24 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cpu" and _library() is not None
 
 
+def can_take(dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Return whether the kernels compute with these dtypes of lists, by name: all states in 8 bits, or none."""
+    of_states = {dtypes[name] for name in ("exp_avg", "exp_avg_sq", "last_grad") if name in dtypes}
+    has_codes = not of_states.isdisjoint(eight_bits.DTYPES)
+    if has_codes and not of_states.issubset(eight_bits.DTYPES):
+        return False
+    compensation = dtypes.get("compensation", torch.int8)
+    is_short = has_codes or "compensation" in dtypes
+    if compensation != torch.int8 or (is_short and torch.float64 in dtypes.values()):
+        return False
+    return set(dtypes.values()) <= TYPES.keys()
+
+
 def sums(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     *,
+    scales: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
@@ -99,7 +113,7 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    descriptor = _descriptor([[], gradients, [], [], last_grads])
+    descriptor = _descriptor([[], gradients, [], [], last_grads, []], Scales(last_grads=scales))
     scalars = _scalars(len(gradients), scale=scale, correction=k)
     _library().mars_sums(
         len(gradients), descriptor.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
@@ -135,8 +149,13 @@ def update(
         rate=rates,
         root=roots,
         eps=options.eps,
+        step=list(options.steps),
     )
-    descriptor = _descriptor([params, gradients, exp_avgs, exp_avg_sqs, last_grads], options.rounding.seeds)
+    descriptor = _descriptor(
+        [params, gradients, exp_avgs, exp_avg_sqs, last_grads, options.rounding.compensations],
+        options.scales,
+        options.rounding.seeds,
+    )
     bounds = array("d", options.clip_bounds)
     if options.squares is None:
         squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
@@ -173,14 +192,18 @@ def _bias_corrected(options: Options, lr: float) -> tuple[list[float], list[floa
     return [rates[t] for t in options.steps], [roots[t] for t in options.steps]
 
 
-def _descriptor(lists: Sequence[Sequence[Tensor]], seeds: Sequence[int] = ()) -> array[int]:
-    """Return the numbers that describe tensors to the kernels: dtypes, addresses, sizes, seeds (see cpu.cpp)."""
+def _descriptor(lists: Sequence[Sequence[Tensor]], scales: Scales, seeds: Sequence[int] = ()) -> array[int]:
+    """Return the numbers that describe tensors to the kernels: dtypes, addresses, sizes, seeds (see cpu.cpp).
+
+    `lists` have equal sizes; `scales` are of those in 8 bits.
+    """
     sizes = list(map(Tensor.numel, lists[0] or lists[1]))
     assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
     assert all(len({tensor.dtype for tensor in tensors}) < 2 for tensors in lists), "dtypes differ in a list"
     absent = [0] * len(sizes)
-    descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists])
-    for tensors in lists:
+    lists_and_scales = [*lists, *scales]
+    descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists_and_scales])
+    for tensors in lists_and_scales:
         descriptor.extend(list(map(Tensor.data_ptr, tensors)) or absent)
     descriptor.extend(sizes)
     descriptor.extend(seeds or absent)

@@ -17,14 +17,14 @@ import functools
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import resting
+from mars_hf.arithmetic import eight_bits, resting
 from mars_hf.arithmetic.resting import Units
 from mars_hf.arithmetic.rules import Options
 
@@ -43,9 +43,9 @@ TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 LAUNCH_OPTIONS_OF_TOTALS = {**LAUNCH_OPTIONS, "num_warps": 8}
 ARITHMETICS = ("adamw", "lion", "momentum")  # of gpu_device.update
-HAS_KAHAN = True
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of parameters
 CACHED_TABLES = 256
+_OF_ELEMENTS = 6  # lists of a table, before those of scales
 
 
 def is_available(device: torch.device) -> bool:
@@ -57,10 +57,16 @@ def is_available(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def can_take(dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Return whether the kernels compute with these dtypes of lists, by name."""
+    return set(dtypes.values()) <= {*FLOATS, *eight_bits.DTYPES}
+
+
 def sums(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     *,
+    scales: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
@@ -70,7 +76,7 @@ def sums(
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
-    lists = [gradients, last_grads]
+    lists = [gradients, last_grads, [], [], [], [], list(scales)]
     count = len(gradients)
     last = _triton_type(last_grads)
     out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
@@ -80,7 +86,7 @@ def sums(
         if tiles:
             gpu_device.partial_sums[(tiles,)](
                 table, count, tiles, scale, partials,
-                GRADIENT=_triton_type(gradients), LAST=last, **_constants(lists),
+                GRADIENT=_triton_type(gradients), LAST=last, LAST_SCALE=_triton_type(scales), **_constants(lists),
             )  # fmt: skip
         gpu_device.total_sums[(count, len(partials))](
             table, count, tiles, partials, out, LAST=last, TILE=TILE, BLOCK=TOTALS, **LAUNCH_OPTIONS_OF_TOTALS
@@ -95,7 +101,7 @@ def find_moving(gradients: list[Tensor], units: Sequence[Units]) -> Tensor:
         return resting.find_moving(gradients, units)
     flags = torch.empty(sum(each.number for each in units), dtype=torch.float32, device=gradients[0].device)
     with torch.cuda.device_of(flags):
-        words, _ = _table([gradients, *[[]] * 5], (), units)
+        words, _ = _table([gradients, *[[]] * 8], (), units)
         gpu_device.find_moving[(len(flags),)](
             words, len(gradients), flags, GRADIENT=_triton_type(gradients), BLOCK=BLOCK, **LAUNCH_OPTIONS
         )
@@ -112,8 +118,11 @@ def update(
 ) -> None:
     """Update dense tensors as `rules.update` does, in memory order; a learning rate in a tensor is not waited for."""
     rounding = options.rounding
+    scales = options.scales
     lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, list(rounding.compensations)]
-    names = ("GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ", "LOST")
+    lists += map(list, (scales.last_grads, scales.exp_avgs, scales.exp_avg_sqs))
+    names = ["GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ", "LOST"]
+    names += ["LAST_SCALE", "EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE"]
     types = dict(zip(names, map(_triton_type, lists), strict=True))
     device, lr = params[0].device, options.lr
     counts = _to_device(options.steps, device, torch.float32)
@@ -142,7 +151,10 @@ def _table(
     """Return the table of `gpu_device` for `lists`, in the order of its rows of addresses, and the number of tiles."""
     device = lists[0][0].device
     sizes = tuple(map(Tensor.numel, lists[0]))
-    assert all(tuple(map(Tensor.numel, list_)) in (sizes, ()) for list_ in lists), "sizes differ between lists"
+    blocks = tuple(-(-size // eight_bits.BLOCK) for size in sizes)
+    for position, list_ in enumerate(lists):
+        expected = sizes if position < _OF_ELEMENTS else blocks
+        assert tuple(map(Tensor.numel, list_)) in (expected, ()), "sizes differ between lists"
     assert all(len({tensor.dtype for tensor in list_}) < 2 for list_ in lists), "dtypes differ in a list"
     addresses = tuple(tuple(map(Tensor.data_ptr, list_)) for list_ in lists)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -200,5 +212,5 @@ def _constants(lists: Sequence[list[Tensor]]) -> dict[str, Any]:
     }
 
 
-def _triton_type(tensors: list[Tensor]) -> Any:
+def _triton_type(tensors: Sequence[Tensor]) -> Any:
     return getattr(gpu_device.tl, str(tensors[0].dtype).removeprefix("torch.")) if tensors else None

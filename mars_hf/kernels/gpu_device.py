@@ -25,7 +25,11 @@ import triton.language as tl
 HEADER = tl.constexpr(8)
 STARTS_ROW, SIZES_ROW, ALIGNED_ROW = map(tl.constexpr, range(3))
 GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW, LOST_ROW = map(tl.constexpr, range(3, 9))
-FLAGS_ROW, UNITS_ROW, STRIDES_ROW, SHIFTS_ROW = map(tl.constexpr, range(9, 13))
+LAST_SCALES_ROW, EXP_AVG_SCALES_ROW, EXP_AVG_SQ_SCALES_ROW = map(tl.constexpr, range(9, 12))
+FLAGS_ROW, UNITS_ROW, STRIDES_ROW, SHIFTS_ROW = map(tl.constexpr, range(12, 16))
+# States in 8 bits: see eight_bits.py.
+CODED = tl.constexpr(64)  # elements with one scale
+BITS_OF_2 = tl.constexpr(0x40000000)
 
 
 @triton.jit
@@ -87,12 +91,17 @@ def _convert(value, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+def _read(pointer, offsets, mask, VECTOR: tl.constexpr):
     if mask is None:
         value = tl.load(_aligned(pointer, offsets, VECTOR))
     else:
-        value = tl.load(pointer + offsets, mask=mask, other=0.0)
-    return _convert(value, COMPUTE)
+        value = tl.load(pointer + offsets, mask=mask, other=0)
+    return value
+
+
+@triton.jit
+def _load(pointer, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    return _convert(_read(pointer, offsets, mask, VECTOR), COMPUTE)
 
 
 @triton.jit
@@ -107,11 +116,75 @@ def _store(pointer, offsets, value, mask, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def _load_state(state, scales, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+    """Load a state, decoded if it is in 8 bits."""
+    if scales is None:
+        value = _load(state, offsets, mask, COMPUTE, VECTOR)
+    else:
+        IS_ROOT: tl.constexpr = state.dtype.element_ty == tl.uint8
+        SHIFT: tl.constexpr = 18 if IS_ROOT else 19
+        UNIT: tl.constexpr = 1 / 502 if IS_ROOT else 1 / 494
+        code = _read(state, offsets, mask, VECTOR).to(tl.int32)
+        if mask is None:
+            scale = tl.load(scales + offsets // CODED)
+        else:
+            scale = tl.load(scales + offsets // CODED, mask=mask, other=0.0)
+        level = (((tl.abs(code) << SHIFT) + BITS_OF_2).to(tl.float32, bitcast=True) - 2.0) * UNIT
+        level = level * level if IS_ROOT else tl.where(code < 0, -level, level)
+        value = (level * scale).to(COMPUTE)
+    return value
+
+
+@triton.jit
+def _store_state(state, scales, offsets, value, mask, step, SIZE: tl.constexpr, VECTOR: tl.constexpr):
+    """Store a state, encoded if it is in 8 bits: a block holds whole blocks of codes."""
+    if scales is None:
+        _store(state, offsets, value, mask, VECTOR)
+    else:
+        IS_ROOT: tl.constexpr = state.dtype.element_ty == tl.uint8
+        SHIFT: tl.constexpr = 18 if IS_ROOT else 19
+        RANGE: tl.constexpr = 502.0 if IS_ROOT else 494.0
+        x = tl.reshape(value.to(tl.float32), (SIZE // CODED, CODED))
+        inside = None if mask is None else tl.reshape(mask, (SIZE // CODED, CODED))
+        sizes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if mask is not None:
+            sizes = tl.where(inside, sizes, 0)
+        # As integers, NaN is larger than all numbers.
+        scale = tl.expand_dims(tl.max(sizes, 1), 1).to(tl.float32, bitcast=True)
+        size = sizes.to(tl.float32, bitcast=True)
+        if IS_ROOT:
+            size = tl.sqrt_rn(size)
+            largest = tl.sqrt_rn(scale)
+        else:
+            scale = tl.where(scale < 3.009265538105056e-36, 0.0, scale)  # 2^-118
+            largest = scale
+        y = size * tl.where(largest == 0, 0.0, tl.div_rn(RANGE, largest)) + 2.0
+        lanes = tl.expand_dims(tl.arange(0, CODED), 0)
+        threshold = ((((159 * (step & 255) + 97 * lanes) & 255) << 11) + 1024) >> (19 - SHIFT)
+        code = (y.to(tl.int32, bitcast=True) - BITS_OF_2 + threshold) >> SHIFT
+        if IS_ROOT:
+            code = tl.maximum(code, (sizes > 0).to(tl.int32))
+        else:
+            code = tl.where(x < 0, -code, code)
+        tl.store(state + offsets, tl.reshape(code, (SIZE,)).to(state.dtype.element_ty), mask=mask)
+        first = tl.reshape(offsets, (SIZE // CODED, CODED))
+        is_first = lanes == 0 if mask is None else (lanes == 0) & inside
+        tl.store(scales + first // CODED, tl.broadcast_to(scale, (SIZE // CODED, CODED)), mask=is_first)
+
+
+@triton.jit
 def _load_param(param, lost, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     """Return parameters, with what Kahan's rounding has kept beside them."""
     p = _load(param, offsets, mask, COMPUTE, VECTOR)
     if lost is not None:
-        p += _load(lost, offsets, mask, COMPUTE, VECTOR)
+        if lost.dtype.element_ty == tl.int8:
+            bits = p.to(tl.float32).to(tl.int32, bitcast=True)
+            size = bits & 0x7FFFFFFF
+            more = tl.maximum(size + _read(lost, offsets, mask, VECTOR).to(tl.int32) * 256, 0)
+            joined = (bits ^ size) | tl.where(size < 0x7F800000, more, size)
+            p = joined.to(tl.float32, bitcast=True).to(COMPUTE)
+        else:
+            p += _load(lost, offsets, mask, COMPUTE, VECTOR)
     return p
 
 
@@ -119,9 +192,18 @@ def _load_param(param, lost, offsets, mask, COMPUTE: tl.constexpr, VECTOR: tl.co
 def _store_param(param, lost, offsets, p, mask, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     """Store parameters, and for Kahan's rounding beside them what bfloat16 cannot hold."""
     if lost is not None:
-        rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
-        _store(lost, offsets, p - rounded, mask, VECTOR)
-        p = rounded
+        if lost.dtype.element_ty == tl.int8:
+            bits = p.to(tl.float32).to(tl.int32, bitcast=True)
+            size = bits & 0x7FFFFFFF
+            shorter = tl.where(size < 0x7F800000, size + 128, size) >> 8
+            rounded = tl.where(size <= 0x7F800000, (shorter + 128) >> 8, 0x7FC0)
+            left = tl.where(size < 0x7F800000, shorter - (rounded << 8), 0)
+            tl.store(lost + offsets, left.to(tl.int8), mask=mask)
+            p = ((bits ^ size) | (rounded << 16)).to(tl.float32, bitcast=True).to(COMPUTE)
+        else:
+            rounded = _convert(p.to(tl.float32).to(tl.bfloat16), COMPUTE)
+            _store(lost, offsets, p - rounded, mask, VECTOR)
+            p = rounded
     _store(param, offsets, p, mask, VECTOR)
 
 
@@ -161,7 +243,7 @@ def _multiplier(numbers, index, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _correct(gradient, last, offsets, mask, scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
+def _correct(gradient, last, last_scales, offsets, mask, scale, k, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     """Return g, the last gradient and c of one block; sums and update share this code."""
     g = _load(gradient, offsets, mask, COMPUTE, VECTOR) * scale
     # Assignments in both branches: Triton, unlike its interpreter, compiles the code after a return inside an `if`.
@@ -169,7 +251,7 @@ def _correct(gradient, last, offsets, mask, scale, k, COMPUTE: tl.constexpr, VEC
         previous = tl.zeros_like(g)
         c = g
     else:
-        previous = _load(last, offsets, mask, COMPUTE, VECTOR)
+        previous = _load_state(last, last_scales, offsets, mask, COMPUTE, VECTOR)
         # c_t = g_t + k (g_t - last_t)
         c = g + k * (g - previous)
     return g, previous, c
@@ -182,7 +264,7 @@ def _product(x, y):
 
 @triton.jit
 def _block_sums(
-    gradient, last, begin, end, scale, k,
+    gradient, last, last_scales, begin, end, scale, k,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return <g, g>, <g, last>, <last, last> and <c, c> over the elements from `begin` to `end`."""
@@ -193,7 +275,7 @@ def _block_sums(
     for block in range(0, tl.cdiv(end - begin, SIZE)):
         offsets = begin + block * SIZE + tl.arange(0, SIZE)
         mask = offsets < end if MASKED else None
-        g, previous, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
+        g, previous, c = _correct(gradient, last, last_scales, offsets, mask, scale, k, COMPUTE, VECTOR)
         gg += _product(g, g)
         gl += _product(g, previous)
         ll += _product(previous, previous)
@@ -204,7 +286,7 @@ def _block_sums(
 @triton.jit(do_not_specialize=["count", "tiles", "scale"])
 def partial_sums(
     table, count, tiles, scale, partials,
-    GRADIENT: tl.constexpr, LAST: tl.constexpr, COMPUTE: tl.constexpr,
+    GRADIENT: tl.constexpr, LAST: tl.constexpr, LAST_SCALE: tl.constexpr, COMPUTE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sum g*g, g*last, last*last and c*c over one tile into `partials`, rows of one number per tile.
@@ -216,12 +298,13 @@ def partial_sums(
     tensor, start, length = locate(table, count, tile, TILE)
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
+    last_scales = _pointer(table, count, LAST_SCALES_ROW, tensor, start // CODED, LAST_SCALE)
     k = _number(table, 0).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
-    gg, gl, ll, cc = _block_sums(gradient, last, 0, whole, scale, k, BLOCK, False, COMPUTE, VECTOR)
+    gg, gl, ll, cc = _block_sums(gradient, last, last_scales, 0, whole, scale, k, BLOCK, False, COMPUTE, VECTOR)
     rest_gg, rest_gl, rest_ll, rest_cc = _block_sums(
-        gradient, last, whole, length, scale, k, MASKED_BLOCK, True, COMPUTE, VECTOR
+        gradient, last, last_scales, whole, length, scale, k, MASKED_BLOCK, True, COMPUTE, VECTOR
     )
     row = tiles.to(tl.int64)
     tl.store(partials + tile, gg + rest_gg)
@@ -285,8 +368,9 @@ def _noise_key(seeds, tensor, start, PARAM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _update_blocks(
-    param, gradient, exp_avg, exp_avg_sq, last, lost, begin, end, key, moves, table, count, tensor, start, moving,
-    scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+    param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
+    begin, end, key, moves, table, count, tensor, start, moving,
+    scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
     DIVIDED: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -297,8 +381,8 @@ def _update_blocks(
     for first in range(begin, end, SIZE):
         offsets = first + tl.arange(0, SIZE)
         mask = offsets < end if MASKED else None
-        g, _, c = _correct(gradient, last, offsets, mask, scale, k, COMPUTE, VECTOR)
-        e = _load(exp_avg, offsets, mask, COMPUTE, VECTOR)
+        g, _, c = _correct(gradient, last, last_scales, offsets, mask, scale, k, COMPUTE, VECTOR)
+        e = _load_state(exp_avg, exp_avg_scales, offsets, mask, COMPUTE, VECTOR)
         if RULE != "momentum":
             p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR) * decay
         c = c * factor
@@ -320,23 +404,25 @@ def _update_blocks(
         else:
             s = c if CORRECTED else g
             # v_t = beta2 v_{t-1} + (1 - beta2) s^2
-            v = beta2 * _load(exp_avg_sq, offsets, mask, COMPUTE, VECTOR) + weight2 * (s * s)
+            v = _load_state(exp_avg_sq, exp_avg_sq_scales, offsets, mask, COMPUTE, VECTOR)
+            v = beta2 * v + weight2 * (s * s)
             # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
             p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
-            _store(exp_avg_sq, offsets, v, mask, VECTOR)
+            _store_state(exp_avg_sq, exp_avg_sq_scales, offsets, v, mask, step, SIZE, VECTOR)
         if key is not None:
             p = _round_stochastically(p, offsets, key)
-        _store(exp_avg, offsets, e, mask, VECTOR)
+        _store_state(exp_avg, exp_avg_scales, offsets, e, mask, step, SIZE, VECTOR)
         _store_param(param, lost, offsets, p, mask, COMPUTE, VECTOR)
         if last is not None:
-            _store(last, offsets, g, mask, VECTOR)
+            _store_state(last, last_scales, offsets, g, mask, step, SIZE, VECTOR)
 
 
 @triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seeds", "moving"])
 def update(
     table, count, steps, lr, scale, factors, seeds, moving,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
-    LOST: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, DIVIDED: tl.constexpr,
+    LOST: tl.constexpr, EXP_AVG_SCALE: tl.constexpr, EXP_AVG_SQ_SCALE: tl.constexpr, LAST_SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, DIVIDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once.
@@ -351,6 +437,10 @@ def update(
     exp_avg_sq = _pointer(table, count, EXP_AVG_SQS_ROW, tensor, start, EXP_AVG_SQ)
     last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     lost = _pointer(table, count, LOST_ROW, tensor, start, LOST)
+    block = start // CODED
+    exp_avg_scales = _pointer(table, count, EXP_AVG_SCALES_ROW, tensor, block, EXP_AVG_SCALE)
+    exp_avg_sq_scales = _pointer(table, count, EXP_AVG_SQ_SCALES_ROW, tensor, block, EXP_AVG_SQ_SCALE)
+    last_scales = _pointer(table, count, LAST_SCALES_ROW, tensor, block, LAST_SCALE)
 
     k = _number(table, 0).to(COMPUTE)
     nesterov = _number(table, 1).to(COMPUTE)
@@ -363,6 +453,7 @@ def update(
     decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
     step_size = rate.to(COMPUTE)
     root2 = None
+    step = tl.load(steps + tensor).to(tl.int32)
     if RULE == "adamw":
         # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
@@ -377,14 +468,14 @@ def update(
         moves = _moves(table, count, tensor, start, moving).to(COMPUTE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
     _update_blocks(
-        param, gradient, exp_avg, exp_avg_sq, last, lost, 0, whole, key,
-        moves, table, count, tensor, start, moving,
-        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+        param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
+        0, whole, key, moves, table, count, tensor, start, moving,
+        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
         BLOCK, False, COMPUTE, RULE, CORRECTED, DIVIDED, VECTOR,
     )  # fmt: skip
     _update_blocks(
-        param, gradient, exp_avg, exp_avg_sq, last, lost, whole, length, key,
-        moves, table, count, tensor, start, moving,
-        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2,
+        param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
+        whole, length, key, moves, table, count, tensor, start, moving,
+        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
         MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, DIVIDED, VECTOR,
     )  # fmt: skip

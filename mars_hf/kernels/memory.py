@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic.eight_bits import has_whole_blocks
+
 
 class Memory(NamedTuple):
     """Whether the tensors of a parameter suit kernels.
@@ -33,8 +35,10 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
     return not any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
 
 
-def inspect_memory(rows: Sequence[Sequence[Tensor]]) -> list[Memory]:
+def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]) -> list[Memory]:
     """Look closely at the memory of each parameter, its gradient and its states; a row holds them in this order.
+
+    `scales` are those of its states in 8 bits.
 
     If any tensors share memory, none of their kind fits: that is rare, and right for all.
 
@@ -44,19 +48,16 @@ def inspect_memory(rows: Sequence[Sequence[Tensor]]) -> list[Memory]:
     memories = []
     updated: list[Tensor] = []
     read: list[Tensor] = []
-    for param, grad, *states in rows:
-        _reject_freed("parameter", param)
-        _reject_freed("gradient", grad)
-        _reject_view("parameter", param)
-        for state in states:
-            _reject_freed("state", state)
-            _reject_view("state", state)
+    for (param, grad, *states), scales_of_param in zip(rows, scales, strict=True):
+        _reject_unusable(param, grad, [*states, *scales_of_param])
         order = _order_of(param)
-        state_fits = all(_fits(tensor, order) for tensor in (param, *states))
+        fits = [_fits(tensor, order) for tensor in (param, *states)]
+        fits += [_fits_blocks(param, each) for each in scales_of_param]
+        state_fits = all(fits)
         grad_fits = _fits(grad, order)
         memories.append(Memory(state_fits, grad_fits))
         if state_fits:
-            updated += filter(_is_in_memory, [param, *states])
+            updated += filter(_is_in_memory, [param, *states, *scales_of_param])
         if grad_fits:
             read += filter(_is_in_memory, [grad])
     if not are_apart(updated):
@@ -64,6 +65,16 @@ def inspect_memory(rows: Sequence[Sequence[Tensor]]) -> list[Memory]:
     if not are_apart([*updated, *read]):
         memories = [memory._replace(grad_fits=False) for memory in memories]
     return memories
+
+
+def _reject_unusable(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> None:
+    """Raise RuntimeError for a tensor that cannot be read or updated where it is."""
+    _reject_freed("parameter", param)
+    _reject_freed("gradient", grad)
+    _reject_view("parameter", param)
+    for state in states:
+        _reject_freed("state", state)
+        _reject_view("state", state)
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -109,3 +120,10 @@ def _fits(tensor: Tensor, order: list[int] | None) -> bool:
         return False
     in_order = tensor if order is None else tensor.permute(order)
     return in_order.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+
+
+def _fits_blocks(param: Tensor, scales: Tensor) -> bool:
+    """Return whether kernels can take states in 8 bits: they count blocks in memory, so rows must end with one."""
+    if not param.is_contiguous() or not _fits(scales, None):
+        return False
+    return has_whole_blocks(param.shape, scales.shape)

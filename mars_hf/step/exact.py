@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic.eight_bits import SCALES
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.shards import place_gradients
 from mars_hf.distributed.tensors import local
@@ -121,4 +122,5 @@ def commit_stale_gradients(param_groups: Groups, all_states: States) -> None:
 def drop_stale_gradients(param_groups: Groups, all_states: States) -> None:
     """Drop the stale gradients that a step has used."""
     for param in corrected_params(param_groups):
-        all_states.get(param, {}).pop("last_grad", None)
+        for key in ("last_grad", SCALES["last_grad"]):
+            all_states.get(param, {}).pop(key, None)

@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from mars_hf.arithmetic import eight_bits
 
 
 class _Remembered(NamedTuple):
@@ -26,7 +29,8 @@ class LastNorms:
     def remember(self, last_grads: Sequence[Tensor], squares: Tensor) -> None:
         """Remember the squares of the norms of last gradients."""
         for last, norm in zip(last_grads, squares.sqrt().tolist(), strict=True):
-            self._remembered[last] = _Remembered(last.data_ptr(), last._version, norm)
+            most = norm * eight_bits.LARGEST_GROWTH if last.dtype == torch.int8 else norm
+            self._remembered[last] = _Remembered(last.data_ptr(), last._version, most)
 
     def clip_bounds(self, last_grads: Sequence[Tensor], clip_threshold: float, k: float) -> list[float]:
         """Return, for each last gradient, the largest <g, g> at which c is surely not clipped; -1 if nothing is sure.

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.orthogonalize import iteration_dtype
 from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_stack
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
 from mars_hf.kernels.memory import Memory, are_apart, inspect_memory
-from mars_hf.step import states
+from mars_hf.step import coded, states
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -43,6 +44,9 @@ class TensorList:
     max_exp_avg_sq: list[Tensor] = field(default_factory=list)
     last_grad: list[Tensor] = field(default_factory=list)
     compensation: list[Tensor] = field(default_factory=list)
+    exp_avg_scale: list[Tensor] = field(default_factory=list)  # these three: of states in 8 bits
+    exp_avg_sq_scale: list[Tensor] = field(default_factory=list)
+    last_grad_scale: list[Tensor] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the parameters
@@ -63,6 +67,13 @@ class TensorList:
     def clip_threshold(self) -> float | None:
         """Return the largest norm of a corrected gradient; None for no clipping, and for AdamW."""
         return self.group["clip_threshold"] if self.rule.corrects else None
+
+    def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
+        """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
+        last_grads, scales = ([], []) if without_last_grads else (self.last_grad, self.last_grad_scale)
+        return self.backend.run_sums(
+            self.grads, last_grads, scales=scales, scale=self.scale, k=self.correction, **needed
+        )
 
     def select(self, positions: Sequence[int]) -> TensorList:
         """Return a list of some entries, without sums."""
@@ -85,8 +96,10 @@ class Entry(NamedTuple):
     param_index: int
     param: Tensor
     state: dict[str, Any]
-    buffers: tuple[str, ...]  # keys of the state that its rule uses
+    buffers: states.Buffers  # of the state, that its rule uses
     tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
+    scales: list[Tensor]  # of the buffers in 8 bits
+    spec: ShardSpec | None
 
 
 class _Key(NamedTuple):
@@ -94,7 +107,7 @@ class _Key(NamedTuple):
 
     group_index: int
     device: torch.device
-    buffers: tuple[str, ...]
+    buffers: states.Buffers
     dtypes: tuple[torch.dtype, ...]  # of parameter, gradient and buffers
     state_fits: bool  # kernels can take parameters and states
     process_group: Group
@@ -106,6 +119,7 @@ class _Member(NamedTuple):
 
     entry: Entry
     shard: Shard | None
+    scales: list[Tensor]  # of its buffers in 8 bits
     grad_fits: bool
 
 
@@ -131,19 +145,19 @@ def build_lists(
     Raises:
         RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
     """
-    entries = _collect(param_groups, rules, all_states)
+    entries = _collect(param_groups, rules, all_states, specs)
     if _are_ordinary(entries):
         memories = [Memory(state_fits=True, grad_fits=True)] * len(entries)
     else:
         entries = [_checked(entry, param_groups[entry.group_index]) for entry in entries]
-        memories = inspect_memory([entry.tensors for entry in entries])
+        memories = inspect_memory([entry.tensors for entry in entries], [entry.scales for entry in entries])
     averaging = _averaging_groups(entries, param_groups, rules)
     for group in averaging:
         _reject_another_gamma(group)
 
     step_numel = sum(entry.tensors[0].numel() for entry in entries)
     lists = []
-    for key, members in _sort(entries, memories, rules, specs, chunk_of).items():
+    for key, members in _sort(entries, memories, rules, chunk_of).items():
         group, rule = param_groups[key.group_index], rules[key.group_index]
         lists.append(_make_list(key, members, group, rule, step_numel))
 
@@ -158,7 +172,7 @@ def _averaging_groups(
     entries: Sequence[Entry], param_groups: Sequence[dict[str, Any]], rules: Sequence[UpdateRule]
 ) -> list[dict[str, Any]]:
     """Return the groups under MARS whose first moments are averages of gradients, for one gamma."""
-    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers}
+    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers.keys}
     return [param_groups[index] for index in without_last_grads if rules[index].corrects]
 
 
@@ -166,7 +180,10 @@ def _averaging_groups(
 
 
 def _collect(
-    param_groups: Iterable[dict[str, Any]], rules: Iterable[UpdateRule], all_states: Mapping[Tensor, Any]
+    param_groups: Iterable[dict[str, Any]],
+    rules: Iterable[UpdateRule],
+    all_states: Mapping[Tensor, Any],
+    specs: Mapping[Tensor, ShardSpec],
 ) -> list[Entry]:
     """Return the parameters with gradients, and for those that lack buffers new ones."""
     entries = []
@@ -178,34 +195,44 @@ def _collect(
                 continue
             state = all_states[param] if param in all_states else {}
             buffers = states.buffers_of(rule, param, group, state)
-            if not state.keys() >= {*buffers, "step"}:
+            spec = specs.get(param) if specs else None
+            if not buffers.are_in(state):
                 check_gradient(param, param.grad)
-                states.prepare(param, group, state, buffers)
-            tensors = [param, param.grad, *[state[key] for key in buffers]]
-            entries.append(Entry(group_index, param_index, param, state, buffers, tensors))
+                states.prepare(param, group, state, buffers, spec)
+            tensors = [param, param.grad, *[state[key] for key in buffers.keys]]
+            scales = [state[key] for key in buffers.scales]
+            entries.append(Entry(group_index, param_index, param, state, buffers, tensors, scales, spec))
     return entries
 
 
 def _are_ordinary(entries: Sequence[Entry]) -> bool:
     """Return whether a step is like most: one fast test of all tensors, in place of a close look at each.
 
-    They are plain, floating point, on one device, contiguous, of the parameters' shapes, and lie apart.
+    They are plain, of the dtypes they should have, on one device, contiguous, of the parameters' shapes, and lie apart.
     """
     tensors = [tensor for entry in entries for tensor in entry.tensors]
+    coded_entries = [entry for entry in entries if entry.buffers.coded]
+    for entry in coded_entries:
+        tensors += entry.scales
     if not _are_plain(tensors) or not _are_counts([entry.state["step"] for entry in entries]):
         return False
-    if not all(map(_has_one_shape, entries)):
+    if not _are_typed(entries, tensors, has_codes=bool(coded_entries)) or not all(map(_has_one_shape, entries)):
         return False
     return all(map(Tensor.is_contiguous, tensors)) and are_apart(tensors)
 
 
+def _are_typed(entries: Sequence[Entry], tensors: Sequence[Tensor], *, has_codes: bool) -> bool:
+    """Return whether tensors have the dtypes that they should have."""
+    if has_codes:
+        return all(map(_is_coded_as_it_should, entries))
+    return {tensor.dtype for tensor in tensors} <= _FLOATS
+
+
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors hold floating point values as they are, on one device."""
+    """Return whether tensors hold values as they are, on one device."""
     if not set(map(type, tensors)) <= PLAIN or any(tensor.layout is not torch.strided for tensor in tensors):
         return False
-    if any(map(Tensor.is_neg, tensors)) or len({tensor.device for tensor in tensors}) > 1:
-        return False
-    return {tensor.dtype for tensor in tensors} <= _FLOATS
+    return not any(map(Tensor.is_neg, tensors)) and len({tensor.device for tensor in tensors}) == 1
 
 
 def _are_counts(steps: Sequence[Any]) -> bool:
@@ -217,15 +244,30 @@ def _has_one_shape(entry: Entry) -> bool:
     return shapes.count(shapes[0]) == len(shapes)
 
 
+def _is_coded_as_it_should(entry: Entry) -> bool:
+    """Return whether the buffers that should be in 8 bits are, in rows that kernels take, and no other tensor is."""
+    for name, tensor in zip(("", "", *entry.buffers.keys), entry.tensors, strict=True):
+        fits = tensor.dtype == eight_bits.CODES[name] if name in entry.buffers.coded else tensor.dtype in _FLOATS
+        if not fits:
+            return False
+    if not entry.scales:
+        return True
+    shape = coded.shape_of_scales(entry.param, entry.spec)
+    has_scales = all(scales.shape == shape and scales.dtype == torch.float32 for scales in entry.scales)
+    return has_scales and eight_bits.has_whole_blocks(entry.tensors[0].shape, shape)
+
+
 def _checked(entry: Entry, group: Mapping[str, Any]) -> Entry:
     """Check gradient and state of an entry, and return it with what this rank holds of its tensors."""
     param, state = entry.param, entry.state
     check_gradient(param, param.grad)
-    states.prepare(param, group, state, entry.buffers)
-    tensors = [param, param.grad, *[state[key] for key in entry.buffers]]
+    states.prepare(param, group, state, entry.buffers, entry.spec)
+    tensors = [param, param.grad, *[state[key] for key in entry.buffers.keys]]
+    scales = [state[key] for key in entry.buffers.scales]
     if type(param) not in PLAIN:
         tensors = [local(tensor.detach()) for tensor in tensors]
-    return entry._replace(tensors=tensors)
+        scales = [local(tensor) for tensor in scales]
+    return entry._replace(tensors=tensors, scales=scales)
 
 
 def check_gradient(param: Tensor, grad: Any) -> None:
@@ -266,15 +308,15 @@ def _sort(
     entries: Sequence[Entry],
     memories: Sequence[Memory],
     rules: Sequence[UpdateRule],
-    specs: Mapping[Tensor, ShardSpec],
     chunk_of: Mapping[int, Any],
 ) -> dict[_Key, list[_Member]]:
     """Sort whole parameters and shards by what the members of a list have in common."""
     members: dict[_Key, list[_Member]] = {}
     for entry, memory in zip(entries, memories, strict=True):
-        spec = specs.get(entry.param) if specs else None
+        spec = entry.spec
         shards: Sequence[Shard | None] = (None,) if spec is None else spec.shards
-        for shard in shards:
+        scales_of_shards = [entry.scales] if spec is None else _scales_of_shards(entry, len(shards))
+        for shard, scales in zip(shards, scales_of_shards, strict=True):
             chunk = None
             if rules[entry.group_index].orthogonalizes:
                 chunk = chunk_of.get(_param_index(entry, shard))
@@ -287,8 +329,16 @@ def _sort(
                 process_group=None if spec is None else spec.group,
                 chunk=chunk,
             )
-            members.setdefault(key, []).append(_Member(entry, shard, memory.grad_fits))
+            members.setdefault(key, []).append(_Member(entry, shard, scales, memory.grad_fits))
     return members
+
+
+def _scales_of_shards(entry: Entry, count: int) -> list[list[Tensor]]:
+    """Return the scales of the buffers in 8 bits, for each shard."""
+    if not entry.scales:
+        return [[]] * count
+    columns = [coded.scales_of_shards(entry.param, scales, entry.spec) for scales in entry.scales]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _param_index(entry: Entry, shard: Shard | None) -> int:
@@ -300,8 +350,8 @@ def _make_list(
     key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, step_numel: int
 ) -> TensorList:
     """Choose a backend for some members, and put their tensors into columns."""
-    names = ("params", "grads", *key.buffers)
-    dtypes = dict(zip(names, key.dtypes, strict=True))
+    names = ("params", "grads", *key.buffers.keys, *key.buffers.scales)
+    dtypes = dict(zip(names, key.dtypes, strict=False))  # scales are in float32
     if rule.orthogonalizes:  # kernels write first moments, and round no parameters
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
         dtypes.pop("compensation", None)
@@ -311,7 +361,7 @@ def _make_list(
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         columns[name] = list(column)
     tensors = TensorList(group, rule, backend, key.chunk, key.process_group, **columns)
-    for entry, shard, _ in members:
+    for entry, shard, *_ in members:
         tensors.states.append(entry.state)
         tensors.steps.append(entry.state["step"])
         tensors.indices.append(_param_index(entry, shard))
@@ -330,7 +380,7 @@ def _make_list(
 def _divide_into_units(tensors: TensorList, members: Sequence[_Member]) -> None:
     """Say what of each tensor rests on its own: all of it, or each expert of a stack."""
     layout = tensors.group["layout"]
-    for param, (_, shard, _) in zip(tensors.params, members, strict=True):
+    for param, (_, shard, *_) in zip(tensors.params, members, strict=True):
         shape = param.shape if shard is None else shard.shape
         is_stack = len(shape) == 3 if layout is None else layout["batched"]
         if not is_stack:
@@ -352,5 +402,6 @@ def _tensors_of(member: _Member) -> list[Tensor]:
     if not member.grad_fits:
         tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
     if shard is None or shard.numel == param.numel():
-        return tensors
-    return [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]
+        return [*tensors, *member.scales]
+    parts = [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]
+    return [*parts, *member.scales]

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.exchange import Exchange, MatrixPlanner, Round
@@ -173,8 +174,11 @@ class Ranks:
         max_grad_norm: float | None,
         model: ModelRef | None,
     ) -> dict[Tensor, ShardSpec]:
-        """Return the specs of the sharded parameters whose norms or directions may be needed."""
-        wanted = [max_grad_norm is not None or rule.corrects for rule in rules]
+        """Return the specs of the sharded parameters whose norms, directions or 8-bit blocks may be needed."""
+        wanted = []
+        for group, rule in zip(param_groups, rules, strict=True):
+            has_codes = group["state_dtype"] == eight_bits.NAME and group["role"] != "vector"
+            wanted.append(max_grad_norm is not None or rule.corrects or has_codes)
         specs = self.shards.locate(param_groups, wanted, model)
         if max_grad_norm is not None and not all(map(is_dtensor, specs)):
             raise RuntimeError(

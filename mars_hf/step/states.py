@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic import eight_bits, matrix_layouts
+from mars_hf.arithmetic.eight_bits import CODES, SCALES
 from mars_hf.arithmetic.rules import parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
+from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings
+from mars_hf.step import coded
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = (
@@ -37,8 +40,23 @@ class UnfitStateError(ValueError, RuntimeError):
     """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
 
-def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Iterable[str]) -> None:
-    """Check a state, and add those buffers that it lacks, as zeros.
+class Buffers(NamedTuple):
+    """The buffers that a step reads and writes."""
+
+    keys: tuple[str, ...]  # all of the parameter's shape
+    coded: tuple[str, ...] = ()  # those in 8 bits
+    scales: tuple[str, ...] = ()  # keys of the scales of those
+
+    def are_in(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state has these buffers, with scales if its first moment should have them, and only then."""
+        has_scales = "exp_avg_scale" in state
+        return has_scales == bool(self.scales) and state.keys() >= {"step", *self.keys, *self.scales}
+
+
+def prepare(
+    param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Buffers, spec: ShardSpec | None = None
+) -> None:
+    """Check a state, add those buffers that it lacks, as zeros, and put the others into the form that they should have.
 
     Raises:
         RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
@@ -57,14 +75,31 @@ def prepare(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buff
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
     state["step"] = to_step_count(state.get("step", 0))
-    for key in buffers:
-        if key not in state:
+    for key in buffers.keys:
+        if key in buffers.coded:
+            coded.encode(param, state, key, spec)
+        elif key in state:
+            coded.decode(param, state, key, spec)
+        else:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    for key in buffers.coded:
+        if key in SCALES:
+            _check_scales(param, state, key, spec)
 
 
-def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> tuple[str, ...]:
-    """Return the keys of the buffers that a step reads and writes, all of the parameter's shape."""
+def _check_scales(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | None) -> None:
+    held, expected = local(state[SCALES[key]]).shape, coded.shape_of_scales(param, spec)
+    if held != expected:
+        raise UnfitStateError(
+            f"{key} of a tensor of shape {tuple(param.shape)} has scales of shape {tuple(held)} for blocks of 8-bit "
+            f"states, {tuple(expected)} are needed: it was saved on other ranks. Resume on as many, or from a folder "
+            "made by python -m mars_hf to_universal"
+        )
+
+
+def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> Buffers:
+    """Return the buffers that a step reads and writes."""
     keys = ["exp_avg"]
     if rule.has_second_moment:
         keys.append("exp_avg_sq")
@@ -76,12 +111,20 @@ def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state:
             keys.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
-    return tuple(keys)
+    if group["state_dtype"] != eight_bits.NAME:
+        return Buffers(tuple(keys))
+    in_8_bits = coded.coded_keys(rule, param, group, keys)
+    return Buffers(tuple(keys), in_8_bits, tuple([SCALES[key] for key in in_8_bits if key in SCALES]))
 
 
 def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32."""
-    if "exp_avg" in state:
+    """Return the dtype of a new buffer: that of a loaded first moment, else `state_dtype`, else at least float32.
+
+    With 8-bit states, those buffers that are not in 8 bits are in float32.
+    """
+    if group["state_dtype"] == eight_bits.NAME:
+        return torch.float32
+    if "exp_avg" in state and state["exp_avg"].is_floating_point():
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
         return parse_dtype(group["state_dtype"])
@@ -149,7 +192,8 @@ def check_state(
         if key == "step":
             _check_step(param, value, what)
         elif key in BUFFERS:
-            _check_buffer(param, key, value, what, anywhere=anywhere)
+            has_dtype = isinstance(value, Tensor) and _has_dtype(key, value, state.get(SCALES.get(key, "")))
+            _check_buffer(param, key, value, what, fits=has_dtype, anywhere=anywhere)
 
 
 def _check_step(param: Tensor, value: Any, what: str) -> None:
@@ -158,14 +202,26 @@ def _check_step(param: Tensor, value: Any, what: str) -> None:
         raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
 
 
-def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, anywhere: bool) -> None:
-    fits = isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
-    is_beside = fits and (anywhere or value.device == param.device)
+def _has_dtype(key: str, value: Tensor, scales: Any) -> bool:
+    """Return whether a buffer is in floating point, or in 8 bits with scales.
+
+    Scales beside floating point are of codes that an engine has replaced, when it loaded a state.
+    """
+    if value.is_floating_point():
+        return True
+    has_scales = isinstance(scales, Tensor) and scales.dtype == torch.float32
+    return value.dtype == CODES.get(key) and (has_scales or key not in SCALES)
+
+
+def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, fits: bool, anywhere: bool) -> None:
+    has_shape = fits and value.shape == param.shape
+    is_beside = has_shape and (anywhere or value.device == param.device)
     if not is_beside:
         raise UnfitStateError(
             f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
-            "point tensor of the parameter's shape and device is needed. A model that has been resized since cannot "
-            "go on with this state: start a new run from its weights, with from_pretrained"
+            "point tensor of the parameter's shape and device is needed, or one in 8 bits with its scales. A model "
+            "that has been resized since cannot go on with this state: start a new run from its weights, with "
+            "from_pretrained"
         )
 
 
@@ -208,6 +264,11 @@ def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, 
         settings.check_values(saved)
     except ValueError as error:
         raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
+
+
+def is_converted(saved: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Return whether a group takes the states of a saved one to 8 bits, or from there; its own `state_dtype` stays."""
+    return (saved.get("state_dtype") == eight_bits.NAME) != (group["state_dtype"] == eight_bits.NAME)
 
 
 def copy_loaded(

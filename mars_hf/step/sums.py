@@ -50,24 +50,16 @@ def _take_corrected(tensors: TensorList, metrics: StepMetrics | None, last_norms
     if metrics is None and _can_bound(tensors):
         _bound(tensors, last_norms)
         return
-    tensors.sums = tensors.backend.run_sums(
-        tensors.grads,
-        tensors.last_grad,
-        products=metrics is not None,
-        scale=tensors.scale,
-        k=tensors.correction,
-    )
+    tensors.sums = tensors.run_sums(products=metrics is not None)
 
 
 def _take_products(tensors: TensorList, metrics: StepMetrics | None, last_norms: LastNorms) -> None:
     """Take the products: <c, c> follows from them when the norm of all gradients is known."""
-    last_grads = tensors.last_grad if _needs_corrected(tensors, metrics) else []
-    if _can_bound(tensors):
+    can_bound = _can_bound(tensors)
+    if can_bound:
         _bound(tensors, last_norms)
-        last_grads = []
-    tensors.sums = tensors.backend.run_sums(
-        tensors.grads, last_grads, corrected=False, scale=tensors.scale, k=tensors.correction
-    )
+    needs_last_grads = _needs_corrected(tensors, metrics) and not can_bound
+    tensors.sums = tensors.run_sums(without_last_grads=not needs_last_grads, corrected=False)
 
 
 def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
@@ -166,7 +158,7 @@ def _set_scale(
         tensors.squares = sums[GG] * scale**2
         if metrics is not None:  # the factors that the update would find, to the bit
             tensors.clip_bounds = []
-            sums = tensors.backend.run_sums(tensors.grads, tensors.last_grad, scale=tensors.scale, k=k)
+            sums = tensors.run_sums()
             _set_clip_factors(tensors, sums, shared, metrics)
     elif _needs_corrected(tensors, metrics):
         whole = shared.whole_sums(tensors, sums[PRODUCTS])

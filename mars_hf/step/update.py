@@ -169,7 +169,7 @@ def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) 
     if not positions:
         return
     left = replace(tensors.select(positions), clip_bounds=[], squares=None)
-    sums = left.backend.run_sums(left.grads, left.last_grad, products=False, scale=left.scale, k=left.correction)
+    sums = left.run_sums(products=False)
     left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
     writes_momenta = arithmetic == "momentum"  # else parameters
     rounding = rules.NEAREST if writes_momenta else _rounding(left)
@@ -193,6 +193,7 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
         rounding=rounding,
+        scales=rules.Scales(tensors.exp_avg_scale, tensors.exp_avg_sq_scale, tensors.last_grad_scale),
         clip_bounds=tensors.clip_bounds,
         squares=tensors.squares,
         moving=tensors.moving,

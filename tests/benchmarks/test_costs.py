@@ -90,7 +90,11 @@ def test_step_cost(tmp_path, capsys, monkeypatch, work):
     assert result["failed"] == {"broken": "ImportError: not here"} and not result["pairwise"]
     assert rows["AdamW fused"]["against_adamw"] == rows[clipped]["against_clipped_adamw"] == 1.0
     assert all(math.isfinite(value) for row in rows.values() for value in row.values() if isinstance(value, float))
-    assert [name for name, row in rows.items() if row.get("clips")] == [clipped, "Mars max_grad_norm"]
+    assert [name for name, row in rows.items() if row.get("clips")] == [
+        clipped,
+        "Mars max_grad_norm",
+        "Mars 8bit max_grad_norm",
+    ]
     printed = capsys.readouterr().out
     assert all(f"| {name} " in printed for name in rows if name != step_cost.COPY)
     assert output.with_suffix(".png").stat().st_size > 10_000

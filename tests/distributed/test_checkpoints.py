@@ -120,6 +120,10 @@ RESUMED = (
     "ddp/lion_1d",
     "fsdp2/adamw",
     "fsdp2/lion",
+    "fsdp2/adamw_8bit",
+    "zero1/lion_8bit",
+    "zero2/adamw_8bit",
+    "zero3/m_8bit",
     "trainer_ddp/adamw",
     "zero1/adamw_1d",
     "zero1/lion_1d_frozen",
@@ -152,6 +156,8 @@ TAKEN_UP = {
         "fsdp2/m/from:fsdp2",
         "zero2/m/from:zero1",
         "zero3/m/from:zero3",
+        "fsdp2/adamw_8bit/from:fsdp2",
+        "zero2/adamw_8bit/from:zero2",
     ),
     1: (
         "fsdp2/adamw/from:fsdp2",
@@ -164,6 +170,9 @@ TAKEN_UP = {
         "single/adamw/from:zero2",
         "single/lion_1d/from:zero3",
         "fsdp2/m/from:fsdp2",
+        "fsdp2/adamw_8bit/from:fsdp2",
+        "single/adamw_8bit/from:zero2",
+        "zero3/m_8bit/from:zero3",
         "zero2/shampoo/from:zero2",
         "single/m/from:zero3",
         "zero2/m_unclipped/from:zero2",
@@ -173,7 +182,18 @@ TAKEN_UP = {
 LOST = ("zero2/adamw/stock", "zero3/adamw/stock", "zero3/adamw/unextended")
 REFERENCES = tuple(
     f"single/{case}"
-    for case in ("adamw", "adamw_1d", "lion", "lion_1d", "lion_1d_frozen", "shampoo", "m", "m_unclipped")
+    for case in (
+        "adamw",
+        "adamw_1d",
+        "lion",
+        "lion_1d",
+        "lion_1d_frozen",
+        "shampoo",
+        "m",
+        "m_unclipped",
+        "adamw_8bit",
+        "m_8bit",
+    )
 )
 SPECS = {
     2: (*RESUMED, "fsdp2/adamw/forgetful"),

@@ -38,8 +38,10 @@ from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Cas
 
 import mars_hf
 from mars_hf import universal
-from mars_hf.arithmetic import orthogonalize
+from mars_hf.arithmetic import eight_bits, orthogonalize
+from mars_hf.arithmetic.eight_bits import Coded
 from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.step import coded
 
 STATES = ("exp_avg", "exp_avg_sq", "last_grad")
 Results = dict[str, Tensor]
@@ -121,7 +123,11 @@ def plain_results(model: nn.Module, mars: mars_hf.Mars) -> Results:
     for name, param in model.named_parameters():
         state = mars.state.get(param, {})
         results |= {f"weight.{name}": param, **{f"{key}.{name}": value for key, value in state.items()}}
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in results.items()}
+    whole = {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in results.items()}
+    for name in [name for name in whole if "_scale." in name]:
+        codes = name.replace("_scale.", ".")
+        whole[codes] = Coded(whole[codes], whole.pop(name)).decode()
+    return whole
 
 
 def dcp_states(model: nn.Module, mars: mars_hf.Mars, more: dict[str, Any]) -> dict[str, Any]:
@@ -355,7 +361,8 @@ def deepspeed_results(model: nn.Module, engine: Any, mars: mars_hf.Mars) -> Resu
             results[f"weight.{name}"] = param.detach().float().clone()
         if param.requires_grad and is_linked:
             results[f"weight.{name}"] = safe_get_full_fp32_param(param).detach().clone()
-            results[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg").detach().clone()
+            if not mars.param_groups[0]["state_dtype"]:
+                results[f"exp_avg.{name}"] = safe_get_full_optimizer_state(param, "exp_avg").detach().clone()
     return results
 
 
@@ -375,9 +382,13 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
         for shard in spec.shards:
             stretch = slice(shard.start, shard.start + shard.numel)
             shape = shards.shapes[shard.param_index]
-            here += [
-                (f"{key}.{names[shard.param_index]}", shape, state[key][stretch]) for key in STATES if key in state
-            ]
+            for key in STATES:
+                if key in state:
+                    piece = state[key][stretch]
+                    if piece.dtype in eight_bits.DTYPES:
+                        scales = coded.scales_of_shards(flat, state[f"{key}_scale"], spec)
+                        piece = Coded(piece, scales[spec.shards.index(shard)]).decode()
+                    here.append((f"{key}.{names[shard.param_index]}", shape, piece))
     pieces: dict[str, tuple[torch.Size, list[Tensor]]] = {}
     for name, shape, stretch in (found for rank in from_all_ranks(here) for found in rank):
         pieces.setdefault(name, (shape, []))[1].append(stretch)

@@ -37,6 +37,7 @@ class Case:
     clip_threshold: float | None = CLIP_THRESHOLD
     folded: bool = False  # the step clips by the global norm itself
     ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
+    state_dtype: str | None = None  # 8bit: of a wider model, whose rows are whole blocks
     kernels: bool = False  # the device's kernels, which a model of this size does not use by default
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -55,6 +56,7 @@ class Case:
             "clip_threshold": self.clip_threshold,
             "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
             "ns_dtype": self.ns_dtype,
+            "state_dtype": self.state_dtype,
             "fused": self.kernels or None,
         }
 
@@ -98,6 +100,10 @@ CASES = {
     "m_folded": Case("mars-m", ns_dtype="float32", folded=True),
     "shampoo_bf16": Case("mars-shampoo", ns_dtype="bfloat16"),
     "m_bf16": Case("mars-m", ns_dtype="bfloat16"),
+    "adamw_8bit": Case(state_dtype="8bit"),
+    "lion_8bit": Case("mars-lion", state_dtype="8bit"),
+    "m_8bit": Case("mars-m", ns_dtype="float32", state_dtype="8bit"),
+    "adamw_8bit_kernels": Case(state_dtype="8bit", kernels=True),
     "adamw_1d_kernels": Case(optimize_1d=True, kernels=True),
     "adamw_folded_kernels": Case(folded=True, kernels=True),
     "lion_kernels": Case("mars-lion", kernels=True),
@@ -129,7 +135,14 @@ class TinyGPT2(GPT2LMHeadModel):
 def build_model(case: Case) -> TinyGPT2:
     """Build the model, with the same weights at every call."""
     torch.manual_seed(0)
-    sizes = {"n_embd": 18, "n_head": 3, "n_layer": 2, "n_positions": 16, "vocab_size": VOCAB}
+    width = 18 if case.state_dtype is None else 64
+    sizes = {
+        "n_embd": width,
+        "n_head": 3 if case.state_dtype is None else 4,
+        "n_layer": 2,
+        "n_positions": 16,
+        "vocab_size": VOCAB,
+    }
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0, use_cache=False)
     model = TinyGPT2(config)

@@ -25,7 +25,7 @@ def kernels(backend, device, monkeypatch):
     monkeypatch.setattr(backends, "kernels_of", lambda device: module)
     monkeypatch.setattr(backends, "COMPILED_FROM", 0)
     monkeypatch.setattr(backends, "_failures", {})
-    monkeypatch.setattr(module, "DTYPES", {torch.float32, torch.bfloat16})
+    monkeypatch.setattr(module, "FLOATS", (torch.float32, torch.bfloat16))
     monkeypatch.setattr(backends, "compare_with_plain", functools.cache(backends.compare_with_plain.__wrapped__))
     return module
 
@@ -117,7 +117,7 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
 
 @every_kernel
 def test_command(backend, device, kernels, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "DTYPES", {torch.float32})
+    monkeypatch.setattr(kernels, "FLOATS", (torch.float32,))
     monkeypatch.setattr(kernels, "ARITHMETICS", ("adamw",))
     monkeypatch.setattr(selfcheck.multiprocessing, "spawn", lambda *args, **settings: None)
     first = 2 if device == "cpu" else 3  # after the versions, and behind the CPU's row

@@ -39,7 +39,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not comp
 
 
 @here
-@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(kernels.FLOATS, key=str), ids=str)
 @pytest.mark.parametrize("gradient", [torch.float32, torch.float64], ids=str)
 def test_dtypes_of_scales(device, dtype, gradient):
     lists = problem([1500, 5, 700, 0], device, gradients=gradient)
@@ -304,12 +304,14 @@ def compiled(kernel, target=HOPPER, options=kernels.LAUNCH_OPTIONS, **constants)
 
 def update(param, gradient, state, last, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
-    flags = {"RULE": "adamw", "CORRECTED": True, "DIVIDED": False, "LOST": None, "VECTOR": 4, **flags}
+    dtypes |= {name: flags.pop(name) for name in dtypes if name in flags}
+    no_scales = dict.fromkeys(("EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE", "LAST_SCALE"))
+    flags = {"RULE": "adamw", "CORRECTED": True, "DIVIDED": False, "LOST": None, "VECTOR": 4, **no_scales, **flags}
     return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
 
 
 def sums(gradient, last, compute=tl.float32, **flags):
-    flags = {"VECTOR": 4, **flags}
+    flags = {"VECTOR": 4, "LAST_SCALE": None, **flags}
     return compiled(gpu_device.partial_sums, GRADIENT=gradient, LAST=last, COMPUTE=compute, **flags)
 
 
@@ -371,10 +373,32 @@ def test_sums_move_128_bits_at_once_and_no_register_is_spilled(last, tmp_path):
     assert accesses(of_sums, "v4.b32")[0] == (2 if last is None else 4)
     totals = compiled(gpu_device.total_sums, options=kernels.LAUNCH_OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)
     for code in (update(*WIDE[:3], last), of_sums, totals):
-        (tmp_path / "kernel.cubin").write_bytes(code.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", tmp_path / "kernel.cubin"]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert re.search(r"STACK:(\d+)", usage).group(1) == "0"
+        assert stack_of(code, tmp_path) == 0
+
+
+def stack_of(code, folder):
+    """Return the bytes of a thread's registers that a kernel spills."""
+    (folder / "kernel.cubin").write_bytes(code.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", folder / "kernel.cubin"]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+CODED = {"EXP_AVG": tl.int8, "EXP_AVG_SQ": tl.uint8, "LAST": tl.int8}
+CODED |= dict.fromkeys(("EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE", "LAST_SCALE"), tl.float32)
+
+
+@compiles
+@pytest.mark.parametrize("target", [GPUTarget("cuda", 80, 32), HOPPER, MI300], ids=["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("param", [tl.float32, tl.bfloat16], ids=str)
+def test_states_in_8_bits_compile_without_spills(target, param, tmp_path):
+    lost = tl.int8 if param == tl.bfloat16 else None
+    code = update(param, param, None, None, target=target, LOST=lost, **CODED)
+    of_sums = sums(param, tl.int8, target=target, LAST_SCALE=tl.float32)
+    if target is MI300:
+        assert all(re.search(r"\.private_segment_fixed_size: 0\b", each.asm["amdgcn"]) for each in (code, of_sums))
+    else:
+        assert stack_of(code, tmp_path) == stack_of(of_sums, tmp_path) == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,406 @@
+"""`state_dtype="8bit"`: each step computes the formulas from what is stored, and stores the result within a code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import equal
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import mars_hf
+from mars_hf import Mars
+from mars_hf.arithmetic.eight_bits import CODES, SCALES, Coded, join_weight
+from mars_hf.arithmetic.reference import newton_schulz
+from mars_hf.groups.settings import parse_optim_args
+from mars_hf.step import coded
+from mars_hf.step.states import UnfitStateError
+
+KEYS = ("exp_avg", "exp_avg_sq", "last_grad")
+RULES = ("mars-adamw", "mars-lion", "mars-m")
+# Of whole blocks, which kernels take; not; a convolution; not contiguous.
+LAYOUTS = {
+    "blocks": lambda: torch.randn(80, 128),
+    "rows that end in a block": lambda: torch.randn(70, 100),
+    "convolution": lambda: torch.randn(64, 16, 3, 3),
+    "transposed": lambda: torch.randn(128, 80).T,
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_said():
+    coded._say_converted.cache_clear()
+    yield
+    coded._say_converted.cache_clear()
+
+
+def decoded(state: dict[str, Any], key: str) -> Tensor:
+    """Return a buffer in float64."""
+    scales = state.get(f"{key}_scale")
+    return (state[key] if scales is None else Coded(state[key], scales).decode()).double()
+
+
+def stepped(param: nn.Parameter, gradient: Tensor, mars: Mars) -> nn.Parameter:
+    param.grad = gradient
+    mars.step()
+    return param
+
+
+SETTINGS = {
+    "default": {},
+    "clipped": {"clip_threshold": 0.1},
+    "scaled": {"max_grad_norm": 0.5},
+    "without last gradients": {"clip_threshold": None, "second_moment": "gradient"},
+    "gradient": {"second_moment": "gradient", "weight_decay": 0.1},
+    "amsgrad": {"amsgrad": True},
+    "maximize": {"maximize": True},
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rule", RULES)
+def test_formulas(rule, settings, layout, fused):
+    """In float64, step by step from the decoded state of the step before."""
+    torch.manual_seed(1)
+    options = SETTINGS[settings]
+    param = nn.Parameter(LAYOUTS[layout]())
+    kernels = fused and layout in ("blocks", "convolution") and settings != "amsgrad"
+    mars = Mars(
+        [param], lr=0.01, mars_type=rule, state_dtype="8bit", ns_dtype="float32", fused=kernels or None, **options
+    )
+    group = mars.param_groups[0]
+    beta1, beta2 = group["betas"]
+    gamma = group["gamma"]
+    k = gamma * beta1 / (1 - beta1)
+    zeros = torch.zeros_like(param).double()
+    for step in range(1, 6):
+        gradient = torch.randn_like(param) * 3.0 ** (step - 3)
+        state = copy.deepcopy(mars.state[param]) if step > 1 else {}
+        old = {key: decoded(state, key) if key in state else zeros for key in KEYS}
+        x = param.detach().double()
+        stepped(param, gradient, mars)
+        new = mars.state[param]
+        g = gradient.double() * (-1 if options.get("maximize") else 1)
+        if "max_grad_norm" in options:
+            g = g * min(1, options["max_grad_norm"] / (g.norm() + 1e-6))
+        has_last = "last_grad" in new
+        c = g + k * (g - old["last_grad"]) if has_last else g
+        if group["clip_threshold"] is not None:
+            c = c / max(1, c.norm() / group["clip_threshold"])
+        e = beta1 * old["exp_avg"] + (1 - beta1) * c
+        m = e if has_last else (1 - gamma) * e + gamma * g
+        expected = {"exp_avg": e, "last_grad": g}
+        if rule == "mars-adamw":
+            squared = g if group["second_moment"] == "gradient" else c
+            v = beta2 * old["exp_avg_sq"] + (1 - beta2) * squared**2
+            expected["exp_avg_sq"] = v
+            peak = v
+            if options.get("amsgrad"):
+                peak = torch.maximum(v, state["max_exp_avg_sq"].double() if state else zeros)
+            direction = m / (1 - beta1**step) / ((peak / (1 - beta2**step)).sqrt() + group["eps"])
+        elif rule == "mars-lion":
+            direction = m.sign()
+        else:
+            matrix = m.flatten(1)
+            direction = 0.2 * max(matrix.shape) ** 0.5 * newton_schulz(matrix, 1e-7).view_as(m)
+        wanted = x * (1 - 0.01 * group["weight_decay"]) - 0.01 * direction
+        torch.testing.assert_close(param.double(), wanted, rtol=1e-4, atol=2e-5)
+        for key in KEYS:
+            if key in new:
+                check_stored(new, key, expected[key])
+
+
+def check_stored(state: dict[str, Any], key: str, expected: Tensor) -> None:
+    """Compare with what a state should hold, to which a code is next."""
+    assert state[key].dtype == CODES[key] and state[key].shape == expected.shape
+    found, scales = decoded(state, key), state[f"{key}_scale"].double()
+    if key == "exp_avg_sq":
+        found, expected, scales = found.sqrt(), expected.sqrt(), scales.sqrt()
+    torch.testing.assert_close(scales.max(), expected.abs().max(), rtol=1e-5, atol=0)
+    assert ((found - expected).abs() <= expected.abs() / 15 + scales.max() / 3900).all()
+
+
+# --- forms and sizes --------------------------------------------------------------------------------------------------
+
+
+def small_gpt2(dtype: torch.dtype = torch.float32) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 512}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).to(dtype).eval()  # no dropout
+
+
+def train(model: nn.Module, mars: Mars, steps: int = 2, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        ids = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        mars.step()
+        mars.zero_grad()
+
+
+def bytes_of(mars: Mars, role: str) -> float:
+    """Return the bytes of state a parameter of a role, without step counts."""
+    params = [param for group in mars.param_groups if group["role"] == role for param in group["params"]]
+    numel = sum(param.numel() for param in params)
+    tensors = [value for param in params for key, value in mars.state[param].items() if key != "step"]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / numel
+
+
+@pytest.mark.parametrize(
+    ("settings", "matrix", "adamw"),
+    [
+        ({}, 3.1875, None),
+        ({"mars_type": "mars-lion"}, 2.125, None),
+        ({"mars_type": "muon"}, 1.0625, 2.125),
+        ({"mars_type": "mars-m", "clip_threshold": None}, 1.0625, 2.125),
+        ({"mars_type": "mars-m"}, 2.125, 2.125),
+    ],
+    ids=str,
+)
+def test_bytes_of_states(settings, matrix, adamw):
+    model = small_gpt2()
+    mars = mars_hf.create(model, lr=1e-3, state_dtype="8bit", **settings)
+    train(model, mars)
+    assert bytes_of(mars, "matrix") == pytest.approx(matrix)
+    if adamw is not None:
+        assert bytes_of(mars, "adamw") == pytest.approx(adamw)
+    assert bytes_of(mars, "vector") == 8  # float32
+
+
+def test_small_tensors_and_vectors_keep_float32():
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((63, 65), (5000,), (3000, 3), (64, 64))]
+    mars = Mars(params, lr=1e-3, state_dtype="8bit")
+    for param in params:
+        stepped(param, torch.randn_like(param), mars)
+    dtypes = [mars.state[param]["exp_avg"].dtype for param in params]
+    assert dtypes == [torch.float32, torch.float32, torch.float32, torch.int8]
+
+
+def test_param_rules_and_float64():
+    model = small_gpt2(torch.float64)
+    rules = [("*.wte.weight", {"state_dtype": "float32"}), ("*.c_fc.weight", {"state_dtype": "bfloat16"})]
+    mars = mars_hf.create(model, lr=1e-3, state_dtype="8bit", param_rules=rules)
+    train(model, mars)
+    blocks = model.transformer.h[0]
+    dtypes = {
+        name: mars.state[param]["exp_avg"].dtype
+        for name, param in (
+            ("wte", model.transformer.wte.weight),
+            ("c_fc", blocks.mlp.c_fc.weight),
+            ("c_attn", blocks.attn.c_attn.weight),
+            ("ln", blocks.ln_1.weight),
+        )
+    }
+    assert dtypes == {"wte": torch.float32, "c_fc": torch.bfloat16, "c_attn": torch.int8, "ln": torch.float32}
+
+
+def test_compensation_of_24_bits():
+    """Updates below half a place of bfloat16 add up, in a byte beside each parameter."""
+    param = nn.Parameter(torch.full((64, 128), 2.0, dtype=torch.bfloat16))
+    mars = Mars([param], lr=1e-4, mars_type="mars-lion", state_dtype="8bit", rounding="kahan")
+    for _ in range(20):
+        stepped(param, torch.ones_like(param), mars)
+    state = mars.state[param]
+    assert state["compensation"].dtype == torch.int8 and param.eq(2.0).all()
+    torch.testing.assert_close(
+        join_weight(param, state["compensation"]), torch.full((64, 128), 2 - 20e-4), rtol=0, atol=5e-4
+    )
+    for _ in range(80):
+        stepped(param, torch.ones_like(param), mars)
+    assert param.lt(2.0).all()
+
+
+# --- resume and conversion --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [*RULES, "muon"])
+def test_a_resumed_run_goes_on_as_it_was(rule, tmp_path):
+    settings = {"lr": 1e-3, "mars_type": rule, "state_dtype": "8bit"}
+    model = small_gpt2()
+    mars = mars_hf.create(model, **settings)
+    train(model, mars)
+    torch.save([model.state_dict(), mars.state_dict()], tmp_path / "saved.pt")
+    train(model, mars, first=2)
+    other = small_gpt2()
+    weights, state = torch.load(tmp_path / "saved.pt", weights_only=True)
+    other.load_state_dict(weights)
+    again = mars_hf.create(other, **settings)
+    again.load_state_dict(state)
+    train(other, again, first=2)
+    assert equal(model.state_dict(), other.state_dict()) and equal(mars.state_dict(), again.state_dict())
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
+@pytest.mark.parametrize("to", ["8bit", None])
+def test_loaded_states_are_converted(to, rounding, caplog):
+    before, after = (None, "8bit") if to else ("8bit", None)
+    model = small_gpt2(torch.bfloat16)
+    mars = mars_hf.create(model, lr=1e-3, state_dtype=before, rounding=rounding)
+    train(model, mars)
+    other = copy.deepcopy(model)
+    converted = mars_hf.create(other, lr=1e-3, state_dtype=after, rounding=rounding)
+    converted.load_state_dict(mars.state_dict())
+    assert converted.param_groups[0]["state_dtype"] == to
+    with caplog.at_level(logging.WARNING):
+        train(other, converted, steps=1, first=2)
+    assert [each.name for each in caplog.records if "converts" in each.message] and len(caplog.records) <= 4
+    weight, twin = (each.transformer.h[0].mlp.c_fc.weight for each in (model, other))
+    state = converted.state[twin]
+    assert state["exp_avg"].dtype == (torch.int8 if to else torch.float32)
+    assert ("exp_avg_scale" in state) == (to is not None)
+    train(model, mars, steps=1, first=2)
+    one, two = decoded(mars.state[weight], "exp_avg"), decoded(state, "exp_avg")
+    assert (one - two).norm() < 0.05 * one.norm() > 0
+
+
+def test_the_name():
+    assert parse_optim_args("state_dtype=8bit") == {"state_dtype": "8bit"}
+    with pytest.raises(ValueError, match=r"state_dtype='4bit' is not valid; did you mean '8bit'\?; accepted: '8bit', "):
+        mars_hf.create(nn.Linear(2, 2), lr=1e-3, state_dtype="4bit")
+
+
+# --- what else a step does --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows_in_the_same_step(value, fused):
+    params = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    for param, state_dtype in zip(params, ("8bit", None), strict=True):
+        mars = Mars([param], lr=1e-3, state_dtype=state_dtype, fused=fused, clip_threshold=None)
+        stepped(param, torch.ones_like(param), mars)
+        gradient = torch.ones_like(param)
+        gradient[5, 5] = value
+        stepped(param, gradient, mars)
+    assert torch.equal(params[0].isfinite(), params[1].isfinite()) and not params[0].isfinite().all()
+
+
+def test_exact_form():
+    """Stale gradients, there during a step only, are in float32; moments are in 8 bits."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    optimizers = [
+        Mars([param], lr=1e-3, is_approx=False, state_dtype=dtype)
+        for param, dtype in zip(params, ("8bit", None), strict=True)
+    ]
+    for step in range(3):
+        gradient, stale = torch.randn(2, 64, 128)
+        for param, mars in zip(params, optimizers, strict=True):
+            if step:
+                param.grad = stale.clone()
+                mars.update_previous_grad()
+                mars.update_last_grad()
+                assert mars.state[param]["last_grad"].dtype == torch.float32
+            stepped(param, gradient.clone(), mars)
+    state = optimizers[0].state[params[0]]
+    assert state["exp_avg"].dtype == torch.int8 and "last_grad" not in state
+    torch.testing.assert_close(*params, rtol=0, atol=3e-4)
+
+
+def test_approximate_steps_and_then_exact_ones():
+    param = nn.Parameter(torch.ones(64, 128))
+    mars = Mars([param], lr=1e-3, state_dtype="8bit")
+    stepped(param, torch.ones_like(param), mars)
+    mars.param_groups[0]["is_approx"] = False
+    param.grad = torch.ones_like(param)
+    mars.update_previous_grad()
+    mars.update_last_grad()
+    stepped(param, torch.ones_like(param), mars)
+    assert "last_grad" not in mars.state[param] and "last_grad_scale" not in mars.state[param]
+
+
+def test_release_and_skipped_steps():
+    runs = []
+    for releases in (False, True):
+        model = small_gpt2()
+        model.transformer.wpe.weight.requires_grad_(False)
+        mars = mars_hf.create(model, lr=1e-3, state_dtype="8bit", release_gradients=releases)
+        train(model, mars, steps=3)
+        before = copy.deepcopy(mars.state_dict())
+        mars.step()  # without gradients
+        assert equal(before, mars.state_dict())
+        runs.append((model.state_dict(), mars.state_dict()))
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_small_second_moments_stay(fused):
+    """Beside one that is a million times larger; a step divides by them."""
+    param = nn.Parameter(torch.zeros(64, 64))
+    mars = Mars([param], lr=1e-3, clip_threshold=None, state_dtype="8bit", fused=fused)
+    gradient = torch.full((64, 64), 1e-6)
+    gradient[:, 0] = 1.0
+    for _ in range(30):
+        stepped(param, gradient.clone(), mars)
+        assert mars.state[param]["exp_avg_sq"].ne(0).all()
+
+
+@pytest.mark.parametrize("numel", [4096, 4097, 4500, 8191])
+def test_flat_tensors(numel):
+    """Kernels and plain PyTorch agree, also where the last block is not full."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.ones(numel)) for _ in range(2)]
+    gradients = torch.randn(4, numel)
+    optimizers = []
+    for param, fused in zip(params, (True, False), strict=True):
+        groups = [{"params": [param], "role": "adamw"}]
+        optimizers.append(Mars(groups, lr=1e-3, state_dtype="8bit", fused=fused))
+        for gradient in gradients:
+            stepped(param, gradient.clone(), optimizers[-1])
+    torch.testing.assert_close(*params, rtol=0, atol=2e-4)
+    one, two = (mars.state[param] for mars, param in zip(optimizers, params, strict=True))
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert (one[key].int() - two[key].int()).abs().max() <= 1 and (one[key] != two[key]).float().mean() < 0.01
+        torch.testing.assert_close(one[SCALES[key]], two[SCALES[key]], rtol=1e-5, atol=0)
+
+
+def test_units_at_rest():
+    """A stack's expert without gradient keeps its weights, as with float32 states."""
+    param = nn.Parameter(torch.ones(4, 32, 64))
+    mars = Mars([param], lr=1e-2, mars_type="mars-lion", state_dtype="8bit", fused=True)
+    stepped(param, torch.ones_like(param), mars)
+    before = param.detach().clone()
+    gradient = torch.ones_like(param)
+    gradient[2] = 0
+    stepped(param, gradient, mars)
+    moved = (param != before).flatten(1).any(1)
+    assert moved.tolist() == [True, True, False, True]
+
+
+def test_clipping_by_remembered_norms():
+    """What is stored may be larger than the gradient: no bound may miss a gradient that must be clipped."""
+    for threshold in torch.linspace(0.9, 1.1, 9).tolist():
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.zeros(64, 128)) for _ in range(2)]
+        gradients = [g / g.norm() for g in torch.randn(6, 64, 128)]
+        for param, fused in zip(params, (True, False), strict=True):
+            mars = Mars([param], lr=1e-3, gamma=1.0, clip_threshold=20 * threshold, state_dtype="8bit", fused=fused)
+            for gradient in gradients:
+                stepped(param, gradient.clone(), mars)
+        torch.testing.assert_close(*params, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "damage"),
+    [
+        ("exp_avg_scale", lambda scales: scales[:-1]),
+        ("exp_avg_scale", lambda scales: scales.double()),
+        ("exp_avg", lambda codes: codes.to(torch.uint8)),
+        ("last_grad", lambda codes: codes[:-1]),
+    ],
+)
+def test_states_that_do_not_fit(key, damage):
+    param = nn.Parameter(torch.ones(64, 128))
+    mars = Mars([param], lr=1e-3, state_dtype="8bit")
+    stepped(param, torch.ones_like(param), mars)
+    mars.state[param][key] = damage(mars.state[param][key])
+    before = param.detach().clone()
+    with pytest.raises(UnfitStateError, match=r"8-bit|8 bits"):
+        stepped(param, torch.ones_like(param), mars)
+    assert torch.equal(param, before)
