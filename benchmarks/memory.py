@@ -31,6 +31,13 @@ COLORS = {"weights": "#01564f", "gradients": "#9bd8cf", "states": "#35978f", "te
 BLOCK = 50  # steps of the tiny model in one trace: longer ones take gigabytes
 BATCH = dict.fromkeys(("input_ids", "labels"), [0] * 8)  # short, so that activations are small
 _mars = partial(mars_hf.create, lr=3e-3)
+
+
+def _short(model: Any, **settings: Any) -> mars_hf.Mars:
+    """Return mars-adamw with states in 8 bits on bfloat16 weights of 24 bits."""
+    return _mars(model.to(torch.bfloat16), state_dtype="8bit", rounding="kahan", **settings)
+
+
 FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     "AdamW fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
@@ -38,12 +45,17 @@ FORMS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mars-adamw, release_gradients": partial(_mars, release_gradients=True),
     "mars-adamw, fused=False": partial(_mars, fused=False),
     "mars-adamw, state_dtype=bfloat16": partial(_mars, state_dtype="bfloat16"),
+    "mars-adamw, state_dtype=8bit": partial(_mars, state_dtype="8bit"),
+    "bfloat16, kahan, state_dtype=8bit": _short,
+    "bfloat16, kahan, state_dtype=8bit, release_gradients": partial(_short, release_gradients=True),
     "mars-adamw, no clip, v of gradients": partial(_mars, clip_threshold=None, second_moment="gradient"),
     "mars-adamw, exact": partial(_mars, is_approx=False),
     "mars-lion": partial(_mars, mars_type="mars-lion"),
+    "mars-lion, state_dtype=8bit": partial(_mars, mars_type="mars-lion", state_dtype="8bit"),
     "mars-lion, no clip": partial(_mars, mars_type="mars-lion", clip_threshold=None),
     "mars-shampoo": partial(_mars, mars_type="mars-shampoo"),
     "mars-m": partial(_mars, mars_type="mars-m"),
+    "mars-m, no clip, state_dtype=8bit": partial(_mars, mars_type="mars-m", clip_threshold=None, state_dtype="8bit"),
     "mars-m, no clip": partial(_mars, mars_type="mars-m", clip_threshold=None),
 }
 

@@ -134,7 +134,7 @@ class Mars(torch.optim.Optimizer):
             unit in the last place; the first loses them.
         maximize: ascend instead of descend.
         fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False plain PyTorch.
-            None takes the kernels where they run, on CPUs from a million elements a step on, where compiling pays.
+            None takes the kernels where they run, on CPUs from a million parameters on, where compiling pays.
             Plain PyTorch takes what kernels do not: amsgrad, Kahan's rounding and float16 on CPU, tensors with gaps
             in memory.
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients,

@@ -6,8 +6,8 @@ the run.
 | backend  | where | what it is                               | chosen by `fused=None`                 |
 | -------- | ----- | ---------------------------------------- | -------------------------------------- |
 | triton   | GPU   | kernels/gpu.py, two passes, any tensors  | wherever it runs                       |
-| compiled | CPU   | kernels/cpu.py, two passes               | from `COMPILED_FROM` elements a step   |
-| foreach  | any   | rules.py on whole lists                  | on GPUs, in small steps on CPUs        |
+| compiled | CPU   | kernels/cpu.py, two passes               | from `COMPILED_FROM` elements on       |
+| foreach  | any   | rules.py on whole lists                  | on GPUs, for small models on CPUs      |
 | for-loop | CPU   | rules.py, a call for each tensor         | otherwise                              |
 
 Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then rules.py applies the
@@ -131,7 +131,7 @@ def choose_backend(
         device: device of the tensors.
         dtypes: dtypes of all tensors, by the name of their list; "params" is what the update writes into.
         arithmetic: a name in `rules.ARITHMETICS`; each module of kernels states those that it has.
-        numel: number of elements in all parameters of the step.
+        numel: number of elements in all parameters of the optimizer.
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
     Raises:

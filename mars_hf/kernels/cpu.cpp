@@ -256,14 +256,23 @@ struct Thresholds {
     }
 };
 
-template <class T, class Byte>
-void decode(int64_t n, const Byte* codes, const float* scales, T* to) {
-    for (int64_t i = 0; i < n; i += WIDTH) {
-        Byte own[WIDTH] = {};
-        std::memcpy(own, codes + i, std::min(WIDTH, n - i));
-        Floats value = Code<Byte>::levels(own) * Code<Byte>::unit;
-        value *= Code<Byte>::is_root ? value * scales[i / CODED] : all(scales[i / CODED]);
-        for (int64_t j = 0; j < std::min(WIDTH, n - i); j++) to[i + j] = value[j];
+// Decodes n last gradients.
+template <class T>
+void decode(int64_t n, const int8_t* codes, const float* scales, T* to) {
+    using Value = Code<int8_t>;
+    int64_t whole = n - n % WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH) {
+        Floats values = Value::levels(codes + i) * Value::unit * scales[i / CODED];
+        if constexpr (sizeof(T) == sizeof(float))
+            store(values, to + i);
+        else
+            for (int64_t j = 0; j < WIDTH; j++) to[i + j] = values[j];
+    }
+    if (whole < n) {
+        int8_t rest[WIDTH] = {};
+        std::memcpy(rest, codes + whole, n - whole);
+        Floats values = Value::levels(rest) * Value::unit * scales[whole / CODED];
+        for (int64_t j = whole; j < n; j++) to[j] = values[j - whole];
     }
 }
 
@@ -591,7 +600,8 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
                 store(m, x + i);
             } else if constexpr (RULE == LION) {
                 // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
-                for (int64_t j = i; j < i + WIDTH; j++) x[j] = x[j] * s.decay - s.rate * sign(m[j - i]);
+                Floats sign = m > 0 ? all(1) : m < 0 ? all(-1) : m;  // NaN stays NaN
+                store(fused(load<Floats>(x + i), all(s.decay), -s.rate * sign), x + i);
             } else {
                 // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
                 Floats step = -s.rate * m / fused(load<Floats>(roots + i), all(s.root), all(s.eps));
@@ -679,34 +689,45 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
     T buffers[VALUES][BLOCK], moves[BLOCK];
     Scalars<T> in_type = rounded<T>(scalars);
     bool changed[VALUES] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
-    bool is_coded = tensors.type(EXP_AVG) == INT8;
-    int lists = is_coded ? GRADIENT + 1 : VALUES;  // that are opened
-    Thresholds thresholds(static_cast<int64_t>(scalars.step));
     bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
     Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), rests);
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         T* values[VALUES] = {};
-        for (int list = 0; list < lists; list++)
+        for (int list = 0; list < VALUES; list++)
             if (tensors.has(List(list))) {
                 bool read = list != PARAM || options.rule != MOMENTUM;
                 values[list] = open(tensors, List(list), i, at, n, buffers[list], read);
             }
         if (rests) options.moving.spread(i, at, n, moves);
-        if constexpr (sizeof(T) == 4) {
-            if (is_coded)
-                update_states(tensors, in_type, options, i, at, n, values[PARAM], values[GRADIENT], thresholds,
-                              rests ? moves : nullptr);
-        }
-        if (!is_coded)
-            block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG],
-                  values[EXP_AVG_SQ], values[LAST_GRAD], moves);
-        for (int list = 0; list < lists; list++) {
+        block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
+              values[LAST_GRAD], moves);
+        for (int list = 0; list < VALUES; list++) {
             if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);
             else if (changed[list])
                 close(tensors, List(list), i, at, n, values[list]);
         }
+    }
+}
+
+// The same for a tensor whose states are in 8 bits.
+void update_coded_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i,
+                      int64_t row, int64_t elements) {
+    float params[BLOCK], gradients[BLOCK], moves[BLOCK];
+    Scalars<float> in_type = rounded<float>(scalars);
+    Thresholds thresholds(static_cast<int64_t>(scalars.step));
+    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
+    for (int64_t at = row; at < row + elements; at += BLOCK) {
+        int64_t n = std::min(BLOCK, row + elements - at);
+        float* x = open(tensors, PARAM, i, at, n, params, options.rule != MOMENTUM);
+        float* gradient = open(tensors, GRADIENT, i, at, n, gradients);
+        if (rests) options.moving.spread(i, at, n, moves);
+        update_states(tensors, in_type, options, i, at, n, x, gradient, thresholds, rests ? moves : nullptr);
+        if (at_random)
+            close_at_random(tensors, i, at, n, x);
+        else
+            close(tensors, PARAM, i, at, n, x);
     }
 }
 
@@ -738,7 +759,11 @@ void update(const Tensors& tensors, const Scalars<double>* scalars, const Option
                 if (takes_squares && at == 0) squares[i] = square;
                 current = i, is_below = square <= limits[i];
             }
-            if (is_below) update_row<T>(tensors, scalars[i], options, i, at, n);
+            if (!is_below) return;
+            if constexpr (sizeof(T) == 4) {
+                if (tensors.type(EXP_AVG) == INT8) return update_coded_row(tensors, scalars[i], options, i, at, n);
+            }
+            update_row<T>(tensors, scalars[i], options, i, at, n);
         });
     }
 }

@@ -155,11 +155,12 @@ def build_lists(
     for group in averaging:
         _reject_another_gamma(group)
 
-    step_numel = sum(entry.tensors[0].numel() for entry in entries)
+    # Of all parameters: released gradients come one by one, and compiling pays for them together.
+    numel = sum(param.numel() for group in param_groups for param in group["params"])
     lists = []
     for key, members in _sort(entries, memories, rules, chunk_of).items():
         group, rule = param_groups[key.group_index], rules[key.group_index]
-        lists.append(_make_list(key, members, group, rule, step_numel))
+        lists.append(_make_list(key, members, group, rule, numel))
 
     for entry in entries:
         all_states[entry.param] = entry.state
@@ -347,7 +348,7 @@ def _param_index(entry: Entry, shard: Shard | None) -> int:
 
 
 def _make_list(
-    key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, step_numel: int
+    key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, numel: int
 ) -> TensorList:
     """Choose a backend for some members, and put their tensors into columns."""
     names = ("params", "grads", *key.buffers.keys, *key.buffers.scales)
@@ -355,7 +356,7 @@ def _make_list(
     if rule.orthogonalizes:  # kernels write first moments, and round no parameters
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
         dtypes.pop("compensation", None)
-    backend = choose_backend(group, key.device, dtypes, rule.arithmetic, step_numel, dense=key.state_fits)
+    backend = choose_backend(group, key.device, dtypes, rule.arithmetic, numel, dense=key.state_fits)
     rows = [_tensors_of(member) for member in members]
     columns: dict[str, Any] = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
