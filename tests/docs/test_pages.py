@@ -240,6 +240,57 @@ def test_kernels_and_memory_on_h100():
     assert "AdamW {:.1f} bytes a parameter, mars-adamw {:.1f}, mars-m {:.1f}".format(*peaks) in words
 
 
+# --- docs/speed.md: states in 8 bits ---------------------------------------------------------------------------------
+
+
+def measured(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_steps_with_states_in_8_bits():
+    words = words_of(PAGES["speed.md"])
+    sizes = measured("eight_bits_amd_epyc")["sizes"]
+    columns = [sizes["28m"], sizes["small"], measured("clipped_amd_epyc")["sizes"]["28m"]]
+    for label, name in {
+        "mars-adamw": "Mars",
+        "mars-adamw, 8 bits": "Mars 8bit",
+        "mars-lion": "mars-lion",
+        "mars-lion, 8 bits": "mars-lion 8bit",
+    }.items():
+        ratios = " | ".join(times(size["contenders"][name]["against_adamw"]) for size in columns)
+        assert f"| {label} | {ratios} |" in words
+    small, large = (size["contenders"]["Mars 8bit max_grad_norm"]["against_clipped_adamw"] for size in columns[:2])
+    assert f"8 bits take {small:.2f} and {large:.2f} times AdamW and `clip_grad_norm_`" in words
+
+
+def test_loss_with_states_in_8_bits():
+    result = measured("eight_bits_embedded")
+    (gap,) = result["differences"]
+    half = (gap["high"] - gap["low"]) / 2
+    seeds = {3: "three", 4: "four", 5: "five"}[result["rows"][0]["seeds"]]
+    text = f"in the default job, {seeds} seeds, against float32: {gap['mean']:+.3f} ± {half:.3f}"
+    assert text in words_of(PAGES["speed.md"]) and abs(gap["mean"]) + half < 0.01
+
+
+@pytest.mark.parametrize(
+    ("label", "weights", "states", "gradients"),
+    [
+        ("AdamW, float32 states", 2, 8, 2),
+        ("mars-adamw, 8 bits, Kahan", 3, 3 * (1 + 4 / 64), 2),
+        ("with `release_gradients`", 3, 3 * (1 + 4 / 64), 0),
+        ("muon, 8 bits, Kahan, released", 3, 1 + 4 / 64, 0),
+    ],
+)
+def test_arithmetic_of_whole_models(label, weights, states, gradients):
+    size = weights + states + gradients
+
+    def shown(number):
+        return f"{number:.0f}" if number >= 10 or f"{number:.1f}".endswith(".0") else f"{number:.1f}"
+
+    cells = [", ".join(shown(billions * size / cards) for cards in (1, 2, 8)) for billions in (1, 8, 14, 70)]
+    assert f"| {label} | {shown(size)} | {' | '.join(cells)} |" in words_of(PAGES["speed.md"])
+
+
 # --- docs/pretraining.md: hours and memory are estimates, by the counts that the page states --------------------------
 
 
