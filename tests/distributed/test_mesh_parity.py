@@ -15,6 +15,7 @@ Flags:
     llama        a Llama that transformers divides by its own plan (tp_plan="auto")
     local_norms  without the sums over ranks inside `Mars.step`: wrong on purpose, to prove that the comparison notices
     partial      gradients of parameters that tensor parallelism repeats come as partial sums
+    wide         with rows of whole blocks of 8-bit states, which both dimensions of a mesh divide
     metrics      also notes the metrics of every step
 """
 
@@ -28,7 +29,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import Launches, Run, from_all_ranks, leave
-from test_parity import MATRIX_CASES, check_metrics, check_noticed, check_same
+from test_parity import (
+    MATRIX_CASES,
+    SAME_BLOCKS_SHARE,
+    check_metrics,
+    check_noticed,
+    check_same,
+    share_that_agrees,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -46,11 +54,11 @@ WIDTH, HIDDEN, BOTTLENECK = 16, 27, 3
 class Block(nn.Module):
     """A feed-forward network, and a bottleneck of so few units that some ranks hold none."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.narrow, self.wide = nn.Linear(WIDTH, BOTTLENECK), nn.Linear(BOTTLENECK, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.narrow, self.wide = nn.Linear(width, BOTTLENECK), nn.Linear(BOTTLENECK, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -60,13 +68,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A language model without attention, which sees one token; `mix` is a matrix that no plan divides."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm = nn.LayerNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.embedding, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(BLOCK, width)
+        self.mix = nn.Linear(width, width)
+        self.blocks = nn.Sequential(Block(width, hidden), Block(width, hidden))
+        self.norm = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the loss."""
@@ -78,7 +86,7 @@ class Model(nn.Module):
 def build_model(flags: set[str]) -> Model:
     """Build the model, with the same weights at every call."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model(64, 256) if "wide" in flags else Model()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):  # norms below and above MAX_GRAD_NORM and CLIP_THRESHOLD
             narrow = BOTTLENECK in module.weight.shape
@@ -189,16 +197,32 @@ def run(spec: str, file: Path) -> None:
     own.train(first, STEPS)
     placements = {name: str(getattr(param, "placements", None)) for name, param in own.model.named_parameters()}
     empty = sum(param.to_local().numel() == 0 for param in own.model.parameters() if isinstance(param, DTensor))
-    leave(file, {**own.notes(), "placements": placements, "empty": sum(from_all_ranks(empty))}, own.results())
+    dtypes = sorted({str(state["exp_avg"].dtype) for state in own.mars.state.values()})
+    notes = {**own.notes(), "placements": placements, "empty": sum(from_all_ranks(empty)), "dtypes": dtypes}
+    leave(file, notes, own.results())
 
 
 # --- tests ----------------------------------------------------------------------------------------------------------
 
 # Number of processes, engine, cases.
 RUNS: dict[int, dict[str, tuple[str, ...]]] = {
-    2: {"tp": ("adamw", "lion_1d/partial", "adamw_1d_folded", "m", "adamw/tied", "adamw/llama", "m/llama")},
+    2: {
+        "tp": (
+            "adamw",
+            "lion_1d/partial",
+            "adamw_1d_folded",
+            "m",
+            "adamw/tied",
+            "adamw/llama",
+            "m/llama",
+            "adamw_8bit/wide",
+        )
+    },
     4: {
-        "fsdp2_tp": ("adamw", "lion", "adamw_1d_folded", "shampoo", "m/exact", "m_folded/resumed"),
+        "fsdp2_tp": (
+            *("adamw", "lion", "adamw_1d_folded", "shampoo", "m/exact", "m_folded/resumed"),
+            "adamw_8bit/wide/resumed",
+        ),
         "hsdp_tp": ("m_folded",),
         "tp": ("adamw_1d", "m"),
     },
@@ -258,6 +282,10 @@ def test_mesh_parity(trained, world, engine, case):
     expected, found = trained(1, f"single/{plain(case)}"), trained(world, f"{engine}/{case}")
     for key in ("weight", "exp_avg") if case.endswith("/exact") else ("weight", "exp_avg", "last_grad"):
         check_same(expected, found, key, settings_of(case))
+    if "_8bit" in case:
+        for key in ("weight", "exp_avg", "last_grad"):
+            assert share_that_agrees(expected.named(key), found.named(key)) >= SAME_BLOCKS_SHARE
+        assert found.notes["dtypes"] == ["torch.float32", "torch.int8"]
     if "_folded" in case:  # the step takes the global norm of all gradients
         norms = expected.notes["total_norms"]
         assert min(norms) < MAX_GRAD_NORM < max(norms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import re
 import sys
 import weakref
@@ -50,6 +51,36 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "placement", "expected"),
+    [
+        ((128, 256), Shard(0), torch.Size([64, 4])),
+        ((101, 128), Shard(0), torch.Size([51, 2])),
+        ((64, 256), Shard(1), torch.Size([64, 2])),
+        ((64, 192), Shard(1), None),  # 96 columns a rank: within a block
+        ((64, 32, 3, 3), Shard(0), torch.Size([32, 5])),
+        ((64, 32, 3, 3), Shard(1), None),  # rows over three dimensions
+        ((128, 256), Replicate(), torch.Size([128, 4])),
+    ],
+    ids=str,
+)
+def test_scales_of_8_bit_states(shape, placement, expected):
+    """They are placed like their parameter; where ranks would cut blocks, states are in float32."""
+    with one_of(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [placement]))
+        mars = mars_hf.Mars([param], lr=1e-3, state_dtype="8bit", clip_threshold=None)
+        param.grad = torch.ones_like(param)
+        mars.step()
+        state = mars.state[param]
+        assert state["exp_avg"].dtype == (torch.float32 if expected is None else torch.int8)
+        if expected is not None:
+            scales = state["exp_avg_scale"]
+            assert scales.to_local().shape == expected and scales.placements == param.placements
+            whole = math.ceil(param.shape[1:].numel() / 64)
+            assert scales.shape == (shape[0], whole)
 
 
 _numbers = itertools.count()
