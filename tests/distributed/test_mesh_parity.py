@@ -220,7 +220,12 @@ RUNS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     4: {
         "fsdp2_tp": (
-            *("adamw", "lion", "adamw_1d_folded", "shampoo", "m/exact", "m_folded/resumed"),
+            "adamw",
+            "lion",
+            "adamw_1d_folded",
+            "shampoo",
+            "m/exact",
+            "m_folded/resumed",
             "adamw_8bit/wide/resumed",
         ),
         "hsdp_tp": ("m_folded",),
