@@ -76,7 +76,7 @@ def encode(param: Tensor, state: dict[str, Any], key: str, spec: ShardSpec | Non
     scales = torch.zeros(shape_of_scales(param, spec), dtype=torch.float32, device=local(param).device)
     state[SCALES[key]] = placed_like(param, scales)
     if values is not None:
-        _say_converted(values.dtype, CODES[key])
+        _say_converted(to_codes=True)
         for codes, part in zip(_coded(param, state, key, spec), _pieces(local(values), param, spec), strict=True):
             codes.encode(part, float(state["step"]))
 
@@ -89,7 +89,7 @@ def decode(param: Tensor, state: dict[str, Any], key: str, spec: ShardSpec | Non
     if key == "compensation":
         state[key] = _convert_compensation(param, state[key])
         return
-    _say_converted(state[key].dtype, torch.float32)
+    _say_converted(to_codes=False)
     values = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
     for codes, part in zip(_coded(param, state, key, spec), _pieces(local(values), param, spec), strict=True):
         part.copy_(codes.decode())
@@ -104,7 +104,7 @@ def _convert_compensation(param: Tensor, compensation: Tensor) -> Tensor:
         other = (eight_bits.join_weight(weight, lost) - weight.float()).to(weight.dtype)
     else:
         _, other = eight_bits.split_weight(weight.float() + lost.float())
-    _say_converted(lost.dtype, other.dtype)
+    _say_converted(to_codes=other.dtype == torch.int8)
     converted = torch.zeros_like(param, dtype=other.dtype, memory_format=torch.preserve_format)
     local(converted).copy_(other)
     return converted
@@ -122,7 +122,6 @@ def _pieces(tensor: Tensor, param: Tensor, spec: ShardSpec | None) -> list[Tenso
 
 
 @functools.cache
-def _say_converted(before: torch.dtype, after: torch.dtype) -> None:
-    """Log, once a process, that loaded states change their form."""
-    names = [str(dtype).removeprefix("torch.") for dtype in (before, after)]
-    logger.warning("MARS converts loaded states from %s to %s, as state_dtype says.", *names)
+def _say_converted(*, to_codes: bool) -> None:
+    """Log, once a process and direction, that loaded states change their form."""
+    logger.warning("MARS converts loaded states %s 8 bits, as state_dtype says.", "to" if to_codes else "from")

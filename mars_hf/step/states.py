@@ -89,12 +89,12 @@ def prepare(
 
 
 def _check_scales(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | None) -> None:
-    held, expected = local(state[SCALES[key]]).shape, coded.shape_of_scales(param, spec)
-    if held != expected:
+    held, expected = local(state[SCALES[key]]), coded.shape_of_scales(param, spec)
+    if held.shape != expected or held.device != local(param).device:
         raise UnfitStateError(
-            f"{key} of a tensor of shape {tuple(param.shape)} has scales of shape {tuple(held)} for blocks of 8-bit "
-            f"states, {tuple(expected)} are needed: it was saved on other ranks. Resume on as many, or from a folder "
-            "made by python -m mars_hf to_universal"
+            f"{key} of a tensor of shape {tuple(param.shape)} on {param.device} has 8-bit codes with scales of "
+            f"{_described(held)}, and needs shape {tuple(expected)} there. Under ZeRO it was saved on other ranks: "
+            "resume on as many, or from a folder made by python -m mars_hf to_universal"
         )
 
 

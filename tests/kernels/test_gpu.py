@@ -107,7 +107,8 @@ def test_update_beyond_31_bits(device):
     gpu_device.update[(1,)](
         torch.tensor(words, device=device), 1, steps, lr, None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
-        LOST=None, COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, DIVIDED=False,
+        LOST=None, EXP_AVG_SCALE=None, EXP_AVG_SQ_SCALE=None, LAST_SCALE=None,
+        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, DIVIDED=False,
         TILE=kernels.TILE, BLOCK=kernels.BLOCK, MASKED_BLOCK=kernels.MASKED_BLOCK, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
