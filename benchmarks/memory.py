@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Measure the memory of whole training steps, in bytes a parameter: its parts, what stays between steps, and the peak.
 
-    python benchmarks/memory.py     # 27.8M parameters; other load does not matter
+    python benchmarks/memory.py                          # 27.8M parameters; other load does not matter
+    python benchmarks/memory.py --forms 'SGD|8bit'       # a regular expression of names
 
 A float32 GPT-2 trains on one short sequence a step, in a plain loop and in Trainer (MarsTrainer for MARS, which clips
 inside the step). Counted is what PyTorch's allocator hands out, from before the
@@ -13,6 +14,7 @@ Results go to benchmarks/results/memory_DEVICE.json, and a picture beside them.
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -174,6 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="28m", help="%(default)s")
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=1000, help="in which nothing may grow: %(default)s")
+    parser.add_argument("--forms", default="", help="regular expression of names; left out: all. SGD counts parameters")
     parser.add_argument("--resume", action="store_true", help="keep what the output has of this device")
     parser.add_argument("--output", type=Path, help="JSON; left out: benchmarks/results/memory_DEVICE.json")
     options = parser.parse_args(argv)
@@ -190,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
         written = interleave.resume(output, written)
     measure(FORMS["SGD"], plain_loop, "tiny", options.device)  # libraries take memory at their first call
     for form, make in FORMS.items():
-        if form in written["forms"]:
+        if form in written["forms"] or not re.search(options.forms, form):
             continue
         written["forms"][form] = {
             loop: {

@@ -263,6 +263,22 @@ def test_steps_with_states_in_8_bits():
     assert f"8 bits take {small:.2f} and {large:.2f} times AdamW and `clip_grad_norm_`" in words
 
 
+def test_memory_of_states_in_8_bits():
+    memory = measured("memory_8bit_amd_epyc")
+    words = words_of(PAGES["speed.md"])
+
+    def of(form):
+        row = memory["forms"][form]["plain loop"]
+        return f"{row['states'] / memory['parameters']:.1f}, {row['peak'] / memory['parameters']:.1f}"
+
+    assert f'| `state_dtype="8bit"` | 18 | {of("mars-adamw, state_dtype=8bit")} |' in words
+    assert f"| the same, `mars-lion` | 16 | {of('mars-lion, state_dtype=8bit')} |" in words
+    short = of("bfloat16, kahan, state_dtype=8bit")
+    released = of("bfloat16, kahan, state_dtype=8bit, release_gradients").partition(", ")[2]
+    row = f'`rounding="kahan"` | | {short} | weights of 24 bits; {released} with `release_gradients=True` |'
+    assert row in words
+
+
 def test_loss_with_states_in_8_bits():
     result = measured("eight_bits_embedded")
     (gap,) = result["differences"]
