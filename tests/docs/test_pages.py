@@ -288,6 +288,14 @@ def test_loss_with_states_in_8_bits():
     assert text in words_of(PAGES["speed.md"]) and abs(gap["mean"]) + half < 0.01
 
 
+def test_long_run_with_states_in_8_bits():
+    losses = measured("eight_bits_long_amd_epyc")["losses"]
+    differences = [one - other for one, other in zip(losses["8bit"], losses["float32"], strict=True)]
+    assert len(differences) == 500
+    farthest = max(map(abs, differences))
+    assert f"no loss differed by more than {farthest:.3f}" in words_of(PAGES["speed.md"])
+
+
 @pytest.mark.parametrize(
     ("label", "weights", "states", "gradients"),
     [
