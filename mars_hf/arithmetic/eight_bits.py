@@ -144,16 +144,16 @@ def _out_of_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
 
 
 def number_of_scales(numel: int, parts: int) -> int:
-    """Return the number of scales of a flat tensor with so many parts, each of which begins with a block of its own."""
+    """Return how many scales a flat tensor of several parameters needs; each parameter begins a block."""
     return numel // BLOCK + 1 + parts
 
 
 def scales_of_parts(scales: Tensor, parts: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return the scales of the parts of a flat tensor, which have a start and a number of elements each."""
-    starts = sorted(start for start, _ in parts)
+    positions = {start: position for position, start in enumerate(sorted(start for start, _ in parts))}
     pieces = []
     for start, numel in parts:
-        first = start // BLOCK + starts.index(start)
+        first = start // BLOCK + positions[start]
         pieces.append(scales[first : first - (-numel // BLOCK)])
     return pieces
 

@@ -66,19 +66,18 @@ def encode(param: Tensor, state: dict[str, Any], key: str, spec: ShardSpec | Non
     """Put a buffer into 8 bits if it is not: zeros if there is none."""
     if key in state and state[key].dtype == CODES[key]:
         return
-    values = state.pop(key, None)
-    if key == "compensation" and values is not None:
-        state[key] = _convert_compensation(param, values)
+    if key == "compensation" and key in state:
+        state[key] = _convert_compensation(param, state[key])
         return
-    state[key] = torch.zeros_like(param, dtype=CODES[key], memory_format=torch.preserve_format)
-    if key not in SCALES:
-        return
-    scales = torch.zeros(shape_of_scales(param, spec), dtype=torch.float32, device=local(param).device)
-    state[SCALES[key]] = placed_like(param, scales)
-    if values is not None:
+    coded = {key: torch.zeros_like(param, dtype=CODES[key], memory_format=torch.preserve_format)}
+    if key in SCALES:
+        scales = torch.zeros(shape_of_scales(param, spec), dtype=torch.float32, device=local(param).device)
+        coded[SCALES[key]] = placed_like(param, scales)
+    if key in state:
         _say_converted(to_codes=True)
-        for codes, part in zip(_coded(param, state, key, spec), _pieces(local(values), param, spec), strict=True):
+        for codes, part in zip(_coded(param, coded, key, spec), _pieces(local(state[key]), param, spec), strict=True):
             codes.encode(part, float(state["step"]))
+    state.update(coded)
 
 
 def decode(param: Tensor, state: dict[str, Any], key: str, spec: ShardSpec | None) -> None:

@@ -49,7 +49,7 @@ class Buffers(NamedTuple):
 
     def are_in(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state has these buffers, with scales if its first moment should have them, and only then."""
-        has_scales = "exp_avg_scale" in state
+        has_scales = SCALES["exp_avg"] in state
         return has_scales == bool(self.scales) and state.keys() >= {"step", *self.keys, *self.scales}
 
 
