@@ -31,7 +31,11 @@ constexpr int64_t GRAIN = 32768;
 // Elements whose gradients stay in a cache between their sums and their update, unless one tensor has more.
 constexpr int64_t WAVE = 1 << 20;
 
-enum List { PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LOST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, LAST_GRAD_SCALE, LISTS };
+// LOST: what Kahan's rounding keeps. The scales, of states in 8 bits, are in the order of these.
+enum List {
+    PARAM, GRADIENT, EXP_AVG, EXP_AVG_SQ, LAST_GRAD, LOST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, LAST_GRAD_SCALE, LISTS
+};
+constexpr int64_t CODED = 64;  // elements with one scale
 constexpr int VALUES = LOST;  // lists that a block opens
 enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64, INT8, UINT8 };
 enum Rule { ADAMW, LION, MOMENTUM };
@@ -55,7 +59,7 @@ struct Tensors {
     uint64_t seed(int64_t i) const { return static_cast<uint64_t>(words[LISTS + (LISTS + 1) * count + i]); }
     int64_t rows(int64_t i) const { return (size(i) + ROW - 1) / ROW; }
     float* scales(List list, int64_t i, int64_t at) const {
-        return static_cast<float*>(data(List(list - EXP_AVG + EXP_AVG_SCALE), i)) + at / 64;
+        return static_cast<float*>(data(List(list - EXP_AVG + EXP_AVG_SCALE), i)) + at / CODED;
     }
     bool has(List list) const { return type(list) != ABSENT; }
     bool is_double() const { return std::count(words, words + LISTS, FLOAT64) > 0; }  // the type of the arithmetic
@@ -136,7 +140,6 @@ void keep(int64_t n, const float* from, BFloat16* to, int8_t* lost) {
 
 // --- states in 8 bits (see eight_bits.py) ---------------------------------------------------------------------------
 
-constexpr int64_t CODED = 64;  // elements with one scale
 constexpr int64_t WIDTH = 8;
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -158,13 +161,15 @@ void store(Vector from, void* to) {
 Floats all(float x) { return Floats{} + x; }
 
 #ifdef __AVX2__
-Ints widened(const int8_t* from) { return Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
-Ints widened(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
+__m128i eight_bytes(const void* from) { return _mm_loadl_epi64(static_cast<const __m128i*>(from)); }
+Ints widened(const int8_t* from) { return Ints(_mm256_cvtepi8_epi32(eight_bytes(from))); }
+Ints widened(const uint8_t* from) { return Ints(_mm256_cvtepu8_epi32(eight_bytes(from))); }
 Ints absolute(Ints x) { return Ints(_mm256_abs_epi32(__m256i(x))); }
 Ints larger(Ints x, Ints y) { return Ints(_mm256_max_epi32(__m256i(x), __m256i(y))); }
 // x times the sign of y: -x, 0 or x.
 Ints with_sign(Ints x, Ints y) { return Ints(_mm256_sign_epi32(__m256i(x), __m256i(y))); }
 Floats root(Floats x) { return _mm256_sqrt_ps(x); }
+// x y + z, rounded once where the processor can: arithmetic is the limit here.
 Floats fused(Floats x, Floats y, Floats z) { return _mm256_fmadd_ps(x, y, z); }
 
 float largest(Ints sizes) {
@@ -548,8 +553,8 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
                   const Thresholds& thresholds, const float* moving) {
     using Value = Code<int8_t>;
     using Root = Code<uint8_t>;
-    float averages[BLOCK], roots[BLOCK], gradients[BLOCK], corrected[BLOCK], nesterov[BLOCK], largest_square[BLOCK / CODED];
-    float largest_average[BLOCK / CODED], largest_gradient[BLOCK / CODED];
+    float gradients[BLOCK], corrected[BLOCK], averages[BLOCK], nesterov[BLOCK], roots[BLOCK];
+    float largest_gradient[BLOCK / CODED], largest_average[BLOCK / CODED], largest_square[BLOCK / CODED];
     bool is_nesterov = s.nesterov != 0;
     float of_gradient = s.clip_factor * (HAS_LAST ? 1 + s.correction : 1);
     for (int64_t block = 0; block < n / CODED; block++) {
@@ -570,7 +575,8 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
         }
         for (int64_t i = first; i < end; i += WIDTH) {
             // e_t = beta1 e_{t-1} + (1 - beta1) c_t
-            Floats m = fused(Value::levels(e.codes + i), all(of_average), load<Floats>(corrected + i) * s.one_minus_beta1);
+            Floats c = load<Floats>(corrected + i);
+            Floats m = fused(Value::levels(e.codes + i), all(of_average), c * s.one_minus_beta1);
             store(m, averages + i);
             average_sizes = larger(average_sizes, Ints(m) & SIZE);
         }
@@ -648,7 +654,7 @@ CodedBlock choose_coded(Rule rule, bool has_last) {
     return has_last ? update_coded<MOMENTUM, true> : update_coded<MOMENTUM, false>;
 }
 
-// Updates n elements from `at` on whose states are in 8 bits; the end of a tensor, in a block that is not full, as a copy.
+// Updates n elements from `at` on whose states are in 8 bits; a last block that is not full, as a copy.
 void update_states(const Tensors& tensors, const Scalars<float>& scalars, const Options& options, int64_t i, int64_t at,
                    int64_t n, float* x, const float* gradient, const Thresholds& thresholds, const float* moving) {
     auto state = [&](List list, auto* type) {

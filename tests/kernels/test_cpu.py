@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -18,7 +19,9 @@ import torch
 from contract import NAMES, STEP, problem
 from helpers import needs_compiler
 
+from mars_hf import kernels
 from mars_hf.arithmetic import rules
+from mars_hf.arithmetic.eight_bits import CODES
 from mars_hf.kernels import cpu as compiled
 
 ROW = 4096  # elements that have one partial sum
@@ -189,6 +192,19 @@ def test_enums_of_the_source():
     assert f"enum Rule {{ {', '.join(compiled.ARITHMETICS).upper()} }};" in source
     types = [str(dtype).removeprefix("torch.").upper() for dtype in compiled.TYPES]
     assert f"enum Type {{ ABSENT, {', '.join(types)} }};" in source and list(compiled.TYPES.values()) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("arithmetic", compiled.ARITHMETICS)
+def test_states_in_8_bits_without_avx2(monkeypatch, arithmetic):
+    """The vectors of the compiler stand for those of the processor."""
+    monkeypatch.setattr(compiled, "X86_FLAGS", {})
+    library = functools.cache(compiled._library.__wrapped__)
+    monkeypatch.setattr(compiled, "_library", library)
+    states = ("exp_avg", "exp_avg_sq", "last_grad") if arithmetic == "adamw" else ("exp_avg", "last_grad")
+    dtypes = {"params": torch.float32, "grads": torch.float32, **{name: CODES[name] for name in states}}
+    check = kernels.compare_with_plain.__wrapped__
+    backend = kernels.Backend(compiled.NAME, compiled)
+    assert check(backend, torch.device("cpu"), tuple(dtypes.items()), arithmetic, "corrected") == ""
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
