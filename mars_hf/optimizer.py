@@ -128,15 +128,16 @@ class Mars(torch.optim.Optimizer):
             for all groups.
         state_dtype: of the states; None for float32, and float64 for float64 parameters. `"8bit"` keeps the moments and
             last gradients of matrices and embeddings in one byte an element, with a scale for 64 of them, and the
-            compensation of Kahan's rounding in one byte; see State.
+            compensation of Kahan's rounding in one; tensors below 4,096 elements, rows below 64 and vectors stay in
+            float32. See State.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
             `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
             unit in the last place; the first loses them.
         maximize: ascend instead of descend.
         fused: True takes the kernels made for the device (Triton on GPUs, compiled code on CPUs), False plain PyTorch.
             None takes the kernels where they run, on CPUs from a million parameters on, where compiling pays.
-            Plain PyTorch takes what kernels do not: amsgrad, Kahan's rounding and float16 on CPU, tensors with gaps
-            in memory.
+            Plain PyTorch takes what kernels do not: amsgrad, tensors with gaps in memory, on a CPU float16, Kahan's
+            rounding without 8-bit states and exact MARS with them, and 8-bit states whose rows end within a block.
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients,
             such as those of DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each
             rank work alone; a Trainer under DistributedDataParallel gives it. Not saved.
@@ -163,13 +164,16 @@ class Mars(torch.optim.Optimizer):
     - `previous_grad`: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
     - `previous_param`: shape and dtype of the parameter; x_t (exact mode, all parameters).
     - `compensation`: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
+    - `exp_avg_scale`, `exp_avg_sq_scale`, `last_grad_scale`: float32, with `state_dtype="8bit"`, whose states are int8,
+      second moments uint8, and `compensation` int8. One for 64 elements of a row: shape of the parameter, but for the
+      last dimension.
 
     Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
     moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad. Tensors
     have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in float32 and
-    rounded once. Loading a state keeps the dtypes it was saved in. Newton-Schulz adds 8 to 10 bytes an element in
-    bfloat16, 16 in float32, of at most `2**27` elements (`2**22` on CPUs) at a time; where ranks share the work, the
-    first moments of all matrices of this rank.
+    rounded once. Loading a state keeps the dtypes it was saved in, but for 8 bits. Newton-Schulz adds 8 to 10 bytes an
+    element in bfloat16, 16 in float32, of at most `2**27` elements (`2**22` on CPUs) at a time; where ranks share the
+    work, the first moments of all matrices of this rank.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.
