@@ -117,6 +117,9 @@ class Mars(torch.optim.Optimizer):
         betas_1d: decay rates of the vectors' moments, each in [0, 1).
         weight_decay_1d: decoupled decay of the vectors, and of the role `adamw`, >= 0; None for 0, and for the role
             `adamw` (embeddings and heads) `weight_decay`. A group that states its own `weight_decay` keeps it.
+        weight_decay_mode: `"standard"` shrinks weights by lr * weight_decay, as AdamW; `"cautious"` those alone whose
+            update does not take them away from zero, d_t x_t >= 0 (arXiv 2510.12402); `"decoupled"` by weight_decay
+            times the schedule's factor: lr over the group's `initial_lr`, `max_lr` under OneCycleLR; 1 without either.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
@@ -230,6 +233,7 @@ class Mars(torch.optim.Optimizer):
         lr_1d: float | None = None,
         betas_1d: tuple[float, float] = (0.9, 0.95),
         weight_decay_1d: float | None = None,
+        weight_decay_mode: str = "standard",
         second_moment: str = "corrected",
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",

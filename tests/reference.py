@@ -88,6 +88,7 @@ class Reference:
         betas: tuple[float, float],
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        weight_decay_mode: str = "standard",
         gamma: float = 0.025,
         clip_threshold: float | None = 1.0,
         amsgrad: bool = False,
@@ -97,6 +98,8 @@ class Reference:
         self.rule, self.lr, self.betas, self.eps, self.weight_decay = rule, lr, betas, eps, weight_decay
         self.gamma, self.clip_threshold, self.amsgrad = gamma, clip_threshold, amsgrad
         self.second_moment = second_moment
+        self.weight_decay_mode = weight_decay_mode
+        self.initial_lr = lr  # of a schedule that changes lr
         self.m = torch.zeros_like(self.x)
         self.v = torch.zeros_like(self.x)
         self.v_max = torch.zeros_like(self.x)
@@ -140,8 +143,15 @@ class Reference:
             v = self.v_max if self.amsgrad else self.v
             m_hat = self.m / (1 - beta1**self.t)
             direction = m_hat / (torch.sqrt(v / (1 - beta2**self.t)) + self.eps)
-        self.x = self.x - self.lr * (direction + self.weight_decay * self.x)
+        self.x = self.x - self.lr * direction - self.decay(direction)
         return self.x
+
+    def decay(self, direction: torch.Tensor) -> torch.Tensor:
+        """Return what weight decay takes from the parameter."""
+        if self.weight_decay_mode == "decoupled":
+            return self.lr / self.initial_lr * self.weight_decay * self.x
+        decays = direction * self.x >= 0 if self.weight_decay_mode == "cautious" else torch.ones_like(self.x)
+        return self.lr * self.weight_decay * self.x * decays
 
 
 # --- runs: autograd's gradients, no Trainer and no optimizer ---------------------------------------------------------

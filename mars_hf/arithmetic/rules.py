@@ -126,6 +126,7 @@ class Options:
     beta2: float  # decay rate of v
     eps: float  # added to the bias-corrected root of v
     weight_decay: float  # decoupled; the parameter shrinks by lr * weight_decay
+    cautious: bool = False  # it shrinks where the update takes it toward zero only
     k: float = 0.0  # these two: see `sums`
     scale: Tensor | None = None
     factors: Tensor | None = None  # multiply c, one per tensor; None means 1
@@ -159,6 +160,8 @@ def update(
         lion:   x = x (1 - lr weight_decay) - lr sign(m)
         momentum:  x = m                                no more: `apply` completes the step
         last = g
+
+    If cautious, x (1 - lr weight_decay) is x where m x < 0.
 
     Args:
         params: x; modified. For momentum, the tensors that receive m, of any dtype.
@@ -222,7 +225,7 @@ def _write_adamw(
     torch._foreach_add_(denominators, options.eps)
     x = _wide(params, m[0].dtype, options.rounding)
     # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
-    torch._foreach_mul_(x, 1 - lr * options.weight_decay)
+    _shrink(x, m, lr * options.weight_decay, cautious=options.cautious)
     torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
     _write_params(x, params, options.rounding)
 
@@ -232,7 +235,14 @@ def _write_lion(
 ) -> None:
     # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
     signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
-    apply(params, signs, lr=float(options.lr), weight_decay=options.weight_decay, rounding=options.rounding)
+    apply(
+        params,
+        signs,
+        lr=float(options.lr),
+        weight_decay=options.weight_decay,
+        cautious=options.cautious,
+        rounding=options.rounding,
+    )
 
 
 def _write_momentum(
@@ -301,6 +311,7 @@ def apply(
     *,
     lr: float,
     weight_decay: float,
+    cautious: bool = False,
     rounding: Rounding = NEAREST,
 ) -> None:
     """Step along given directions, in place: x = x (1 - lr weight_decay) - lr direction.
@@ -312,15 +323,29 @@ def apply(
         directions: shapes of `params`; not modified.
         lr: step size.
         weight_decay: decoupled; the parameter shrinks by lr * weight_decay.
+        cautious: see `Options`.
         rounding: of the parameters.
     """
     is_double = any(tensor.dtype == torch.float64 for tensor in (*params, *directions))
     dtype = torch.float64 if is_double else torch.float32
     x = _wide(params, dtype, rounding)
     # x_{t+1} = x_t - η (direction + λ x_t)    (Algorithm 4 for mars-shampoo; arXiv 2510.21800 for mars-m)
-    torch._foreach_mul_(x, 1 - lr * weight_decay)
+    _shrink(x, directions, lr * weight_decay, cautious=cautious)
     torch._foreach_add_(x, [direction.to(dtype) for direction in directions], alpha=-lr)
     _write_params(x, params, rounding)
+
+
+def _shrink(x: list[Tensor], directions: Sequence[Tensor], decay: float, *, cautious: bool) -> None:
+    """Shrink parameters by a part `decay` of them, in place; if cautious, where no direction would make them larger.
+
+    Source: Algorithm 1 of arXiv 2510.12402, which decays where u x >= 0; signs do not underflow, as products do.
+    """
+    if not cautious:
+        torch._foreach_mul_(x, 1 - decay)
+        return
+    for value, direction in zip(x, directions, strict=True):
+        agrees = value.sign() * direction.sign() >= 0
+        value.copy_(torch.where(agrees, value * (1 - decay), value))
 
 
 def global_scale(norm: Tensor, max_grad_norm: float) -> Tensor:

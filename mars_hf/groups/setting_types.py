@@ -30,6 +30,7 @@ class CreateSettings(TypedDict, total=False):
     lr_1d: float | torch.Tensor | None
     betas_1d: Pair
     weight_decay_1d: float | None
+    weight_decay_mode: Literal["standard", "cautious", "decoupled"] | str
     second_moment: Literal["corrected", "gradient"] | str
     ns_steps: int
     ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]]

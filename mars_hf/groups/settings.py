@@ -125,6 +125,7 @@ _RATE = Kind("a finite number >= 0, or a tensor of one element", _is_rate, _plai
 _THRESHOLD = _or_none(Kind("a finite number > 0", lambda value: _number(value) > 0, float, float))
 _BETA = Kind("a number in [0, 1)", _is_beta, float, float)
 _BETAS = Kind("two numbers in [0, 1)", _are_betas, _plain_betas, None)
+_DECAY_MODE = _one_of("standard", "cautious", "decoupled")
 _FLAG = Kind("True, False", lambda value: isinstance(value, bool), type=bool)
 _STEPS = Kind("an integer from 1 to 100", lambda value: type(value) is int and 1 <= value <= 100, type=int)
 _COEFFICIENTS = Kind(
@@ -177,6 +178,7 @@ _TABLE = (
         "Decoupled decay of what takes AdamW; left out: embeddings and heads as matrices, vectors 0.",
         "1d",
     ),
+    Setting("weight_decay_mode", "standard", _DECAY_MODE, "cautious: only toward zero; decoupled: not times lr."),
     Setting("second_moment", "corrected", _one_of("corrected", "gradient"), "What the second moment averages."),
     Setting("ns_steps", 5, _STEPS, "Steps of Newton-Schulz."),
     Setting("ns_coefficients", "quintic", _COEFFICIENTS, f"Coefficients of Newton-Schulz: {', '.join(SCHEDULES)}."),

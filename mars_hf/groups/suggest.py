@@ -69,8 +69,11 @@ def from_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
         of_rule = first_moment_rms(settings["betas"][0], settings["gamma"])
     factor = first_moment_rms(_ADAMW_BETA1) / of_rule
     derived = {"lr_1d": arguments["lr"], **arguments, "lr": arguments["lr"] * factor}
-    if "weight_decay" in arguments:  # a step shrinks a weight by lr * weight_decay
-        derived["weight_decay"] = arguments["weight_decay"] / factor
+    if "weight_decay" in arguments:  # AdamW shrinks a weight by lr * weight_decay in a step
+        if settings["weight_decay_mode"] == "decoupled":
+            derived["weight_decay"] = arguments["weight_decay"] * arguments["lr"]
+        else:
+            derived["weight_decay"] = arguments["weight_decay"] / factor
     return derived
 
 

@@ -102,8 +102,14 @@ def _row(group: Mapping[str, Any]) -> list[str]:
         f"{sum(shape_of(param).numel() for param in group['params']):,}",
         f"{float(group['lr']):g}",
         "({:g}, {:g})".format(*group["betas"]),
-        f"{group['weight_decay']:g}",
+        _decay_of(group),
     ]
+
+
+def _decay_of(group: Mapping[str, Any]) -> str:
+    """Return the weight decay of a group, and its mode unless it is AdamW's."""
+    decay, mode = f"{group['weight_decay']:g}", group["weight_decay_mode"]
+    return decay if mode == "standard" else f"{decay} {mode}"
 
 
 def _split_of(group: Mapping[str, Any]) -> str:

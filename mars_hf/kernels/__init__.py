@@ -260,7 +260,7 @@ def _compute(
     moving = _some_at_rest(lists["params"]) if has_rest else None
     options = rules.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
+        cautious=scaled, scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
         moving=moving,
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         rounding=rounding, scales=scales,

@@ -41,12 +41,15 @@ enum Type { ABSENT, BFLOAT16, FLOAT32, FLOAT64, INT8, UINT8 };
 enum Rule { ADAMW, LION, MOMENTUM };
 enum Sum { GG, GL, LL, CC, SUMS };
 
-// In the order of SCALARS in cpu.py. decay = 1 - lr weight_decay, rate = lr / (1 - beta1^t),
-// root = 1 / sqrt(1 - beta2^t); rate is lr for other rules. Those of the caller are in double.
+// In the order of SCALARS in cpu.py. decay = 1 - lr weight_decay, decay_away the same where the update takes a weight
+// away from zero, rate = lr / (1 - beta1^t), root = 1 / sqrt(1 - beta2^t); rate is lr for other rules. Those of the
+// caller are in double.
 template <class T>
 struct Scalars {
-    T scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, rate, root;
+    T scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, decay_away, rate, root;
     T eps, step;
+
+    bool is_cautious() const { return decay != decay_away; }
 };
 
 struct Tensors {
@@ -485,7 +488,8 @@ struct Options {
 template <class T>
 Scalars<T> rounded(const Scalars<double>& s) {
     return {T(s.scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
-            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.rate), T(s.root), T(s.eps), T(s.step)};
+            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.decay_away), T(s.rate), T(s.root), T(s.eps),
+            T(s.step)};
 }
 
 // NaN stays NaN.
@@ -495,12 +499,18 @@ T sign(T m) {
     return m == m ? sign : m;
 }
 
+// Whether an update along -m takes a weight away from zero.
+template <class T>
+auto is_away(T m, T x) {
+    return ((m > 0) & (x < 0)) | ((m < 0) & (x > 0));
+}
+
 // x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment. One loop would read
 // four or five streams of memory at once, for which processors fetch less ahead: it takes a tenth to a third longer.
-template <class T, Rule RULE, bool HAS_LAST, bool RESTS>
+template <class T, Rule RULE, bool HAS_LAST, bool IS_PLAIN>
 void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
                   T* __restrict e, T* __restrict v, T* __restrict last, const T* moving) {
-    T c[BLOCK], m[BLOCK];
+    T c[BLOCK], m[BLOCK], decays[BLOCK];
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         // c_t = g_t + k (g_t - last_t), times the clipping factor
@@ -516,26 +526,36 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
         e[i] = average;
         m[i] = is_nesterov ? average + s.nesterov * (c[i] - average) : average;
     }
-    if constexpr (RESTS) {  // a test at run time would cost every step a fiftieth
+    if constexpr (!IS_PLAIN) {  // a test at run time would cost every step a fiftieth
+        for (int64_t i = 0; i < n && moving != nullptr; i++) m[i] *= moving[i];
+        if constexpr (RULE != MOMENTUM) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) m[i] *= moving[i];
+            for (int64_t i = 0; i < n; i++) decays[i] = is_away(m[i], x[i]) ? s.decay_away : s.decay;
+        }
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
+        T decay = IS_PLAIN ? s.decay : decays[i];
         if constexpr (RULE == MOMENTUM) {
             x[i] = m[i];
         } else if constexpr (RULE == LION) {
             // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
-            x[i] = x[i] * s.decay - s.rate * sign(m[i]);
+            x[i] = x[i] * decay - s.rate * sign(m[i]);
         } else {
             // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
             T squared = square_gradient ? gradient[i] * s.scale : c[i];
             T second = v[i] * s.beta2 + s.one_minus_beta2 * squared * squared;
             v[i] = second;
             // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
-            x[i] = x[i] * s.decay - s.rate * m[i] / (std::sqrt(second) * s.root + s.eps);
+            x[i] = x[i] * decay - s.rate * m[i] / (std::sqrt(second) * s.root + s.eps);
         }
     }
+}
+
+// Decays weights, and moves them by a step along -m.
+Floats moved(Floats x, Floats m, Floats step, const Scalars<float>& s) {
+    if (!s.is_cautious()) return fused(x, all(s.decay), step);
+    return fused(x, is_away(m, x) ? all(s.decay_away) : all(s.decay), step);
 }
 
 // A state in 8 bits, from the beginning of a block on.
@@ -607,11 +627,11 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
             } else if constexpr (RULE == LION) {
                 // x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t)
                 Floats sign = m > 0 ? all(1) : m < 0 ? all(-1) : m;  // NaN stays NaN
-                store(fused(load<Floats>(x + i), all(s.decay), -s.rate * sign), x + i);
+                store(moved(load<Floats>(x + i), m, -s.rate * sign, s), x + i);
             } else {
                 // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
                 Floats step = -s.rate * m / fused(load<Floats>(roots + i), all(s.root), all(s.eps));
-                store(fused(load<Floats>(x + i), all(s.decay), step), x + i);
+                store(moved(load<Floats>(x + i), m, step, s), x + i);
             }
         }
         largest_average[block] = largest(average_sizes);
@@ -632,7 +652,7 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
 template <class T>
 using Block = void (*)(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*, const T*);
 
-// By whether there are last gradients, and whether something rests.
+// By whether there are last gradients, and whether nothing rests and all weights decay.
 template <class T, Rule RULE>
 constexpr Block<T> BLOCKS[2][2] = {
     {update_block<T, RULE, false, false>, update_block<T, RULE, false, true>},
@@ -640,10 +660,10 @@ constexpr Block<T> BLOCKS[2][2] = {
 };
 
 template <class T>
-Block<T> choose_block(Rule rule, bool has_last, bool rests) {
-    if (rule == ADAMW) return BLOCKS<T, ADAMW>[has_last][rests];
-    if (rule == LION) return BLOCKS<T, LION>[has_last][rests];
-    return BLOCKS<T, MOMENTUM>[has_last][rests];
+Block<T> choose_block(Rule rule, bool has_last, bool is_plain) {
+    if (rule == ADAMW) return BLOCKS<T, ADAMW>[has_last][is_plain];
+    if (rule == LION) return BLOCKS<T, LION>[has_last][is_plain];
+    return BLOCKS<T, MOMENTUM>[has_last][is_plain];
 }
 
 using CodedBlock = decltype(&update_coded<ADAMW, true>);
@@ -696,7 +716,7 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
     Scalars<T> in_type = rounded<T>(scalars);
     bool changed[VALUES] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
     bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
-    Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), rests);
+    Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), !rests && !scalars.is_cautious());
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         T* values[VALUES] = {};
@@ -707,7 +727,7 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
             }
         if (rests) options.moving.spread(i, at, n, moves);
         block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
-              values[LAST_GRAD], moves);
+              values[LAST_GRAD], rests ? moves : nullptr);
         for (int list = 0; list < VALUES; list++) {
             if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);

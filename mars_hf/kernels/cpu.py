@@ -51,6 +51,7 @@ SCALARS = (
     "beta2",
     "one_minus_beta2",
     "decay",
+    "decay_away",
     "rate",
     "root",
     "eps",
@@ -136,6 +137,7 @@ def update(
     """
     lr = float(options.lr)
     rates, roots = _bias_corrected(options, lr)
+    decay = 1 - lr * options.weight_decay
     scalars = _scalars(
         len(params),
         scale=options.scale,
@@ -145,7 +147,8 @@ def update(
         nesterov=options.nesterov,
         beta2=options.beta2,
         one_minus_beta2=1 - options.beta2,
-        decay=1 - lr * options.weight_decay,
+        decay=decay,
+        decay_away=1.0 if options.cautious else decay,
         rate=rates,
         root=roots,
         eps=options.eps,

@@ -140,7 +140,8 @@ def update(
         if tiles:
             gpu_device.update[(tiles,)](
                 table, len(params), counts, rate, options.scale, options.factors, keys, flags, **types,
-                RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected", DIVIDED=divided,
+                RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected",
+                CAUTIOUS=options.cautious, DIVIDED=divided,
                 **_constants(lists),
             )  # fmt: skip
 

@@ -367,12 +367,21 @@ def _noise_key(seeds, tensor, start, PARAM: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _shrink(p, m, decay, CAUTIOUS: tl.constexpr):
+    """Decay parameters; if cautious, where the update takes them toward zero only."""
+    shrunk = p * decay
+    if CAUTIOUS:
+        shrunk = tl.where(((m > 0) & (p < 0)) | ((m < 0) & (p > 0)), p, shrunk)
+    return shrunk
+
+
+@triton.jit
 def _update_blocks(
     param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
     begin, end, key, moves, table, count, tensor, start, moving,
     scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
-    DIVIDED: tl.constexpr, VECTOR: tl.constexpr,
+    CAUTIOUS: tl.constexpr, DIVIDED: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update the elements from `begin` to `end`; a block is read before it is written.
 
@@ -384,7 +393,7 @@ def _update_blocks(
         g, _, c = _correct(gradient, last, last_scales, offsets, mask, scale, k, COMPUTE, VECTOR)
         e = _load_state(exp_avg, exp_avg_scales, offsets, mask, COMPUTE, VECTOR)
         if RULE != "momentum":
-            p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR) * decay
+            p = _load_param(param, lost, offsets, mask, COMPUTE, VECTOR)
         c = c * factor
         # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
         difference = c - e
@@ -400,6 +409,7 @@ def _update_blocks(
             p = m
         elif RULE == "lion":
             # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
+            p = _shrink(p, m, decay, CAUTIOUS)
             p = p - step_size * tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
         else:
             s = c if CORRECTED else g
@@ -407,6 +417,7 @@ def _update_blocks(
             v = _load_state(exp_avg_sq, exp_avg_sq_scales, offsets, mask, COMPUTE, VECTOR)
             v = beta2 * v + weight2 * (s * s)
             # x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
+            p = _shrink(p, m, decay, CAUTIOUS)
             p = p - step_size * _divide(m, _divide(_root(v), root2) + eps)
             _store_state(exp_avg_sq, exp_avg_sq_scales, offsets, v, mask, step, SIZE, VECTOR)
         if key is not None:
@@ -422,7 +433,7 @@ def update(
     table, count, steps, lr, scale, factors, seeds, moving,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
     LOST: tl.constexpr, EXP_AVG_SCALE: tl.constexpr, EXP_AVG_SQ_SCALE: tl.constexpr, LAST_SCALE: tl.constexpr,
-    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, DIVIDED: tl.constexpr,
+    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, CAUTIOUS: tl.constexpr, DIVIDED: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once.
@@ -471,11 +482,11 @@ def update(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
         0, whole, key, moves, table, count, tensor, start, moving,
         scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
-        BLOCK, False, COMPUTE, RULE, CORRECTED, DIVIDED, VECTOR,
+        BLOCK, False, COMPUTE, RULE, CORRECTED, CAUTIOUS, DIVIDED, VECTOR,
     )  # fmt: skip
     _update_blocks(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
         whole, length, key, moves, table, count, tensor, start, moving,
         scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
-        MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, DIVIDED, VECTOR,
+        MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, CAUTIOUS, DIVIDED, VECTOR,
     )  # fmt: skip

@@ -137,8 +137,14 @@ def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
     if directions is None:
         _write(tensors, tensors.params, tensors.rule.arithmetic, rounding)
     else:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-        rules.apply(tensors.params, directions, lr=lr, weight_decay=weight_decay, rounding=rounding)
+        rules.apply(
+            tensors.params,
+            directions,
+            lr=float(group["lr"]),
+            weight_decay=_weight_decay(group),
+            cautious=group["weight_decay_mode"] == "cautious",
+            rounding=rounding,
+        )
 
 
 def _write(
@@ -186,7 +192,8 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
+        weight_decay=_weight_decay(group),
+        cautious=group["weight_decay_mode"] == "cautious",
         k=tensors.correction,
         scale=tensors.scale,
         factors=tensors.factors,
@@ -198,6 +205,18 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         squares=tensors.squares,
         moving=tensors.moving,
     )
+
+
+def _weight_decay(group: Mapping[str, Any]) -> float:
+    """Return the decay that is multiplied by the learning rate.
+
+    A decoupled one follows the schedule and not the rate: lr / initial_lr, which torch's schedulers keep in the group.
+    """
+    weight_decay = float(group["weight_decay"])
+    if group["weight_decay_mode"] != "decoupled":
+        return weight_decay
+    peak = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    return weight_decay / peak if peak else 0.0
 
 
 def _rounding(tensors: TensorList) -> rules.Rounding:

@@ -318,7 +318,7 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
             return value * (1 + relative * signs) if name == erring else value
 
         settings = {name: float(group[name]) for name in ("lr", "eps", "weight_decay", "gamma")}
-        settings |= {name: group[name] for name in ("clip_threshold", "amsgrad", "second_moment")}
+        settings |= {name: group[name] for name in ("clip_threshold", "amsgrad", "second_moment", "weight_decay_mode")}
         x = near("x", entry.x + kept.get("compensation", zeros) if is_kahan else entry.x)
         line = Reference(x, rule=rule, betas=tuple(map(float, group["betas"])), **settings)
         line.t = int(kept.get("step", 0))

@@ -53,6 +53,7 @@ def draw_settings(random: Random, rule: str) -> dict[str, Any]:
         "lr": 0.02,
         "weight_decay": random.choice((0.0, 0.1)),
         "weight_decay_1d": random.choice((0.0, 0.2)),
+        "weight_decay_mode": random.choice(("standard", "cautious", "decoupled")),
         "betas": random.choice(((0.95, 0.99), (0.5, 0.9))),
         "gamma": random.choice((0.025, 0.025, 0.5, 0.0)),
         "clip_threshold": random.choice((1.0, 0.05, 100.0, None)),

@@ -345,7 +345,12 @@ def test_every_setting(name):
         **{"role": "adamw", "betas": (0.5, 0.6), "betas_1d": (0.5, 0.6), "layout": layout(parts=(2, 2))},
         **{"lr": 0.5, "eps": 1e-6, "weight_decay": 0.25, "gamma": 0.5, "mars_type": "mars-shampoo", "is_approx": False},
         **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 0.125, "weight_decay_1d": 0.25},
-        **{"second_moment": "gradient", "ns_steps": 3, "ns_coefficients": "polar-express"},
+        **{
+            "weight_decay_mode": "cautious",
+            "second_moment": "gradient",
+            "ns_steps": 3,
+            "ns_coefficients": "polar-express",
+        },
         **{"ns_dtype": "float32", "state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "fused": False},
     }
     mars_type = "mars-adamw" if name == "role" else "mars-m"

@@ -34,7 +34,7 @@ def leave(folder, mars) -> dict:
 OTHERS = {
     **{"lr": 2e-3, "betas": (0.9, 0.98), "eps": 1e-7, "weight_decay": 0.1, "gamma": 0.05, "is_approx": False},
     **{"clip_threshold": None, "amsgrad": True, "optimize_1d": True, "lr_1d": 1e-3, "betas_1d": (0.8, 0.9)},
-    **{"weight_decay_1d": 0.01, "second_moment": "gradient"},
+    **{"weight_decay_1d": 0.01, "weight_decay_mode": "cautious", "second_moment": "gradient"},
     **{"state_dtype": torch.bfloat16, "rounding": "kahan", "maximize": True, "lr_embeddings": 4e-3},
     "param_rules": [("*wte*", {"weight_decay": 0.0}), ("linear.*", {"lr": 5e-4, "betas": (0.7, 0.8)})],
 }

@@ -45,7 +45,7 @@ WRONG = {
     ),
     "fused": (0, 1, "auto"),
     "mars_type": ("mars-sgd", "mars_m", ["mars-m"], None, 1),
-    **dict.fromkeys(("second_moment", "rounding"), ("raw", ["kahan"], None, torch.ones(2))),
+    **dict.fromkeys(("second_moment", "rounding", "weight_decay_mode"), ("raw", ["kahan"], None, torch.ones(2))),
     "ns_steps": (0, -1, 101, LONG, 5.0, True, "5", None),
     "ns_coefficients": (
         "cubic",
@@ -76,7 +76,12 @@ WRONG = {
 TEXTS = {
     **{"lr": "5e-1", "eps": "1e-6", "weight_decay": "0.25", "gamma": "1", "mars_type": "mars-lion", "amsgrad": "true"},
     **{"is_approx": "False", "clip_threshold": "none", "optimize_1d": "true", "lr_1d": "0.125", "ns_steps": "3"},
-    **{"weight_decay_1d": "0.25", "second_moment": "gradient", "ns_coefficients": "polar-express"},
+    **{
+        "weight_decay_1d": "0.25",
+        "weight_decay_mode": "cautious",
+        "second_moment": "gradient",
+        "ns_coefficients": "polar-express",
+    },
     **{"ns_dtype": "float32", "max_grad_norm": "0.5", "state_dtype": "bfloat16", "rounding": "kahan"},
     **{"maximize": "true", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
     **{

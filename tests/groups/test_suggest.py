@@ -93,6 +93,14 @@ def test_adamw_rates(settings, rule):
     assert ours == pytest.approx(theirs, rel=TOLERANCES[rule])
 
 
+def test_adamw_rates_decoupled_decay():
+    """Weights shrink in a step as under AdamW, whose decay follows its rate."""
+    made = mars_hf.create(
+        torch.nn.Linear(4, 4), lr=3e-4, weight_decay=0.1, weight_decay_mode="decoupled", adamw_rates=True
+    )
+    assert made.param_groups[0]["weight_decay"] == pytest.approx(3e-5)
+
+
 def test_adamw_rates_at_every_door(tmp_path):
     """TrainingArguments' rate and decay are AdamW's then: a script changes one word."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))

@@ -75,6 +75,14 @@ def test_one_line_has_the_rate_before_any_schedule():
     assert "at lr=0.01, " in summary.one_line_summary(mars.param_groups, model)
 
 
+def test_table_says_how_weights_decay():
+    model = torch.nn.Linear(2, 2)
+    cells = {"standard": "0.1 ", "cautious": "0.1 cautious", "decoupled": "0.1 decoupled"}
+    for mode, cell in cells.items():
+        mars = mars_hf.create(model, lr=1e-2, weight_decay=0.1, weight_decay_mode=mode)
+        assert f"  {cell}" in f"{summary.summary(mars.param_groups).splitlines()[1]} "
+
+
 def test_one_line_is_short():
     """GPT-3's sizes, and parameters that the model lacks."""
     sizes = {"matrix": 1e12, "adamw": 6e8, "vector": 9999999}

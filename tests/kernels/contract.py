@@ -89,7 +89,7 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 def expected_update(
     lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, nesterov: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
-    factors: Any = None, second_moment: str = "corrected", moving: Any = None,
+    factors: Any = None, second_moment: str = "corrected", moving: Any = None, cautious: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
@@ -114,7 +114,8 @@ def expected_update(
             if wide["max_exp_avg_sqs"]:
                 v = wide["max_exp_avg_sqs"][i].copy_(torch.maximum(wide["max_exp_avg_sqs"][i], v))
             direction = m / (1 - beta1 ** steps[i]) / ((v / (1 - beta2 ** steps[i])).sqrt() + eps)
-        x.copy_(x * (1 - lr * weight_decay) - lr * direction)
+        decays = torch.where(direction * x >= 0, 1.0, 0.0) if cautious else 1.0
+        x.copy_(x * (1 - lr * weight_decay * decays) - lr * direction)
     return wide
 
 

@@ -54,6 +54,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion, some at rest": (PLAIN, {"arithmetic": "lion", **AT_REST}),
     "momentum, some at rest": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3, **AT_REST}),
     "momentum, all of one at rest": (PLAIN, {"arithmetic": "momentum", **ONE_AT_REST}),
+    "adamw, cautious": (("max_exp_avg_sqs",), {"cautious": True, "weight_decay": 20.0}),
+    "lion, cautious, some at rest": (PLAIN, {"arithmetic": "lion", "cautious": True, "weight_decay": 20.0, **AT_REST}),
     "beta1 of 0": (("max_exp_avg_sqs",), {"beta1": 0.0}),
 }
 

@@ -108,7 +108,7 @@ def test_update_beyond_31_bits(device):
         torch.tensor(words, device=device), 1, steps, lr, None, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
         LOST=None, EXP_AVG_SCALE=None, EXP_AVG_SQ_SCALE=None, LAST_SCALE=None,
-        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, DIVIDED=False,
+        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, CAUTIOUS=False, DIVIDED=False,
         TILE=kernels.TILE, BLOCK=kernels.BLOCK, MASKED_BLOCK=kernels.MASKED_BLOCK, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
@@ -307,7 +307,8 @@ def update(param, gradient, state, last, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
     dtypes |= {name: flags.pop(name) for name in dtypes if name in flags}
     no_scales = dict.fromkeys(("EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE", "LAST_SCALE"))
-    flags = {"RULE": "adamw", "CORRECTED": True, "DIVIDED": False, "LOST": None, "VECTOR": 4, **no_scales, **flags}
+    usual = {"RULE": "adamw", "CORRECTED": True, "CAUTIOUS": False, "DIVIDED": False, "LOST": None, "VECTOR": 4}
+    flags = {**usual, **no_scales, **flags}
     return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
 
 
@@ -327,9 +328,10 @@ def accesses(code, width):
     ("dtypes", "flags", "expected"),
     [
         (WIDE, {}, {"v4.b32": (10, 8)}),
+        (WIDE, {"CAUTIOUS": True}, {"v4.b32": (10, 8)}),
         ((tl.bfloat16, tl.bfloat16, tl.float32, tl.bfloat16), {}, {"v4.b32": (4, 4), "v2.b32": (6, 4)}),
     ],
-    ids=["float32", "bfloat16 with float32 states"],
+    ids=["float32", "cautious", "bfloat16 with float32 states"],
 )
 def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
     """Each thread has eight elements, two accesses for each tensor; nothing goes through shared memory."""
@@ -339,7 +341,15 @@ def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
 
 @compiles
 @pytest.mark.parametrize(
-    "flags", [{"RULE": "lion"}, {"RULE": "lion", "DIVIDED": True}, {"RULE": "momentum"}, {"CORRECTED": False}], ids=str
+    "flags",
+    [
+        {"RULE": "lion"},
+        {"RULE": "lion", "DIVIDED": True},
+        {"RULE": "lion", "CAUTIOUS": True},
+        {"RULE": "momentum"},
+        {"CORRECTED": False},
+    ],
+    ids=str,
 )
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, **flags).asm["cubin"]

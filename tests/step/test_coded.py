@@ -58,6 +58,7 @@ SETTINGS = {
     "without last gradients": {"clip_threshold": None, "second_moment": "gradient"},
     "gradient": {"second_moment": "gradient", "weight_decay": 0.1},
     "amsgrad": {"amsgrad": True},
+    "cautious": {"weight_decay": 5.0, "weight_decay_mode": "cautious"},
     "maximize": {"maximize": True},
 }
 
@@ -110,7 +111,8 @@ def test_formulas(rule, settings, layout, fused):
         else:
             matrix = m.flatten(1)
             direction = 0.2 * max(matrix.shape) ** 0.5 * newton_schulz(matrix, 1e-7).view_as(m)
-        wanted = x * (1 - 0.01 * group["weight_decay"]) - 0.01 * direction
+        decays = direction * x >= 0 if "weight_decay_mode" in options else torch.ones_like(x)
+        wanted = x * (1 - 0.01 * group["weight_decay"] * decays) - 0.01 * direction
         torch.testing.assert_close(param.double(), wanted, rtol=1e-4, atol=2e-5)
         for key in KEYS:
             if key in new:

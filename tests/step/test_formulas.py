@@ -26,6 +26,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "betas": {"betas": (0.5, 0.7), "betas_1d": (0.6, 0.8)},
     "zero betas": {"betas": (0.0, 0.0), "betas_1d": (0.0, 0.0)},
     "decay and eps": {"weight_decay": 0.3, "weight_decay_1d": 0.2, "eps": 1e-3},
+    "cautious decay": {"weight_decay": 20.0, "weight_decay_1d": 30.0, "weight_decay_mode": "cautious"},
+    "decoupled decay": {"weight_decay": 0.02, "weight_decay_1d": 0.1, "weight_decay_mode": "decoupled"},
     "gamma": {"gamma": 0.5},
     "gamma of 0": {"gamma": 0.0},
     "no clipping": {"clip_threshold": None},
@@ -38,10 +40,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "global norm": {"max_grad_norm": 0.7},
     "global norm, maximize": {"max_grad_norm": 0.7, "maximize": True},
     "lion": {"mars_type": "mars-lion", "weight_decay": 0.1, "max_grad_norm": 0.7, "optimize_1d": True},
+    "lion, cautious": {"mars_type": "mars-lion", "weight_decay": 20.0, "weight_decay_mode": "cautious"},
     "lion, recursive": {"mars_type": "mars-lion", "clip_threshold": None, "gamma": 0.3},
     "shampoo": {"mars_type": "mars-shampoo", "eps": 1e-2, "weight_decay": 0.1, "optimize_1d": True},
     "shampoo, recursive": {"mars_type": "mars-shampoo", "clip_threshold": None, "max_grad_norm": 0.7},
     "mars-m": {"mars_type": "mars-m", "weight_decay": 0.1, "maximize": True},
+    "mars-m, cautious": {"mars_type": "mars-m", "weight_decay": 20.0, "weight_decay_mode": "cautious"},
+    "mars-m, decoupled": {"mars_type": "mars-m", "weight_decay": 0.02, "weight_decay_mode": "decoupled"},
     "mars-m, recursive": {"mars_type": "mars-m", "clip_threshold": None, "gamma": 0.3, "amsgrad": True},
 }
 # Settings with tests of their own: here below, test_settings.py, test_exact.py, test_orthogonalize.py, test_states.py,
@@ -101,7 +106,7 @@ def gradients(params: list[nn.Parameter], step: int) -> list[Tensor]:
 def references(params: list[nn.Parameter], **settings: Any) -> list[Reference]:
     """Return a reference for each parameter, with Mars's defaults."""
     settings = {"lr": 3e-3, "betas": (0.95, 0.99), "mars_type": "mars-adamw", **settings}
-    names = ("eps", "gamma", "clip_threshold", "second_moment", "amsgrad")
+    names = ("eps", "gamma", "clip_threshold", "second_moment", "amsgrad", "weight_decay_mode")
     shared = {name: settings[name] for name in names if name in settings}
     lr = float(settings["lr"])
     lines = []
@@ -130,7 +135,7 @@ def scaled(grads: list[Tensor | None], settings: dict[str, Any]) -> tuple[list[T
 
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
-LOW = ("default", "global norm, maximize", "recursive", "lion", "mars-m")
+LOW = ("default", "global norm, maximize", "recursive", "lion", "mars-m", "cautious decay", "lion, cautious")
 CASES = [(name, dtype) for name in CONFIGURATIONS for dtype in TOLERANCES if dtype.itemsize > 2 or name in LOW]
 
 
@@ -210,6 +215,44 @@ def test_gamma_zero_without_clipping_is_torch_adamw():
                 param.grad = gradient
             optimizer.step()
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def linear_with_warmup(mars: Mars) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(mars, lambda step: (0.0, 0.5, 1.0, 0.25, 0.0)[step])
+
+
+def one_cycle(mars: Mars) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(mars, max_lr=0.02, total_steps=5)
+
+
+@pytest.mark.parametrize("make_scheduler", [linear_with_warmup, one_cycle])
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+def test_decoupled_decay_follows_the_schedule(mars_type, make_scheduler):
+    settings = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "mars_type": mars_type}
+    (param,) = parameters(torch.float64, [(7, 5)])
+    (line,) = references([param], lr=0.02, **settings)
+    mars = Mars([param], lr=0.02, ns_dtype="float64", **settings)
+    scheduler = make_scheduler(mars)
+    for step in range(4):
+        (param.grad,) = gradients([param], step)
+        line.lr = mars.param_groups[0]["lr"]  # of 0.02 at its peak
+        line.betas = mars.param_groups[0]["betas"]
+        line.step(param.grad)
+        mars.step()
+        scheduler.step()
+        torch.testing.assert_close(param.detach(), line.x, rtol=1e-10, atol=1e-12)
+
+
+def test_decoupled_decay_without_a_scheduler():
+    """A rate that a loop writes into the group leaves the decay as it is; a rate of 0 moves nothing."""
+    (param,) = parameters(torch.float64, [(7, 5)])
+    mars = Mars([param], weight_decay=0.1, weight_decay_mode="decoupled")
+    for lr, factor in ((1e-9, 0.9), (0.5e-9, 0.9), (0.0, 1.0)):
+        before = param.detach().clone()
+        mars.param_groups[0]["lr"] = lr
+        (param.grad,) = gradients([param], 0)
+        mars.step()
+        torch.testing.assert_close(param.detach(), factor * before, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "gamma", "clip_threshold", "eps", "maximize"])
