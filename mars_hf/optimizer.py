@@ -126,6 +126,9 @@ class Mars(torch.optim.Optimizer):
             same cost; or three numbers, or a list of as many triples as steps.
         ns_dtype: of the iteration, a torch.dtype or its name. None: bfloat16, but float32 on a CPU or GPU that lacks
             bfloat16 instructions (V100, T4), and float64 for float64 parameters.
+        normalize_rows: of mars-shampoo and mars-m, the beta of NorMuon (arXiv 2510.05491), in [0, 1), 0.95 there: each
+            row, an output, of an orthogonalized matrix is divided by the root of a running mean of its squares, and the
+            matrix scaled back to the norm it had; None leaves rows as they are.
         max_grad_norm: largest global norm of all gradients together, > 0: they are scaled in the passes of the step,
             in place of a call of clip_grad_norm_ before it, and `grad_norm` holds their norm; None for no scaling. One
             for all groups.
@@ -167,6 +170,8 @@ class Mars(torch.optim.Optimizer):
     - `previous_grad`: the same; from `update_previous_grad()` to `update_last_grad()` (exact mode).
     - `previous_param`: shape and dtype of the parameter; x_t (exact mode, all parameters).
     - `compensation`: shape and dtype of the parameter; what rounding has lost (`rounding="kahan"`).
+    - `row_avg_sq`: with `normalize_rows`, float32, one for each output of the whole parameter (experts one after the
+      other), also where this rank holds a part of it; running means of their squares.
     - `exp_avg_scale`, `exp_avg_sq_scale`, `last_grad_scale`: float32, with `state_dtype="8bit"`, whose states are int8,
       second moments uint8, and `compensation` int8. One for 64 elements of a row: shape of the parameter, but for the
       last dimension.
@@ -238,6 +243,7 @@ class Mars(torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = "quintic",
         ns_dtype: str | torch.dtype | None = None,
+        normalize_rows: float | None = None,
         max_grad_norm: float | None = None,
         state_dtype: str | torch.dtype | None = None,
         rounding: str = "nearest",

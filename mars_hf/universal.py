@@ -27,7 +27,7 @@ from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
 from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
-from mars_hf.step.states import check_saved_group, lacks_last_grad
+from mars_hf.step.states import ROWS, check_saved_group, lacks_last_grad
 
 __all__ = ["extend_deepspeed", "load", "to_universal"]
 
@@ -419,6 +419,11 @@ def _write_parameter(holders: list[Rank], index: int, name: str, shape: torch.Si
     for key in (WEIGHTS, *holders[0].states[index]):
         if key in SCALES.values():
             continue
+        if key == ROWS:
+            raise ValueError(
+                f"{name} has {key}, of normalize_rows, which universal checkpoints cannot hold: resume on as many "
+                "processes, without converting"
+            )
         flats = [rank.flat(index, key) for rank in holders]
         if key == "step":
             torch.save(parse_step(flats[0]), folder / "step.pt")

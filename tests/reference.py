@@ -93,12 +93,16 @@ class Reference:
         clip_threshold: float | None = 1.0,
         amsgrad: bool = False,
         second_moment: str = "corrected",
+        normalize_rows: float | None = None,
     ) -> None:
         self.x = x.detach().double().clone()
         self.rule, self.lr, self.betas, self.eps, self.weight_decay = rule, lr, betas, eps, weight_decay
         self.gamma, self.clip_threshold, self.amsgrad = gamma, clip_threshold, amsgrad
         self.second_moment = second_moment
         self.weight_decay_mode = weight_decay_mode
+        self.normalize_rows = normalize_rows
+        # One number for each row of each matrix: three dimensions are a batch, more are (out, all others).
+        self.rows = torch.zeros(0 if x.ndim < 2 else x.shape[:2].numel() if x.ndim == 3 else x.shape[0]).double()
         self.initial_lr = lr  # of a schedule that changes lr
         self.m = torch.zeros_like(self.x)
         self.v = torch.zeros_like(self.x)
@@ -136,6 +140,8 @@ class Reference:
             direction = torch.sign(self.m) * moves(gradient)
         elif self.rule in ("mars-shampoo", "mars-m"):
             direction = orthogonalized(self.rule, self.m * moves(gradient), beta1, self.eps)
+            if self.normalize_rows is not None:
+                direction = self.normalized(direction, self.normalize_rows)
         else:
             square = g**2 if self.second_moment == "gradient" else c**2
             self.v = beta2 * self.v + (1 - beta2) * square
@@ -145,6 +151,25 @@ class Reference:
             direction = m_hat / (torch.sqrt(v / (1 - beta2**self.t)) + self.eps)
         self.x = self.x - self.lr * direction - self.decay(direction)
         return self.x
+
+    def normalized(self, direction: torch.Tensor, beta: float) -> torch.Tensor:
+        """Return NorMuon's direction, row by row; it commutes with the scale of a matrix, which a square mean has."""
+        if not direction.numel():
+            return direction
+        stack = direction if direction.ndim == 3 else direction.reshape(1, len(direction), -1)
+        results = []
+        for index, matrix in enumerate(stack):
+            rows, cols = matrix.shape
+            scale = 0.2 * math.sqrt(max(rows, cols)) if self.rule == "mars-m" else math.sqrt(max(1, rows / cols))
+            divided = torch.zeros_like(matrix)
+            for row in range(rows):
+                place = index * rows + row
+                mean = float((matrix[row] / scale).square().sum()) / cols
+                self.rows[place] = beta * self.rows[place] + (1 - beta) * mean
+                divided[row] = matrix[row] / (math.sqrt(self.rows[place]) + 1e-10)
+            before, after = (math.sqrt(float(each.square().sum())) for each in (matrix, divided))
+            results.append(divided * (before / after) if after else divided)
+        return torch.stack(results).reshape(direction.shape)
 
     def decay(self, direction: torch.Tensor) -> torch.Tensor:
         """Return what weight decay takes from the parameter."""

@@ -226,6 +226,15 @@ def test_zero_to_one_process(tmp_path, stage, form):
                 read(target, **FORMS[form])
 
 
+def test_states_of_rows_are_refused(tmp_path):
+    """One a row and not an element: nothing of a universal checkpoint could hold it."""
+    model, mars = trained(mars_type="mars-m", normalize_rows=0.9)
+    source = save_zero(tmp_path / "step2", model, mars)
+    with pytest.raises(ValueError, match=r"weight has row_avg_sq, of normalize_rows.*resume on as many processes"):
+        universal.to_universal(source, tmp_path / "universal")
+    assert [path.name for path in tmp_path.iterdir()] == ["step2"]
+
+
 def test_fused_is_of_the_machine_that_loads(tmp_path):
     model, mars = trained(fused=False)
     target = tmp_path / "universal"

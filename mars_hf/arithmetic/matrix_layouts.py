@@ -80,6 +80,11 @@ def matrix_shapes(shape: Sequence[int], layout: MatrixLayout) -> list[tuple[int,
     return [(*batch, repeats * size, cols) for size in layout.parts]
 
 
+def count_rows(shape: Sequence[int], layout: MatrixLayout) -> int:
+    """Return the number of rows, or outputs, of all matrices in a parameter."""
+    return sum(math.prod(matrix[:-1]) for matrix in matrix_shapes(shape, layout))
+
+
 def views(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
     """Return the parts of a parameter-shaped tensor as writable views.
 

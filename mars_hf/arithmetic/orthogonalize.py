@@ -1,9 +1,9 @@
-"""Turn the first moments of whole matrices into directions: Newton-Schulz, and the scale of the rule."""
+"""Turn the first moments of whole matrices into directions: Newton-Schulz, its rows, and the scale of the rule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ class NewtonSchulz(NamedTuple):
     coefficients: tuple[Any, ...]
     eps: float
     dtype: torch.dtype
+    row_beta: float | None = None  # see `normalize_rows`; None leaves rows as they are
 
 
 def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
@@ -33,7 +34,15 @@ def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchu
     assert rule.scale is not None
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype)
+    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype, group["normalize_rows"])
+
+
+def count_rows(group: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Return how many rows have a state, in a parameter of this shape; 0 if they are not normalized."""
+    if group["normalize_rows"] is None or not update_rule(group).orthogonalizes:
+        return 0
+    layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
+    return matrix_layouts.count_rows(shape, layout)
 
 
 def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.device) -> torch.dtype:
@@ -56,20 +65,31 @@ def iteration_dtype(group: Mapping[str, Any], param: Tensor, device: torch.devic
 
 
 def compute_directions(
-    momenta: Sequence[Tensor], settings: Sequence[NewtonSchulz], out_dtype: torch.dtype
+    momenta: Sequence[Tensor],
+    settings: Sequence[NewtonSchulz],
+    out_dtype: torch.dtype,
+    row_avg_sqs: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Orthogonalize whole first moments, each with its settings, and multiply them by their scale.
 
     Matrices of one shape and the same settings go through Newton-Schulz together. The scale is applied in the dtype of
     the results, so the iteration's result is rounded once.
 
+    Args:
+        momenta: whole parameters' first moments; not modified.
+        settings: one a moment.
+        out_dtype: of the results.
+        row_avg_sqs: running means of the squares of each one's rows, modified; empty tensors where rows are left, and
+            none at all if all are.
+
     Returns:
-        New tensors with the shapes and strides of `momenta`, which are not modified.
+        New tensors with the shapes and strides of `momenta`.
     """
     layouts = [each.layout or matrix_layouts.of_shape(m.shape) for m, each in zip(momenta, settings, strict=True)]
     by_iteration: dict[tuple[Any, ...], list[int]] = {}
     for position, setting in enumerate(settings):
         by_iteration.setdefault((setting.coefficients, setting.eps, setting.dtype), []).append(position)
+    rows = row_avg_sqs or [torch.empty(0, device="cpu")] * len(momenta)
     results = list(momenta)
     for (coefficients, eps, dtype), positions in by_iteration.items():
         matrices: list[Tensor] = []
@@ -78,10 +98,44 @@ def compute_directions(
         orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, out_dtype=out_dtype))
         for position in positions:
             results[position] = torch.empty_like(momenta[position], dtype=out_dtype)
-            for view in matrix_layouts.views(results[position], layouts[position]):
-                matrix = next(orthogonal)
-                view.copy_(matrix.reshape(view.shape)).mul_(settings[position].scale(*matrix.shape[-2:]))
+            views = matrix_layouts.views(results[position], layouts[position])
+            _write_direction(views, orthogonal, settings[position], rows[position])
     return results
+
+
+def _write_direction(
+    views: Sequence[Tensor], orthogonal: Iterator[Tensor], setting: NewtonSchulz, row_avg_sq: Tensor
+) -> None:
+    """Write the next orthogonalized matrices, with their rows normalized if asked for and scaled, into views."""
+    first_row = 0
+    for view in views:
+        matrix = next(orthogonal)
+        scale = setting.scale(*matrix.shape[-2:])
+        if setting.row_beta is not None:
+            rows = matrix.shape[:-1]
+            of_rows = row_avg_sq[first_row : first_row + rows.numel()]
+            matrix = normalize_rows(matrix, of_rows.view(rows), setting.row_beta)
+            first_row += rows.numel()
+        view.copy_(matrix.reshape(view.shape)).mul_(scale)
+
+
+def normalize_rows(matrix: Tensor, row_avg_sq: Tensor, beta: float) -> Tensor:
+    """Divide each row by the root of a running mean of its squares, and bring the matrix back to its norm.
+
+    Args:
+        matrix: (..., rows, columns); not modified.
+        row_avg_sq: (..., rows), the running means, in the dtype of the arithmetic; modified.
+        beta: its decay rate.
+
+    Source: Algorithm 1 of arXiv 2510.05491; the norm, which the paper sets to 0.2 sqrt(rows columns), as in its code.
+    """
+    wide = matrix.to(row_avg_sq.dtype)
+    # v_t = β v_{t-1} + (1 - β) mean(O²), of each row; no correction of bias, which the norm would undo.
+    row_avg_sq.lerp_(wide.square().mean(-1), 1 - beta)
+    normalized = wide / (row_avg_sq.sqrt() + 1e-10).unsqueeze(-1)
+    before = torch.linalg.matrix_norm(wide, keepdim=True)
+    after = torch.linalg.matrix_norm(normalized, keepdim=True)
+    return normalized * (before / after.clamp_min(1e-30))
 
 
 def _matrices_in(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mars_hf.arithmetic import matrix_layouts
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of
-from mars_hf.arithmetic.orthogonalize import flops, iteration_dtype
+from mars_hf.arithmetic.orthogonalize import count_rows, flops, iteration_dtype
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.norms import GroupSums, group_order, wire_device
 from mars_hf.distributed.shards import replicas_in_mesh, slices_of
@@ -43,10 +43,13 @@ class Matrix(NamedTuple):
     slice_of: Callable[[int], Slice | None]  # what a rank holds, by its number among those that hold shards
     only_holder: int | None = None  # the only rank that holds any of it
     group: int = 0  # index of its parameter group
+    rows: int = 0  # that have a state
 
 
 # Matrices that are worked on at a time, each with its owner: a replica, and a rank in it.
 Round = list[tuple[Matrix, tuple[int, int]]]
+# See `Exchange.run`.
+Work = Callable[[list[Matrix], list[Tensor], list[Tensor]], list[Tensor]]
 
 
 def plan_rounds(
@@ -134,6 +137,7 @@ class Exchange:
         self.groups = groups
         self._ranks, self._rank = _size_and_rank(groups.shards)
         self._replicas, self._replica = _size_and_rank(groups.replicas)
+        self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
 
     @torch.no_grad()
@@ -141,62 +145,132 @@ class Exchange:
         self,
         matrices: Round,
         shards: Mapping[int, Tensor],
-        work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
+        rows: Mapping[int, Tensor],
+        work: Work,
     ) -> dict[int, Tensor]:
         """Gather whole matrices on their owners, do the work there, and return this rank's shards of the results.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
             shards: this rank's part of each, by index, in the dtype of the iteration.
-            work: maps matrices and their whole tensors to results of the same shapes and dtype.
+            rows: the state of all rows of each, by index, the same on all ranks that have a part; modified. Empty for
+                a matrix whose rows have none.
+            work: maps matrices, their whole tensors and the state of their rows, which it modifies, to results of the
+                same shapes and dtype.
         """
         owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
-        # What this rank has a shard of, in the order of the replicas and ranks that work on them.
-        held = [(owner, matrix.param_index) for matrix, owner in matrices if matrix.param_index in shards]
-        held.sort(key=lambda pair: pair[0])
+        by_replica = self._held_by_owner(matrices, shards)
+        has_rows = any(matrix.rows for matrix, _ in matrices)
+        states: dict[int, Tensor] = {}
+        if has_rows:
+            states = {index: rows[index].to(self.groups.device, self._row_dtype) for index in shards}
         if self.groups.shards is None:
-            wholes = [shards[matrix.param_index].to(self.groups.device) for matrix in owned]
-            indices = [matrix.param_index for matrix in owned]
-            results = dict(zip(indices, work(owned, wholes), strict=True))
+            results, new_states = self._alone(owned, shards, states, work)
         else:
-            leaving = [(rank, index) for (replica, rank), index in held if replica == self._replica]
-            results = self._within_replica(owned, leaving, shards, work)
-        if self.groups.replicas is None:
-            return results
-        by_replica: list[list[int]] = [[] for _ in range(self._replicas)]
-        for (replica, _), index in held:
-            by_replica[replica].append(index)
-        return self._from_replicas(by_replica, results, shards)
+            leaving = by_replica[self._replica]
+            results, new_states = self._within_replica(owned, leaving, shards, states, work, has_rows=has_rows)
+        if self.groups.replicas is not None:
+            results = self._from_replicas(by_replica, results, shards, self.groups.dtype)
+            if has_rows:
+                new_states = self._from_replicas(by_replica, new_states, states, self._row_dtype)
+        for index, state in new_states.items():
+            rows[index].copy_(state)
+        return results
+
+    def _held_by_owner(self, matrices: Round, shards: Mapping[int, Tensor]) -> list[list[tuple[int, int]]]:
+        """Return what this rank has a shard of, by the replica that works on it: owners' ranks and indices."""
+        by_replica: list[list[tuple[int, int]]] = [[] for _ in range(self._replicas)]
+        for matrix, (replica, rank) in matrices:
+            if matrix.param_index in shards:
+                by_replica[replica].append((rank, matrix.param_index))
+        for held in by_replica:
+            held.sort(key=lambda pair: pair[0])
+        return by_replica
+
+    def _alone(
+        self, owned: list[Matrix], shards: Mapping[int, Tensor], states: Mapping[int, Tensor], work: Work
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return results and states of rows of the matrices that this rank holds whole and works on."""
+        indices = [matrix.param_index for matrix in owned]
+        wholes = [shards[index].to(self.groups.device) for index in indices]
+        of_wholes = {index: states.get(index, self._empty((0,), self._row_dtype)) for index in indices}
+        results = work(owned, wholes, list(of_wholes.values()))
+        return dict(zip(indices, results, strict=True)), of_wholes
 
     def _within_replica(
         self,
         owned: list[Matrix],
         leaving: Sequence[tuple[int, int]],
         shards: Mapping[int, Tensor],
-        work: Callable[[list[Matrix], list[Tensor]], list[Tensor]],
-    ) -> dict[int, Tensor]:
-        """Return this rank's shards of what its replica works on; `leaving` are the owners' ranks and the indices."""
+        states: Mapping[int, Tensor],
+        work: Work,
+        *,
+        has_rows: bool,
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return this rank's shards of what its replica works on, and states; `leaving`: owners' ranks and indices."""
         coming = self._slices_of_ranks(owned)
-        indices = [index for _, index in leaving]
-        sent = [0] * self._ranks
-        for rank, index in leaving:
-            sent[rank] += shards[index].numel()
-        received = [0] * self._ranks
-        for rank, matrix, part in coming:
-            received[rank] += part.shape(matrix.shape).numel()
         # Gather.
-        flat = self._all_to_all([shards[index] for index in indices], sent, received)
-        wholes = {matrix.param_index: self._empty(matrix.shape) for matrix in owned}
+        shapes = [(rank, part.shape(matrix.shape)) for rank, matrix, part in coming]
+        pieces = self._to_owners(leaving, shards, shapes, self.groups.dtype)
+        wholes = {matrix.param_index: self._empty(matrix.shape, self.groups.dtype) for matrix in owned}
         views = [part.of(wholes[matrix.param_index]) for _, matrix, part in coming]
         if views:
-            torch._foreach_copy_(views, _unpack(flat, [view.shape for view in views]))
+            torch._foreach_copy_(views, [piece.view(view.shape) for piece, view in zip(pieces, views, strict=True)])
+        of_wholes = {matrix.param_index: self._empty((0,), self._row_dtype) for matrix in owned}
+        if has_rows:
+            of_wholes |= self._gather_rows(leaving, states, [(rank, matrix) for rank, matrix, _ in coming])
         # Orthogonalize.
-        results = [result.contiguous() for result in work(owned, list(wholes.values()))]
+        results = [result.contiguous() for result in work(owned, list(wholes.values()), list(of_wholes.values()))]
         directions = dict(zip(wholes, results, strict=True))
         # Scatter.
-        views = [part.of(directions[matrix.param_index]) for _, matrix, part in coming]
-        flat = self._all_to_all(views, received, sent)
-        return dict(zip(indices, _unpack(flat, [shards[index].shape for index in indices]), strict=True))
+        parts = [(rank, part.of(directions[matrix.param_index])) for rank, matrix, part in coming]
+        own = self._from_owners(leaving, shards, parts, self.groups.dtype)
+        if not has_rows:
+            return own, {}
+        parts = [(rank, of_wholes[matrix.param_index]) for rank, matrix, _ in coming]
+        return own, self._from_owners(leaving, states, parts, self._row_dtype)
+
+    def _gather_rows(
+        self, leaving: Sequence[tuple[int, int]], states: Mapping[int, Tensor], coming: Sequence[tuple[int, Matrix]]
+    ) -> dict[int, Tensor]:
+        """Return the states of the rows of the matrices that this rank works on; ranks send equal ones of a matrix."""
+        shapes = [(rank, torch.Size([matrix.rows])) for rank, matrix in coming]
+        copies = self._to_owners(leaving, states, shapes, self._row_dtype)
+        indices = [matrix.param_index for _, matrix in coming]
+        return dict(zip(indices, copies, strict=True))
+
+    def _to_owners(
+        self,
+        leaving: Sequence[tuple[int, int]],
+        tensors: Mapping[int, Tensor],
+        coming: Sequence[tuple[int, torch.Size]],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Send tensors, each to the rank that works on its matrix, and return those that come, in their order."""
+        sent = self._count_by_rank([(rank, tensors[index].numel()) for rank, index in leaving])
+        received = self._count_by_rank([(rank, shape.numel()) for rank, shape in coming])
+        flat = self._all_to_all([tensors[index] for _, index in leaving], sent, received, dtype)
+        return _unpack(flat, [shape for _, shape in coming])
+
+    def _from_owners(
+        self,
+        leaving: Sequence[tuple[int, int]],
+        tensors: Mapping[int, Tensor],
+        parts: Sequence[tuple[int, Tensor]],
+        dtype: torch.dtype,
+    ) -> dict[int, Tensor]:
+        """Send parts to their ranks, and return those that come back for `tensors`, by index."""
+        sent = self._count_by_rank([(rank, part.numel()) for rank, part in parts])
+        received = self._count_by_rank([(rank, tensors[index].numel()) for rank, index in leaving])
+        flat = self._all_to_all([part for _, part in parts], sent, received, dtype)
+        indices = [index for _, index in leaving]
+        return dict(zip(indices, _unpack(flat, [tensors[index].shape for index in indices]), strict=True))
+
+    def _count_by_rank(self, numels: Sequence[tuple[int, int]]) -> list[int]:
+        counts = [0] * self._ranks
+        for rank, numel in numels:
+            counts[rank] += numel
+        return counts
 
     def _slices_of_ranks(self, owned: list[Matrix]) -> list[tuple[int, Matrix, Slice]]:
         """Return what each rank holds of the matrices that this one works on, rank by rank."""
@@ -204,20 +278,25 @@ class Exchange:
         for rank in range(self._ranks):
             for matrix in owned:
                 part = matrix.slice_of(rank)
-                if part is not None:
+                if part is not None and part.shape(matrix.shape).numel():
                     slices.append((rank, matrix, part))
         return slices
 
     def _from_replicas(
-        self, by_replica: Sequence[Sequence[int]], results: Mapping[int, Tensor], shards: Mapping[int, Tensor]
+        self,
+        by_replica: Sequence[Sequence[tuple[int, int]]],
+        results: Mapping[int, Tensor],
+        own: Mapping[int, Tensor],
+        dtype: torch.dtype,
     ) -> dict[int, Tensor]:
-        """Return this rank's shards of what all replicas work on; `by_replica` are the indices of each one's."""
+        """Return what all replicas work on, in the shapes of `own`; `by_replica`: see `_held_by_owner`."""
         flats = []
-        for replica, indices in enumerate(by_replica):
+        indices_by_replica = [[index for _, index in held] for held in by_replica]
+        for replica, indices in enumerate(indices_by_replica):
             if replica == self._replica:
-                flats.append(self._pack([results[index] for index in indices]))
+                flats.append(self._pack([results[index] for index in indices], dtype))
             else:
-                flats.append(self._empty((sum(shards[index].numel() for index in indices),)))
+                flats.append(self._empty((sum(own[index].numel() for index in indices),), dtype))
         sends = [
             dist.broadcast(_bytes(flat), group_src=source, group=self.groups.replicas, async_op=True)
             for source, flat in enumerate(flats)
@@ -226,33 +305,34 @@ class Exchange:
         for send in sends:
             send.wait()
         parts: dict[int, Tensor] = {}
-        for indices, flat in zip(by_replica, flats, strict=True):
-            shapes = [shards[index].shape for index in indices]
+        for indices, flat in zip(indices_by_replica, flats, strict=True):
+            shapes = [own[index].shape for index in indices]
             parts.update(zip(indices, _unpack(flat, shapes), strict=True))
         return parts
 
-    def _all_to_all(self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+    def _all_to_all(
+        self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         """Send the elements of some tensors, `leaving` of them to each rank, and return those that come."""
-        received = self._empty((sum(coming),))
-        size = self.groups.dtype.itemsize
+        received = self._empty((sum(coming),), dtype)
         dist.all_to_all_single(
             _bytes(received),
-            _bytes(self._pack(tensors)),
-            [numel * size for numel in coming],
-            [numel * size for numel in leaving],
+            _bytes(self._pack(tensors, dtype)),
+            [numel * dtype.itemsize for numel in coming],
+            [numel * dtype.itemsize for numel in leaving],
             group=self.groups.shards,
         )
         return received
 
-    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the elements of all tensors one after the other."""
-        flat = self._empty((sum(tensor.numel() for tensor in tensors),))
+        flat = self._empty((sum(tensor.numel() for tensor in tensors),), dtype)
         if tensors:
             torch._foreach_copy_(_unpack(flat, [tensor.shape for tensor in tensors]), list(tensors))
         return flat
 
-    def _empty(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty(shape, dtype=self.groups.dtype, device=self.groups.device)
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.groups.device)
 
 
 def _size_and_rank(group: Group) -> tuple[int, int]:
@@ -327,7 +407,8 @@ class MatrixPlanner:
     ) -> Exchange:
         """Return the exchange among some ranks, planned at the first step that has these members."""
         held = [(each.param_index, each.group_index, each.param.shape, specs.get(each.param)) for each in members]
-        key = groups, tuple(held)
+        normalizes = [each.group["normalize_rows"] is not None for each in members]
+        key = groups, tuple(held), tuple(normalizes)
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, specs, shapes))
         return self._exchanges[key]
@@ -433,7 +514,8 @@ def _matrix(
     group = member.group
     layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
     cost = flops(shape, layout, group["ns_steps"])
-    return Matrix(index, shape, cost, slice_of, only_holder, member.group_index)
+    rows = count_rows(group, shape)
+    return Matrix(index, shape, cost, slice_of, only_holder, member.group_index, rows)
 
 
 def _whole(shape: torch.Size) -> Callable[[int], Slice | None]:

@@ -35,6 +35,7 @@ class CreateSettings(TypedDict, total=False):
     ns_steps: int
     ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]]
     ns_dtype: Dtype | None
+    normalize_rows: float | None
     max_grad_norm: float | None
     state_dtype: Dtype | Literal["8bit"] | None
     rounding: Literal["nearest", "stochastic", "kahan"] | str

@@ -184,6 +184,7 @@ _TABLE = (
     Setting("ns_coefficients", "quintic", _COEFFICIENTS, f"Coefficients of Newton-Schulz: {', '.join(SCHEDULES)}."),
     # No float16: the entries of a first moment underflow in it.
     Setting("ns_dtype", None, _dtype("bfloat16", "float32", "float64"), "Dtype of Newton-Schulz; left out: the best."),
+    Setting("normalize_rows", None, _or_none(_BETA), "NorMuon: beta of the rows' second moments; left out: none."),
     Setting("max_grad_norm", None, _THRESHOLD, "Largest global norm of all gradients."),
     Setting("state_dtype", None, _STATE_DTYPE, "Dtype of the states; 8bit: codes with scales, for matrices."),
     Setting("rounding", "nearest", _one_of("nearest", "stochastic", "kahan"), "Rounding of bfloat16 parameters."),

@@ -97,13 +97,19 @@ def _without_numbers(name: str) -> str:
 def _row(group: Mapping[str, Any]) -> list[str]:
     return [
         group["role"],
-        update_rule(group).name,
+        _rule_of(group),
         str(len(group["params"])),
         f"{sum(shape_of(param).numel() for param in group['params']):,}",
         f"{float(group['lr']):g}",
         "({:g}, {:g})".format(*group["betas"]),
         _decay_of(group),
     ]
+
+
+def _rule_of(group: Mapping[str, Any]) -> str:
+    """Return the rule of a group, and whether rows are normalized."""
+    rule = update_rule(group)
+    return f"{rule.name}, rows" if rule.orthogonalizes and group["normalize_rows"] is not None else rule.name
 
 
 def _decay_of(group: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from mars_hf.kernels import Backend, choose_backend
 from mars_hf.kernels.memory import Memory, are_apart, inspect_memory
 from mars_hf.step import coded, states
 
+_NO_ROWS = torch.empty(0, device="cpu")
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -47,6 +48,7 @@ class TensorList:
     exp_avg_scale: list[Tensor] = field(default_factory=list)  # these three: of states in 8 bits
     exp_avg_sq_scale: list[Tensor] = field(default_factory=list)
     last_grad_scale: list[Tensor] = field(default_factory=list)
+    row_avg_sq: list[Tensor] = field(default_factory=list)  # of whole matrices; empty tensors where rows are left
     states: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the parameters
@@ -120,6 +122,7 @@ class _Member(NamedTuple):
     entry: Entry
     shard: Shard | None
     scales: list[Tensor]  # of its buffers in 8 bits
+    rows: Tensor  # running means of its rows; empty if they are left
     grad_fits: bool
 
 
@@ -158,7 +161,7 @@ def build_lists(
     # Of all parameters: released gradients come one by one, and compiling pays for them together.
     numel = sum(param.numel() for group in param_groups for param in group["params"])
     lists = []
-    for key, members in _sort(entries, memories, rules, chunk_of).items():
+    for key, members in _sort(entries, memories, param_groups, rules, chunk_of).items():
         group, rule = param_groups[key.group_index], rules[key.group_index]
         lists.append(_make_list(key, members, group, rule, numel))
 
@@ -200,6 +203,8 @@ def _collect(
             if not buffers.are_in(state):
                 check_gradient(param, param.grad)
                 states.prepare(param, group, state, buffers, spec)
+            if rule.orthogonalizes:
+                states.prepare_rows(param, group, state, spec)
             tensors = [param, param.grad, *[state[key] for key in buffers.keys]]
             scales = [state[key] for key in buffers.scales]
             entries.append(Entry(group_index, param_index, param, state, buffers, tensors, scales, spec))
@@ -308,6 +313,7 @@ def _reject_another_gamma(group: Mapping[str, Any]) -> None:
 def _sort(
     entries: Sequence[Entry],
     memories: Sequence[Memory],
+    param_groups: Sequence[Mapping[str, Any]],
     rules: Sequence[UpdateRule],
     chunk_of: Mapping[int, Any],
 ) -> dict[_Key, list[_Member]]:
@@ -317,7 +323,10 @@ def _sort(
         spec = entry.spec
         shards: Sequence[Shard | None] = (None,) if spec is None else spec.shards
         scales_of_shards = [entry.scales] if spec is None else _scales_of_shards(entry, len(shards))
-        for shard, scales in zip(shards, scales_of_shards, strict=True):
+        rows_of_shards = [_NO_ROWS] * len(shards)
+        if rules[entry.group_index].orthogonalizes:
+            rows_of_shards = states.split_rows(entry.param, param_groups[entry.group_index], entry.state, spec)
+        for shard, scales, rows in zip(shards, scales_of_shards, rows_of_shards, strict=True):
             chunk = None
             if rules[entry.group_index].orthogonalizes:
                 chunk = chunk_of.get(_param_index(entry, shard))
@@ -330,7 +339,7 @@ def _sort(
                 process_group=None if spec is None else spec.group,
                 chunk=chunk,
             )
-            members.setdefault(key, []).append(_Member(entry, shard, scales, memory.grad_fits))
+            members.setdefault(key, []).append(_Member(entry, shard, scales, rows, memory.grad_fits))
     return members
 
 
@@ -368,6 +377,8 @@ def _make_list(
         tensors.indices.append(_param_index(entry, shard))
         tensors.offsets.append(0 if shard is None else shard.slice.offset)
         tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole)
+    if rule.orthogonalizes:
+        tensors.row_avg_sq = [member.rows for member in members]
     if rule.normalizes:
         _divide_into_units(tensors, members)
     if group["maximize"]:

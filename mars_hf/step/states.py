@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.eight_bits import CODES, SCALES
+from mars_hf.arithmetic.orthogonalize import count_rows
 from mars_hf.arithmetic.rules import parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
@@ -27,6 +28,10 @@ BUFFERS = (
     "previous_param",
 )
 
+
+# The running means of NorMuon, one for each row of whole matrices; under ZeRO, of all in a flat tensor, in their order.
+# A rank that holds nothing of a parameter has none: nobody would update them, and a checkpoint might take them.
+ROWS = "row_avg_sq"
 
 # A step count in a Trainer's optimizer.pt. Where mars_hf is not imported, torch's optimizers want a number, and their
 # error shows this text; with a number they would go on from MARS's states in silence.
@@ -96,6 +101,44 @@ def _check_scales(param: Tensor, state: Mapping[str, Any], key: str, spec: Shard
             f"{_described(held)}, and needs shape {tuple(expected)} there. Under ZeRO it was saved on other ranks: "
             "resume on as many, or from a folder made by python -m mars_hf to_universal"
         )
+
+
+def prepare_rows(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], spec: ShardSpec | None) -> None:
+    """Check the running means of rows in a state, and make those that are missing, as zeros.
+
+    Raises:
+        UnfitStateError: they do not fit the parameter.
+    """
+    numel = sum(rows_of_shards(param, group, spec))
+    if numel == 0:
+        return
+    device = local(param).device
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    rows = state.setdefault(ROWS, torch.zeros(numel, dtype=dtype, device=device))
+    fits = type(rows) is Tensor and rows.shape == (numel,) and rows.is_floating_point()
+    if not fits or rows.device != device:
+        raise UnfitStateError(
+            f"the state of a tensor of shape {tuple(param.shape)} has {ROWS} of {_described(rows)}, and normalize_rows "
+            f"needs shape ({numel},), in floating point, on {device}. Under ZeRO resume on as many processes"
+        )
+    state[ROWS] = rows.to(dtype)  # a parameter may have been converted
+
+
+def rows_of_shards(param: Tensor, group: Mapping[str, Any], spec: ShardSpec | None) -> list[int]:
+    """Return the number of running means of rows for each parameter of which a tensor holds some."""
+    if spec is None:
+        return [count_rows(group, param.shape)]
+    return [count_rows(group, shard.shape) for shard in spec.shards]
+
+
+def split_rows(
+    param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], spec: ShardSpec | None
+) -> list[Tensor]:
+    """Return the running means of rows of each parameter of which a tensor holds some; empty ones if rows are left."""
+    counts = rows_of_shards(param, group, spec)
+    if sum(counts) == 0:
+        return [torch.empty(0, device="cpu")] * len(counts)
+    return list(state[ROWS].split(counts))
 
 
 def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> Buffers:

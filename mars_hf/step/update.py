@@ -50,13 +50,15 @@ def update_matrices(
 def _directions_here(lists: Sequence[TensorList]) -> list[Tensor]:
     """Return the directions of matrices of this rank alone."""
     momenta: list[Tensor] = []
+    rows: list[Tensor] = []
     settings: list[NewtonSchulz] = []
     for tensors in lists:
+        rows += tensors.row_avg_sq
         dtype = iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
         momenta += _advance_momenta(tensors, dtype)
         settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
     is_double = lists[0].params[0].dtype == torch.float64
-    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32)
+    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32, rows)
 
 
 def _directions_of_ranks(
@@ -65,17 +67,19 @@ def _directions_of_ranks(
     """Return what this rank holds of the directions of matrices that ranks share. Collective."""
     dtype = exchange.groups.dtype
     momenta: dict[int, Tensor] = {}
+    rows: dict[int, Tensor] = {}
     devices: list[torch.device] = []
     for tensors in lists:
+        rows |= dict(zip(tensors.indices, tensors.row_avg_sq, strict=True))
         advanced = _advance_momenta(tensors, dtype)
         momenta |= dict(zip(tensors.indices, advanced, strict=True))
         devices += [momentum.device for momentum in advanced]
 
-    def work(owned: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+    def work(owned: list[Matrix], wholes: list[Tensor], rows_of_wholes: list[Tensor]) -> list[Tensor]:
         settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
-        return compute_directions(wholes, settings, dtype)
+        return compute_directions(wholes, settings, dtype, rows_of_wholes)
 
-    results = exchange.run(matrices, momenta, work)
+    results = exchange.run(matrices, momenta, rows, work)
     return [results[index].to(device) for index, device in zip(momenta, devices, strict=True)]
 
 

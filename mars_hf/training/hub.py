@@ -302,8 +302,23 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], work: _Work) -> str:
     intro = f"[{work.name}]({work.url}), `mars_hf` {mars_hf.__version__}."
     if work is _MUON:
         intro += " It is the rule mars-m with gamma = 1 - beta1."
+    intro += "".join(f" {sentence}" for sentence in _additions(groups))
     settings = f"Learning rates are the peaks; `{saved_settings.FILE}` has every setting."
     return f"## Optimizer\n\n{intro} {settings}\n\n{table}"
+
+
+def _additions(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return sentences on what groups add to their rules."""
+    sentences = []
+    orthogonalized = [group for group in groups if UPDATE_RULES[group["rule"]].orthogonalizes]
+    if any(group["normalize_rows"] is not None for group in orthogonalized):
+        sentences.append("Rows are normalized as in [NorMuon](https://arxiv.org/abs/2510.05491).")
+    modes = {group["weight_decay_mode"] for group in groups if group["weight_decay"]}
+    if "cautious" in modes:
+        sentences.append("Weight decay is [cautious](https://arxiv.org/abs/2510.12402).")
+    if "decoupled" in modes:
+        sentences.append("Weight decay is decoupled from learning rates.")
+    return sentences
 
 
 def _values(group: Mapping[str, Any]) -> list[Any]:

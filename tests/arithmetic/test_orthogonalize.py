@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic import orthogonalize as orthogonalize_module
-from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout, count_rows
 from mars_hf.arithmetic.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
 from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, flops
 from mars_hf.distributed import exchange
@@ -127,6 +127,40 @@ STRIDED = {
     "one row": lambda shape: random((1, *shape[1:]), 0).expand(shape),
     "real part": lambda shape: torch.view_as_complex(random((*shape, 2), 0)).real,
 }
+
+
+@pytest.mark.parametrize(("shape", "layout"), LAYOUTS, ids=str)
+def test_normalized_rows(shape, layout):
+    """Over ten steps, in float64: each output's update, from the directions without normalization."""
+    setting = settings_of("mars-m", layout, dtype=torch.float64)
+    rows = torch.zeros(count_rows(shape, layout), dtype=torch.float64)
+    averages: dict[int, float] = {}  # by the number of an output
+    for step in range(10):
+        momentum = random(shape, step).double() * torch.logspace(0, 3, shape[-1]).double()
+        (plain,) = compute_directions([momentum], [setting], torch.float64)
+        (found,) = compute_directions([momentum], [setting._replace(row_beta=0.8)], torch.float64, [rows])
+        out_dim = int(layout.batched)
+        expected = plain.clone()
+        outputs = expected.transpose(out_dim, out_dim + 1) if layout.transposed else expected
+        stacks = list(outputs) if layout.batched else [outputs]
+        for number, stack in enumerate(stacks):
+            parts = layout.parts or (len(stack),)
+            for part, size in enumerate(parts):
+                first = sum(parts[:part])
+                chosen = [row for row in range(len(stack)) if first <= row % sum(parts) < first + size]
+                scale = SCALES["mars-m"](len(chosen), stack[0].numel())
+                before = sum(float(stack[row].square().sum()) for row in chosen)
+                for row in chosen:
+                    key = number * len(stack) + row
+                    mean = float((stack[row] / scale).square().mean())
+                    averages[key] = 0.8 * averages.get(key, 0.0) + 0.2 * mean
+                    stack[row] /= averages[key] ** 0.5
+                after = sum(float(stack[row].square().sum()) for row in chosen)
+                for row in chosen:
+                    stack[row] *= (before / after) ** 0.5
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.norm(), plain.norm())
+    torch.testing.assert_close(rows.sort().values, torch.tensor(sorted(averages.values())).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("rule", SCALES)

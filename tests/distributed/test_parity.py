@@ -43,17 +43,17 @@ MATRIX_CASES = {case for case, settings in SETTINGS.items() if settings.mars_typ
 # (seen with torch.optim.AdamW, DeepSpeed 0.19): no skipping there.
 REGULAR: dict[tuple[str, int], dict[str, str]] = {
     ("torch", 2): {
-        "ddp": "adamw lion_1d adamw_skipping m m_folded adamw_1d_kernels adamw_8bit lion_8bit",
+        "ddp": "adamw lion_1d adamw_skipping m m_rows m_folded adamw_1d_kernels adamw_8bit lion_8bit",
         "ddp_bucket_view": "adamw_1d_skipping",
         "ddp_static_graph": "lion_1d",
-        "fsdp2": "adamw adamw_1d lion adamw_1d_skipping lion_1d_folded m m_skipping shampoo_bf16 m_kernels"
+        "fsdp2": "adamw adamw_1d lion adamw_1d_skipping lion_1d_folded m m_rows m_skipping shampoo_bf16 m_kernels"
         " adamw_8bit adamw_8bit_kernels m_8bit",
     },
-    ("torch", 4): {"ddp": "m", "fsdp2": "adamw m_skipping", "hsdp": "lion_1d_frozen adamw_folded m"},
+    ("torch", 4): {"ddp": "m", "fsdp2": "adamw m_skipping", "hsdp": "lion_1d_frozen adamw_folded m m_rows"},
     ("deepspeed", 2): {
-        "zero1": "adamw lion_1d m_skipping adamw_1d_kernels adamw_8bit",
+        "zero1": "adamw lion_1d m_skipping m_rows adamw_1d_kernels adamw_8bit",
         "zero2": "adamw lion adamw_1d_skipping adamw_unclipped m lion_8bit adamw_8bit_kernels",
-        "zero3": "adamw adamw_1d lion_1d_frozen shampoo m m_8bit adamw_8bit",
+        "zero3": "adamw adamw_1d lion_1d_frozen shampoo m m_rows m_8bit adamw_8bit",
         "zero2_offload": "adamw",
         "zero3_offload": "adamw_1d",
         "zero2_round_robin": "adamw_1d m",
@@ -281,11 +281,15 @@ COUNTED = [param for param in CASES if param.values[0] in ("torch", "deepspeed")
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), [p for p in COUNTED if p.values[3] in COUNTED_MATRICES])
 def test_collectives_of_matrices(trained, kind, world, engine, case):
-    """A step sends shards to the owners and back, then to the replicas, after one all-reduce of norms and flags."""
+    """A step sends shards to the owners and back, then to the replicas, after one all-reduce of norms and flags.
+
+    The state of rows travels alongside.
+    """
     run = trained(kind, world, f"{engine}/{case}")
     calls = run.notes["calls"]
     reduced = 2 if engine == "hsdp" else 1  # among the ranks of a copy, and among copies
     moved = (0 if engine == "ddp" else 2) + FROM_REPLICAS.get((engine, world), 0)
+    moved *= 1 if SETTINGS[case].normalize_rows is None else 2
     for call in calls[len(calls) // STEPS :]:  # in the first one ranks tell each other what they hold
         assert len(call["collectives"]) == reduced * call["mars_rule"] + moved * call["matrices"]
     # The first rank does about its share; the model has too few matrices for an exact split.

@@ -85,36 +85,48 @@ def place(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mars_type", "ns_dtype"), [("mars-m", "float32"), ("mars-shampoo", "float32"), ("mars-m", "bfloat16")]
+    ("mars_type", "ns_dtype", "normalize_rows"),
+    [
+        ("mars-m", "float32", None),
+        ("mars-m", "float32", 0.5),
+        ("mars-shampoo", "float32", None),
+        ("mars-m", "bfloat16", None),
+        ("mars-m", "bfloat16", 0.5),
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shared_matrices(layout, mars_type, ns_dtype):
-    """Every rank gets its part of every direction, each made once, and weights are those of one rank."""
+def test_shared_matrices(layout, mars_type, ns_dtype, normalize_rows):
+    """Every rank gets its part of every direction, each made once, and weights and rows are those of one rank."""
     shape, placements = LAYOUTS[layout]
 
-    def run(mesh: DeviceMesh, placements: list[Any], process_group: Any) -> list[Tensor]:
+    def run(mesh: DeviceMesh, placements: list[Any], process_group: Any) -> tuple[list[Tensor], dict[int, Any]]:
         params = [nn.Parameter(place(whole(index), mesh, placements)) for index in range(len(SHAPES))]
-        settings = {"mars_type": mars_type, "ns_dtype": ns_dtype, "clip_threshold": None, "lr": 1.0}
+        settings: dict[str, Any] = {"mars_type": mars_type, "ns_dtype": ns_dtype, "clip_threshold": None, "lr": 1.0}
+        settings["normalize_rows"] = normalize_rows
         mars = Mars(params, **settings, process_group=process_group)
         for step in range(3):
             for index, param in enumerate(params):  # experts come and go, one never comes
                 gradient = place(whole(index, step + 1), mesh, placements and OF_GRADIENTS.get(layout, placements))
                 param.grad = None if index in (step, 5) else gradient
             mars.step()
-        return [param.detach() for param in params]
+        rows = {index: mars.state.get(param, {}).get("row_avg_sq") for index, param in enumerate(params)}
+        return [param.detach() for param in params], rows
 
     def compare(rank: int) -> float:
         mesh = init_device_mesh("cpu", shape)
-        weights = run(mesh, placements, None if placements else dist.group.WORLD)
+        weights, rows = run(mesh, placements, None if placements else dist.group.WORLD)
         pairs = zip(weights, [place(tensor, mesh, placements) for tensor in expected], strict=True)
+        held = [index for index, param in enumerate(weights) if normalize_rows and local(param).numel() and index != 5]
+        pairs = [*pairs, *[(rows[index], expected_rows[index]) for index in held]]
         return max((local(a) - local(b)).abs().amax().item() for a, b in pairs if local(a).numel())
 
-    def rounded(momenta: list[Tensor], settings: Any, dtype: torch.dtype) -> list[Tensor]:
+    def rounded(momenta: list[Tensor], settings: Any, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:
         """Directions travel in the dtype that made them."""
-        return orthogonalize.compute_directions(momenta, settings, getattr(torch, ns_dtype))
+        return orthogonalize.compute_directions(momenta, settings, getattr(torch, ns_dtype), rows)
 
     with mock.patch("mars_hf.step.update.compute_directions", rounded):
-        (expected,) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
+        ((expected, expected_rows),) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
+    assert {index for index, row in expected_rows.items() if row is None} == ({5} if normalize_rows else {*range(7)})
     made: list[torch.Size] = []
 
     def noted(momenta: list[Tensor], *args: Any) -> list[Tensor]:

@@ -313,9 +313,9 @@ class DeepSpeedRun:
             self.watched.end_step()
 
     def save(self, folder: Path) -> None:
-        """Save, and convert to a universal checkpoint."""
+        """Save, and convert to a universal checkpoint, which cannot hold the state of rows."""
         self.engine.save_checkpoint(folder, tag="saved")
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and self.case.normalize_rows is None:
             universal.to_universal(folder / "saved", folder / "universal")
         dist.barrier()
 

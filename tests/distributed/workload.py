@@ -37,6 +37,7 @@ class Case:
     clip_threshold: float | None = CLIP_THRESHOLD
     folded: bool = False  # the step clips by the global norm itself
     ns_dtype: str | None = None  # of Newton-Schulz, for mars-shampoo and mars-m
+    normalize_rows: float | None = None
     state_dtype: str | None = None  # 8bit: of a wider model, whose rows are whole blocks
     kernels: bool = False  # the device's kernels, which a model of this size does not use by default
 
@@ -56,6 +57,7 @@ class Case:
             "clip_threshold": self.clip_threshold,
             "max_grad_norm": MAX_GRAD_NORM if self.folded else None,
             "ns_dtype": self.ns_dtype,
+            "normalize_rows": self.normalize_rows,
             "state_dtype": self.state_dtype,
             "fused": self.kernels or None,
         }
@@ -98,6 +100,7 @@ CASES = {
     "m_unclipped": Case("mars-m", ns_dtype="float32", clip_threshold=None),
     "m_skipping": Case("mars-m", ns_dtype="float32", skipping=True),
     "m_folded": Case("mars-m", ns_dtype="float32", folded=True),
+    "m_rows": Case("mars-m", ns_dtype="float32", normalize_rows=0.9),
     "shampoo_bf16": Case("mars-shampoo", ns_dtype="bfloat16"),
     "m_bf16": Case("mars-m", ns_dtype="bfloat16"),
     "adamw_8bit": Case(state_dtype="8bit"),

@@ -348,6 +348,7 @@ def test_every_setting(name):
         **{
             "weight_decay_mode": "cautious",
             "second_moment": "gradient",
+            "normalize_rows": 0.9,
             "ns_steps": 3,
             "ns_coefficients": "polar-express",
         },

@@ -40,7 +40,7 @@ OTHERS = {
 }
 ORTHOGONAL = {
     **{"mars_type": "mars-m", "ns_steps": 2, "ns_coefficients": [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]},
-    **{"ns_dtype": torch.float32},
+    **{"ns_dtype": torch.float32, "normalize_rows": 0.9},
     "split_fused": {"linear.weight": [2, 2]},
 }
 

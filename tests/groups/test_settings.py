@@ -37,6 +37,7 @@ WRONG = {
     **dict.fromkeys(
         ("lr_1d", "lr_embeddings", "weight_decay_1d"), (*(value for value in NUMBERS if value is not None), -1e-8)
     ),
+    "normalize_rows": (*(value for value in NUMBERS if value is not None), 1.0, -0.1),
     **dict.fromkeys(("clip_threshold", "max_grad_norm"), (*(v for v in NUMBERS if v is not None), 0, -1.0)),
     **dict.fromkeys(("betas", "betas_1d"), ((1.0, 0.9), (0.9, -0.1), (0.9, NAN), (0.9, LONG), (0.9,), 0.9, "99", None)),
     **dict.fromkeys(
@@ -83,7 +84,7 @@ TEXTS = {
         "ns_coefficients": "polar-express",
     },
     **{"ns_dtype": "float32", "max_grad_norm": "0.5", "state_dtype": "bfloat16", "rounding": "kahan"},
-    **{"maximize": "true", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
+    **{"maximize": "true", "normalize_rows": "0.9", "fused": "false", "split_fused": "none", "lr_embeddings": "0.5"},
     **{
         "param_rules": '[{"pattern":"a.*"}]',
         "beta1": "0.5",

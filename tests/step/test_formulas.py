@@ -47,6 +47,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mars-m": {"mars_type": "mars-m", "weight_decay": 0.1, "maximize": True},
     "mars-m, cautious": {"mars_type": "mars-m", "weight_decay": 20.0, "weight_decay_mode": "cautious"},
     "mars-m, decoupled": {"mars_type": "mars-m", "weight_decay": 0.02, "weight_decay_mode": "decoupled"},
+    "mars-m, rows": {"mars_type": "mars-m", "normalize_rows": 0.95},
+    "shampoo, rows": {"mars_type": "mars-shampoo", "normalize_rows": 0.5, "clip_threshold": None, "gamma": 0.05},
     "mars-m, recursive": {"mars_type": "mars-m", "clip_threshold": None, "gamma": 0.3, "amsgrad": True},
 }
 # Settings with tests of their own: here below, test_settings.py, test_exact.py, test_orthogonalize.py, test_states.py,
@@ -106,7 +108,7 @@ def gradients(params: list[nn.Parameter], step: int) -> list[Tensor]:
 def references(params: list[nn.Parameter], **settings: Any) -> list[Reference]:
     """Return a reference for each parameter, with Mars's defaults."""
     settings = {"lr": 3e-3, "betas": (0.95, 0.99), "mars_type": "mars-adamw", **settings}
-    names = ("eps", "gamma", "clip_threshold", "second_moment", "amsgrad", "weight_decay_mode")
+    names = ("eps", "gamma", "clip_threshold", "second_moment", "amsgrad", "weight_decay_mode", "normalize_rows")
     shared = {name: settings[name] for name in names if name in settings}
     lr = float(settings["lr"])
     lines = []
@@ -151,8 +153,8 @@ def test_step_is_the_formula(configuration, fused, implementation, dtype):
     optimizer = Mars(params, **settings, **fused, ns_dtype="float64")
     half = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2
     relative = TOLERANCES[dtype]
-    names = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max", "last_grad": "last"}
-    recursive = settings.get("clip_threshold", 1.0) is None and "recursive" in configuration
+    names = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max", "last_grad": "last", "row_avg_sq": "rows"}
+    recursive = settings.get("clip_threshold", 1.0) is None and {"mars_type", "second_moment"} & settings.keys()
     for step in range(6):
         grads: list[Tensor | None] = list(gradients(params, step))
         if step in (0, 2):

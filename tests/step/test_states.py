@@ -210,6 +210,7 @@ def test_step_of_shape_1_becomes_a_number(loaded):
 RESUMED = [
     {},
     {"mars_type": "mars-m"},
+    {"mars_type": "mars-m", "normalize_rows": 0.9},
     {"mars_type": "mars-lion", "clip_threshold": None},
     {"amsgrad": True},
     {"rounding": "kahan"},
@@ -242,6 +243,29 @@ def test_state_dict_and_pickle_go_on_to_the_bit(way, settings, dtype):
         train(model, optimizer, 3, start=3)
         ends.append([list(model.parameters()), optimizer.state_dict()["state"], optimizer.max_grad_norm])
     assert equal(*ends)
+
+
+def test_rows_of_another_shape_change_nothing():
+    model, optimizer = trained(mars_type="mars-m", normalize_rows=0.9)
+    state = optimizer.state[model[1].weight]
+    assert state["row_avg_sq"].shape == (2,)
+    state["row_avg_sq"] = torch.zeros(3)
+    before = copy.deepcopy([list(model.parameters()), optimizer.state_dict()])
+    with pytest.raises(RuntimeError, match=r"shape \(2, 3\) has row_avg_sq of shape \(3,\).* needs shape \(2,\)"):
+        train(model, optimizer, 1)
+    optimizer.zero_grad()
+    assert equal(before, [list(model.parameters()), optimizer.state_dict()])
+
+
+def test_rows_of_converted_parameters():
+    """They are in float32, as wide as other new states of bfloat16 parameters, and in float64 for float64 ones."""
+    model, optimizer = trained(mars_type="mars-m", normalize_rows=0.9, state_dtype="bfloat16")
+    assert optimizer.state[model[0].weight]["row_avg_sq"].dtype == torch.float32
+    before = optimizer.state[model[0].weight]["row_avg_sq"].clone()
+    model.double()
+    train(model, optimizer, 1, start=3)
+    after = optimizer.state[model[0].weight]["row_avg_sq"]
+    assert after.dtype == torch.float64 and (after >= 0.9 * before).all() and (after < 0.9 * before + 0.1).all()
 
 
 # --- parameters that are converted, swapped, replaced ---------------------------------------------------------------

@@ -149,6 +149,16 @@ def test_card_cites_the_work_of_its_rule(tmp_path, optim, name, key, link):
     assert re.findall(r"^@\w+\{(\w+),", card, re.MULTILINE) == [key]
 
 
+def test_card_says_what_settings_add_to_the_rule(tmp_path):
+    settings = "normalize_rows=0.9,weight_decay_mode=cautious"
+    run = mars_trainer(arguments(tmp_path, optim="mars_m", weight_decay=0.1, optim_args=settings), gpt2())
+    run.train()
+    links = "[NorMuon](https://arxiv.org/abs/2510.05491)", "[cautious](https://arxiv.org/abs/2510.12402)"
+    assert "Rows are normalized as in {}. Weight decay is {}.".format(*links) in card_of(run)
+    saved = json.loads((tmp_path / "mars.json").read_text())["create"]
+    assert saved["normalize_rows"] == 0.9 and saved["weight_decay_mode"] == "cautious"
+
+
 def test_card_of_a_given_optimizer(tmp_path):
     """With its learning rates."""
     model = gpt2()
