@@ -145,9 +145,11 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
             "parameters": network.num_parameters(),
             "groups": report.groups(trainer.optimizer.param_groups),
         }
+        adamw = report.recorded_adamw(run)
+        report.draw_losses(trainer.state.log_history, adamw, output / "losses.png")
         trainer.create_model_card(**card_facts)
         files.write_json(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
-        print_results(output, metrics)
+        print_results(output, metrics, adamw[-1][1] if adamw else None)
     if training.push_to_hub:
         trainer.push_to_hub(**card_facts)
     if trainer.is_world_process_zero() and training.sample_tokens > 0:
@@ -183,13 +185,14 @@ def print_stopped(trainer: PretrainingTrainer, reason: str) -> None:
     print(f"\n{where}: go on with --resume_from_checkpoint true")
 
 
-def print_results(output: Path, metrics: dict[str, Any]) -> None:
-    """Print the run's results."""
+def print_results(output: Path, metrics: dict[str, Any], adamw: float | None) -> None:
+    """Print the run's results, and in the default job where AdamW ends."""
     first = metrics["eval_loss_at_step_0"]
+    of_adamw = "" if adamw is None else f"AdamW ends at     {adamw:.4f}  (in this job; mean of recorded runs)\n"
     print(
-        f"\nheld-out loss     {metrics['eval_loss']:.4f}{f'  (step 0: {first:.4f})' if first else ''}\n"
+        f"\nheld-out loss     {metrics['eval_loss']:.4f}{f'  (step 0: {first:.4f})' if first else ''}\n{of_adamw}"
         f"perplexity        {metrics['perplexity']:.2f}\n"
         f"bits per byte     {metrics['bits_per_byte']:.4f}\n"
         f"tokens per second {metrics['tokens_per_second']:,.0f}\n"
-        f"checkpoint, model card and metrics.json are in {output}"
+        f"checkpoint, model card, losses.png and metrics.json are in {output}"
     )

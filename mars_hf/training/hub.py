@@ -29,6 +29,7 @@ from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
 
 CARD = "README.md"
+LOSSES = "losses.png"  # a picture that a script may leave beside the card
 SWITCH = "MARS_HF_FILES"  # an environment variable: 0 leaves neither card nor mars.json
 TAGS = ("mars", "mars_hf")
 # The last line of a card that nobody has edited, with the checksum of the lines above it.
@@ -199,8 +200,11 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
     work = _work_of(mars, main["rule"])
     optimizer = f"- optimizer: {work.name} ({main['rule']}), see below\n"
     text = re.sub(r"^- optimizer: .*?\n(?=- )", optimizer, text, flags=re.MULTILINE | re.DOTALL)
+    picture = ""
+    if path.with_name(LOSSES).is_file():
+        picture = f"![Training and held-out loss over steps]({LOSSES})\n\n"
     citation = f"## Citation of {work.name}\n\n```bibtex\n{work.bibtex}\n```"
-    card.text = f"{text.rstrip()}\n\n{_optimizer(groups, work)}\n\n{citation}\n"
+    card.text = f"{text.rstrip()}\n\n{picture}{_optimizer(groups, work)}\n\n{citation}\n"
     card.save(path)
 
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 from helpers import equal, refused
 from huggingface_hub import HfApi, ModelCard
+from PIL import Image
 from pretraining.data import token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import processes
+from pretraining.run import arguments, processes, report
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,6 +135,42 @@ def test_card(finished, tokens):
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", loss["eval_loss"], name)
     assert json.loads((finished / "mars.json").read_text())["create"]["mars_type"] == "mars-m"
+
+
+def test_picture_of_losses(finished):
+    """On the card, too; AdamW's curve belongs to the default job alone."""
+    assert Image.open(finished / "losses.png").size == (768, 432)
+    assert "![Training and held-out loss over steps](losses.png)" in (finished / "README.md").read_text()
+    assert "AdamW" not in (finished.parent / "printed").read_text()
+
+
+def test_adamw_of_the_default_job():
+    for optimizer in ("mars_m", "adamw"):
+        curve = report.recorded_adamw(arguments.parse(["--optimizer", optimizer]))
+        assert [step for step, _ in curve] == [100, 200, 300, 400, 500] and curve[-1][1] == pytest.approx(
+            4.215, abs=1e-3
+        )
+    for other in (
+        ["--n_layer", "2"],
+        ["--max_steps", "100"],
+        ["--per_device_train_batch_size", "8"],
+        ["--data_dir", "x"],
+    ):
+        assert report.recorded_adamw(arguments.parse(other)) == []
+
+
+def test_last_lines(capsys):
+    metrics = {
+        "eval_loss": 3.9,
+        "eval_loss_at_step_0": 8.3,
+        "perplexity": 49.4,
+        "bits_per_byte": 2,
+        "tokens_per_second": 9,
+    }
+    pretrain_gpt2.print_results(Path("out"), metrics, 4.2148)
+    assert (
+        "held-out loss     3.9000  (step 0: 8.3000)\nAdamW ends at     4.2148  (in this job" in capsys.readouterr().out
+    )
 
 
 def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):

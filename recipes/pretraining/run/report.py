@@ -1,14 +1,21 @@
-"""Sum up a finished run: its numbers, its parameter groups, and a sample."""
+"""Sum up a finished run: its numbers, its parameter groups, a picture of its losses, and a sample."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
 
 from mars_hf.arithmetic.update_rules import update_rule
+from pretraining.run import arguments
+from pretraining.run.arguments import RunArguments
 
 # The reported training loss is the mean of the last tenth of the log lines: one line is a few noisy batches.
 _TAIL = 0.1
@@ -46,6 +53,43 @@ def summarize(
         "tokens_per_second": tokens / max(train_runtime - evaluating, 1e-9),
         "train_runtime_seconds": train_runtime,
     }
+
+
+# Runs of the default job, AdamW's among them.
+_RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "controls_embedded.json"
+
+
+def recorded_adamw(run: RunArguments) -> list[tuple[int, float]]:
+    """Return steps and held-out losses of AdamW in the default job, means over seeds; empty for any other job."""
+    if not _RECORDED.is_file() or not _is_default_job(run):
+        return []
+    runs = json.loads(_RECORDED.read_text(encoding="utf-8"))["runs"]
+    curves = [each["curve"] for each in runs if each["contender"] == "adamw"]
+    return [(places[0][0], statistics.fmean(loss for _, loss in places)) for places in zip(*curves, strict=True)]
+
+
+def _is_default_job(run: RunArguments) -> bool:
+    """Return whether a run has the data, model, batch and length of the default job, under any optimizer."""
+    default, _ = arguments.read([])
+    job = {**dataclasses.asdict(run.model), **dataclasses.asdict(run.data), "max_steps": run.training.max_steps}
+    has_batch = run.count_tokens() == default.per_device_train_batch_size * default.block_size
+    return has_batch and all(vars(default)[name] == value for name, value in job.items())
+
+
+def draw_losses(history: Sequence[dict[str, Any]], adamw: Sequence[tuple[int, float]], path: Path) -> None:
+    """Draw training and held-out loss over steps, and AdamW's held-out loss if it is known."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, label, style in (("loss", "training", "-"), ("eval_loss", "held-out", ".-")):
+        rows = [(row["step"], row[name]) for row in history if name in row]
+        if rows:
+            axes.plot(*zip(*rows, strict=True), style, color="0.75" if name == "loss" else "tab:blue", label=label)
+    if adamw:
+        axes.plot(*zip(*adamw, strict=True), ":", color="black", label="held-out, AdamW in this job (recorded)")
+    axes.set(xlabel="steps", ylabel="loss (nats per token), lower is better")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
