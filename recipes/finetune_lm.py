@@ -29,9 +29,10 @@ import datasets
 import metrics
 from peft import get_peft_model
 from pretraining.data import embedded
+from pretraining.run.arguments import RecipeParser
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, SuggestedRate
-from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 
 import mars_hf
 
@@ -92,7 +93,7 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
 def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
-    (args,) = HfArgumentParser(FinetuneArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    (args,) = RecipeParser(FinetuneArguments, TrainingArguments).parse_args_into_dataclasses(argv)
     set_seed(args.seed)
     train_text, held_out_text = load(args)
     base = Path(args.output_dir).absolute().parent / "finetune-base"

@@ -25,13 +25,13 @@ import datasets
 import metrics
 import numpy as np
 from PIL import Image
+from pretraining.run.arguments import RecipeParser
 from sklearn.datasets import load_digits
 from tasks import finetuning
 from tasks.finetuning import RecipeArguments, SuggestedRate
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    HfArgumentParser,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -76,7 +76,7 @@ class VitArguments(RecipeArguments, TrainingArguments):
 def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
-    (args,) = HfArgumentParser(VitArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    (args,) = RecipeParser(VitArguments, TrainingArguments).parse_args_into_dataclasses(argv)
     set_seed(args.seed)
     parts = finetuning.load_dataset(args) if args.dataset_name else digits()
     features = next(iter(parts.values())).features

@@ -28,9 +28,10 @@ from typing import Any
 
 import datasets
 from pretraining.data import embedded
+from pretraining.run.arguments import RecipeParser
 from tasks import finetuning, models
 from tasks.finetuning import LoraArguments, RecipeArguments, SuggestedRate
-from transformers import HfArgumentParser, set_seed
+from transformers import set_seed
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
@@ -73,7 +74,7 @@ class SftArguments(RecipeArguments, LoraArguments, SFTConfig):
 def main(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
     """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
     mars_hf.register()
-    (args,) = HfArgumentParser(SftArguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    (args,) = RecipeParser(SftArguments, SFTConfig).parse_args_into_dataclasses(argv)
     set_seed(args.seed)
     train_set, held_out = load(args)
     base = Path(args.output_dir).absolute().parent / "sft-base"

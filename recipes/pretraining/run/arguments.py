@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -240,9 +240,25 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     return values, path
 
 
+class RecipeParser(HfArgumentParser):
+    """HfArgumentParser whose --help sets a recipe's own options apart, above those that it inherits."""
+
+    def __init__(self, dataclasses: Any, inherited: type[TrainingArguments], **options: Any) -> None:
+        """Build the parser; `inherited` is the class of transformers or TRL among the dataclasses or their bases."""
+        super().__init__(dataclasses, **options)
+        self._optionals.title = "options of the recipe"
+        names = {each.name for each in fields(inherited)}
+        of_base = self.add_argument_group(f"options of {inherited.__name__}")
+        for action in list(self._optionals._group_actions):  # argparse has no public way to move one
+            if action.dest in names:
+                self._optionals._group_actions.remove(action)
+                of_base._group_actions.append(action)
+
+
 def _parser() -> HfArgumentParser:
-    parser = HfArgumentParser(
-        (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments),  # type: ignore[arg-type]
+    parser = RecipeParser(
+        (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments),
+        TrainingArguments,
         usage="%(prog)s [--config NAME|FILE] [--SETTING VALUE ...]",
         description="Pretrain GPT-2 or Llama with MARS, AdamW, NAdamW or Muon.",
         allow_abbrev=False,
