@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
-from pretraining.compare import launch
-from pretraining.compare.page import markdown
+try:
+    from pretraining.compare import launch
+    from pretraining.compare.page import markdown
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}; benchmarks need pip install -c constraints.txt -e '.[recipes]'")
 
 __all__ = [
     "Clock",

@@ -28,13 +28,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import yaml
-from tqdm.auto import tqdm
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import launch, presets  # noqa: E402 (needs the line above)
-from pretraining.files import write_json  # noqa: E402
+try:
+    import yaml
+    from pretraining.compare import launch, presets
+    from pretraining.files import write_json
+    from tqdm.auto import tqdm
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}; benchmarks need pip install -c constraints.txt -e '.[recipes]'")
 
 SEARCHES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "benchmarks" / "tune.yaml").read_text(encoding="utf-8"))
 BASES = ROOT / "runs" / "bases"

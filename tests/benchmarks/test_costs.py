@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -29,6 +30,20 @@ from train_cost import ADAMW, EXACT, MARS, Block
 import mars_hf
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "module"), [("step_cost", "matplotlib"), ("memory", "matplotlib"), ("tune", "yaml")]
+)
+def test_missing_package_names_the_extra(script, module):
+    code = f"import sys; sys.path.insert(0, 'benchmarks'); sys.modules[{module!r}] = None; import {script}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 1 and ended.stdout == ""
+    line = ended.stderr.splitlines()[-1]
+    assert module in line and "benchmarks need pip install -c constraints.txt -e '.[recipes]'" in line
+    assert "Traceback" not in ended.stderr
+
 
 # --- interleave.py ---------------------------------------------------------------------------------------------------
 
