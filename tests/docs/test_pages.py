@@ -413,3 +413,47 @@ def test_links_of_readme():
         if anchor:
             headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], link
+
+
+# --- rates in examples ------------------------------------------------------------------------------------------------
+
+# Twice AdamW's 3e-4, from scratch, as choosing.md says of them; under mars-lion its own.
+USUAL, OF_LION = "6e-4", "7e-5"
+# Rates that a page explains: of fine-tuning, of suggest, of an experiment.
+EXPLAINED = {
+    "README.md": {"2e-5"},
+    "choosing.md": {"0.000382"},
+    "how_mars_works.md": {"5e-5"},
+    "hub.md": {"1e-3"},
+    "pretraining.md": {"1e-2"},
+    "rules.md": {"1e-3"},
+    "tracking.md": {"0.002"},
+    "trl_peft.md": {"2.4e-4"},
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_state_rates_that_are_right(page):
+    for line in PAGES[page].read_text(encoding="utf-8").splitlines():
+        usual = OF_LION if "lion" in line else USUAL
+        for rate in re.findall(r"(?<!adamw-)\b(?:lr|learning_rate)[= ]([0-9][0-9.e-]*[0-9])", line):
+            assert rate == usual or rate in EXPLAINED.get(page, ()), line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_give_a_rate(page):
+    """`create` needs one; `(...)` stands for arguments, and `like=` brings them."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    for match in re.finditer(r"\bcreate\((?=model|\[)", text):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        call = text[match.start() : end]
+        is_name = call in ("create(model)", "create([a, b])", "create([model, loss])", "create(model, ...)")
+        assert is_name or re.search(r"\blr=|like=", call), call
+
+
+def test_help_shows_a_rate_of_fine_tuning():
+    (rate,) = re.findall(r"run run_clm.py .*--learning_rate (\S+)", (ROOT / "mars_hf" / "__main__.py").read_text())
+    assert float(rate) == pytest.approx(suggest("mars-adamw", 2e-5, (0.9, 0.999))["lr"], rel=0.02)
