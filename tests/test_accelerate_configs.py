@@ -79,7 +79,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> tuple[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_launch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_launch_configs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """accelerate silently drops unknown nested keys, and top-level keys whose option has a default."""
     assert sorted(EXPECTED) == NAMES
     config = load_config_from_file(config_path(name))  # refuses unknown top-level keys

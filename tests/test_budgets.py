@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -143,13 +144,13 @@ def assert_only_fallen(found: dict[str, float], known: dict[str, float]) -> None
     [["ruff", "check", "."], ["ruff", "format", "--check", "."], pytest.param(["mypy"], marks=pytest.mark.slow)],
     ids=" ".join,
 )
-def test_tool(tool):
+def test_tool_passes(tool):
     finished = subprocess.run([sys.executable, "-m", *tool], cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_room(room):
+def test_room_for_lines(room):
     files = list(sources(room).values())
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in [*files, *(ROOT / room).rglob("*.cpp")])
     most_files, most_lines = ROOMS[room]
@@ -184,7 +185,7 @@ def test_lines_of_functions():
     assert not {function: lines for function, lines in functions.items() if lines > MOST_LINES}
 
 
-def test_density():
+def test_density_of_decisions():
     functions = {file: functions_of(path) for file, path in sources().items()}
     whole = density([one for of_file in functions.values() for one in of_file])
     assert whole <= PACKAGE_DENSITY, f"{whole:.3f} decisions a code line"
@@ -234,7 +235,7 @@ def files_passed(function: Callable[[], object]) -> set[str]:
 
 
 @pytest.mark.parametrize("mars_type", WALKS)
-def test_walks(mars_type):
+def test_walks_of_a_step(mars_type):
     model = gpt2()
     optimizer = mars_hf.create(model, lr=1e-3, mars_type=mars_type)
     for _ in range(3):
@@ -242,3 +243,9 @@ def test_walks(mars_type):
             param.grad = torch.randn_like(param)
         files = files_passed(optimizer.step)
     assert len(files) <= WALKS[mars_type], sorted(files)
+
+
+def test_names_of_tests():
+    """A name says what and in which case: neither one word nor a sentence."""
+    names = [name for path in sources("tests").values() for name in re.findall(r"def test_(\w+)", path.read_text())]
+    assert [name for name in names if not 2 <= len(name.split("_")) <= 10] == []

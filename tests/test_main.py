@@ -151,6 +151,6 @@ def test_to_universal_errors(error, part, monkeypatch, capsys):
     assert part in refused(capsys, "to_universal", "source", "target")
 
 
-def test_configs(capsys):
+def test_configs_command(capsys):
     main(["configs"])
     assert (Path(capsys.readouterr().out.strip()) / "ddp.yaml").is_file()

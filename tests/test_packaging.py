@@ -176,7 +176,7 @@ def test_python_versions_are_the_supported_ones() -> None:
     assert f"resolve constraints-oldest.txt {oldest}\n" in read(".ci/resolve")
 
 
-def test_floors_are_the_oldest_pins_and_the_newest_satisfy_them() -> None:
+def test_version_floors() -> None:
     floors, newest = {}, pins("constraints.txt")
     texts = [SETTINGS["options"]["install_requires"], *SETTINGS["options.extras_require"].values()]
     for requirement in (Requirement(line) for text in texts for line in text.split("\n") if line.strip()):

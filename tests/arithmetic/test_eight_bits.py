@@ -66,7 +66,7 @@ def test_a_decoded_number_keeps_its_code(dtype, shape, size):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_error(step):
+def test_rounding_error_of_codes(step):
     """Of a first moment a sixteenth and 1/3952 of the largest, of a root a 32nd and 1/8032; at most."""
     for dtype, share, floor in ((torch.int8, 1 / 16, 1 / 3952), (torch.uint8, 1 / 32, 1 / 8032)):
         values = draw((64, 192), dtype, 3.0)
@@ -82,7 +82,7 @@ def test_error(step):
             assert ((other - block).abs() <= allowed * (1 + 1e-5)).all()
 
 
-def test_growth():
+def test_growth_by_coding():
     """How much larger the norm of what is stored may be, which last_norms.py counts on."""
     for step in range(0, 256, 5):
         values = draw((64, 64), torch.int8, 3.0)
@@ -137,7 +137,7 @@ def test_tiny_moments_vanish():
         ((), None),
     ],
 )
-def test_rows(shape, first):
+def test_rows_of_shapes(shape, first):
     assert eight_bits.first_dim_of_rows(torch.Size(shape)) == first
 
 

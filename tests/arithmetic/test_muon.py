@@ -53,7 +53,7 @@ def test_fused_weights_stay_whole():
 
 
 @pytest.mark.parametrize("door", ["create", "factory", "muon", "mars_muon", "mars_trainer", "like", "groups"])
-def test_doors(door, tmp_path, caplog):
+def test_muon_at_every_door(door, tmp_path, caplog):
     mars_hf.register()
     model, given = gpt2(), {}
     args = arguments(tmp_path / "run", max_steps=1, **({"optim": door} if door in ("muon", "mars_muon") else {}))

@@ -41,7 +41,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 2048)], ids=str)
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
-def test_iteration(schedule, shape, dtype, bar):
+def test_newton_schulz_formulas(schedule, shape, dtype, bar):
     if schedule == "polar-express" and min(shape) == 1:
         bar *= 10  # a singular value of exactly 1, where these polynomials are steep
     matrix = torch.randn(shape)
@@ -156,7 +156,7 @@ def test_batches_are_one_by_one():
 @pytest.mark.parametrize(
     ("max_elements", "products"), [(None, 2), (48, 4), (1, 5)], ids=["two shapes", "two of a shape", "each alone"]
 )
-def test_batches(max_elements, products):
+def test_batches_of_matrices(max_elements, products):
     matrices = [torch.randn(shape) for shape in [(4, 6), (5, 5), (6, 4), (4, 6), (2, 4, 6)]]
     counted = 0
 
@@ -187,7 +187,7 @@ def test_products_with_the_matrix_itself(dtype, large):
     assert seen.count(64) == large
 
 
-def test_chunks():
+def test_chunks_by_key():
     kinds, sizes = "aabaab", [4, 4, 9, 4, 20, 1]
     assert ns.chunks_of(kinds, sizes, [8] * 6) == [("a", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1)]
     assert ns.chunks_of([], [], []) == []
@@ -197,6 +197,6 @@ def test_chunks():
     ("rows", "cols", "shampoo", "muon"),
     [(4, 4, 1.0, 0.4), (16, 4, 2.0, 0.8), (4, 16, 1.0, 0.8), (1, 1, 1.0, 0.2), (4, 0, 1.0, 0.4)],
 )
-def test_scales(rows, cols, shampoo, muon):
+def test_scales_of_directions(rows, cols, shampoo, muon):
     assert ns.shampoo_scale(rows, cols) == pytest.approx(shampoo)
     assert ns.muon_scale(rows, cols) == pytest.approx(muon)

@@ -75,13 +75,13 @@ def test_products_are_shared():
     ],
     ids=str,
 )
-def test_flops(shape, layout):
+def test_flops_of_newton_schulz(shape, layout):
     with FlopCounterMode(display=False) as counter:
         compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=torch.bfloat16)], torch.float32)
     assert flops(shape, layout, steps=5) == counter.get_total_flops()
 
 
-def test_chunks(monkeypatch):
+def test_chunks_of_a_step(monkeypatch):
     monkeypatch.setattr(exchange, "CHUNK_ELEMENTS_CPU", 64)
     params = make((4, 6), (4, 4), (6, 4), (4, 6), (4, 4), (40, 40), (40, 40))
     double, fused = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)), make((4, 8))

@@ -54,7 +54,7 @@ def interval(gap: comparison.Difference) -> str:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_runs_are_those_of_the_preset_and_numbers_follow_from_them(name):
+def test_runs_of_the_preset(name):
     """With all seeds; data and machine are stated. Another implementation of the statistics wrote the files."""
     (result, runs, preset), (_, least) = load(name), SHIPPED[name]
     seeds = {run.seed for run in runs}
@@ -88,7 +88,7 @@ def test_pages_show_every_arm(name):
         assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
-def test_pages_show_every_pair_of_the_controls_and_no_other():
+def test_pages_show_pairs_of_controls():
     first, second = (load(f"controls_{name}") for name in ("embedded", "headers"))
     rows = [
         f"| {arm} | {against} | {cell} | {second.pairs[arm, against]} |" for (arm, against), cell in first.pairs.items()

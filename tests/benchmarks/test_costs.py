@@ -188,7 +188,7 @@ def test_flops_are_those_of_the_matrix_products():
 
 
 @pytest.mark.slow
-def test_memory(tmp_path, monkeypatch, capsys):
+def test_memory_benchmark(tmp_path, monkeypatch, capsys):
     """Bytes of the tiny model's training; what is kept by mistake is growth."""
     leaked = []
 
@@ -266,7 +266,7 @@ def test_commands_on_a_gpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
+def test_failing_part_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     """What hangs ends with all that it started; parts beside each other run at once; what is done is not done again."""
     sleeps = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)', sys.argv[1]])"
     meets = (

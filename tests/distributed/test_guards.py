@@ -155,7 +155,7 @@ def test_stop_before_the_first_step(outcomes, run, message):
 
 
 @pytest.mark.parametrize("run", KEPT)
-def test_remedies(outcomes, run):
+def test_remedies_of_guards(outcomes, run):
     for outcome in outcomes(run):
         assert outcome["error"] is None
         assert outcome["steps"] > 0

@@ -297,7 +297,7 @@ def test_mesh_parity(trained, world, engine, case):
         assert found.notes["total_norms"] == pytest.approx(norms, rel=1e-5)
 
 
-def test_placements(trained):
+def test_placements_of_a_mesh(trained):
     """As torch names them; ranks hold uneven and empty parts."""
     alone = trained(2, "tp/adamw").notes
     assert set(alone["placements"].values()) == {

@@ -234,7 +234,7 @@ def reference(trained: Callable[..., Run], kind: str, case: str) -> Run:
 
 
 @pytest.mark.parametrize(("kind", "world", "engine", "case"), CASES)
-def test_parity(trained, kind, world, engine, case):
+def test_parity_with_one_process(trained, kind, world, engine, case):
     expected, found = reference(trained, kind, case), trained(kind, world, f"{engine}/{case}")
     check_same(expected, found, "weight", case)
     if not engine.startswith(("factory", "optim", "own", "trainer")):  # whose states are DeepSpeed's, or wrapped
@@ -267,7 +267,7 @@ def test_local_norms_are_noticed(trained, kind, run):
 
 
 @pytest.mark.parametrize(("kind", "run"), further("metrics"))
-def test_metrics(trained, kind, run):
+def test_metrics_of_ranks(trained, kind, run):
     check_metrics(trained("torch", 1, "single/adamw_1d/metrics"), trained(kind, 2, run))
 
 

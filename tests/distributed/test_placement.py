@@ -441,7 +441,7 @@ def test_sharded_parameters_of_no_optimizer(alone, is_sharded_first):
 
 @pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
 @pytest.mark.parametrize("placements", [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0), Shard(1)]])
-def test_dtensors(alone, placements, mars_type):
+def test_dtensor_placements(alone, placements, mars_type):
     """Also after a group was removed: parameters then have other places than at first."""
     params = [dtensor((6, 4), (1,) * len(placements), ("dp", "tp")[-len(placements) :], placements) for _ in range(2)]
     twins = [nn.Parameter(param.detach().full_tensor().clone()) for param in params]
@@ -469,7 +469,7 @@ def test_gradient_on_another_mesh(alone):
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_fsdp1(alone, use_orig_params):
+def test_fsdp1_is_refused(alone, use_orig_params):
     model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"FSDP1 has flattened.*use FSDP2"):
         mars_hf.create(model, lr=3e-3)

@@ -296,7 +296,7 @@ WRONG = {
         ("replicated", "mars-m"),  # ranks that share nothing do not wait for each other
     ],
 )
-def test_an_error_of_one_rank_stops_all_with_one_message(kind, wrong, mars_type):
+def test_error_of_one_rank_stops_all(kind, wrong, mars_type):
     def run(rank: int) -> tuple[int, str] | None:
         params, group = [nn.Parameter(whole(index)) for index in (0, 2, 6)], dist.group.WORLD
         if kind != "replicated":

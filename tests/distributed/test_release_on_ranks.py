@@ -50,12 +50,12 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASE_NAMES)
-def test_fsdp2(trained, name):
+def test_release_gradients_fsdp2(trained, name):
     expected, found = trained(1, f"alone/{name}"), trained(2, f"fsdp2/{name}")
     assert found.notes == ["", ""]
     torch.testing.assert_close(found.tensors, expected.tensors, rtol=1e-5, atol=1e-5)
 
 
-def test_ddp(trained):
+def test_release_gradients_ddp(trained):
     for error in trained(2, "ddp/adamw").notes:
         assert "DistributedDataParallel averages gradients later" in error

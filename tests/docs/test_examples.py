@@ -134,7 +134,7 @@ def logged():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(one.language == "python" for one in blocks(page))])
-def test_python(page, place, logged, monkeypatch):
+def test_python_examples(page, place, logged, monkeypatch):
     """What they print and log is on the page too, below a comment `prints` or `logs`."""
     names, printed = pages.names(place), ""
     if page == "distributed.md":
@@ -173,7 +173,7 @@ def test_python(page, place, logged, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook(path, place, logged):
+def test_notebook_runs(path, place, logged):
     torch.set_num_threads(1)
     cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells)

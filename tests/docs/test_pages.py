@@ -43,7 +43,7 @@ RULED_OUT = [
 
 
 @pytest.mark.parametrize("page", PROSE)
-def test_prose(page):
+def test_prose_of_pages(page):
     """No phrase that the style rules out, and no long line but rows of tables, which cannot wrap."""
     text = PROSE[page].read_text(encoding="utf-8")
     assert not [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
@@ -345,7 +345,7 @@ def test_estimates_of_the_papers_runs(size):
     importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None,
     reason="the test extra brings mkdocs-material and mkdocstrings",
 )
-def test_site(tmp_path):
+def test_site_builds(tmp_path):
     """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
@@ -362,7 +362,7 @@ def test_site(tmp_path):
     assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)
 
 
-def test_navigation():
+def test_navigation_groups():
     def leaves(entry):
         if isinstance(entry, str):
             return [entry]
@@ -379,7 +379,7 @@ def test_navigation():
 
 
 @pytest.mark.slow
-def test_figures(tmp_path):
+def test_figures_are_drawn_from_results(tmp_path):
     """Pictures have the same names and sizes when drawn again; pixels differ with matplotlib's version."""
     script = ROOT / "docs" / "figures" / "draw.py"
     subprocess.run([sys.executable, str(script), "--output_dir", str(tmp_path)], check=True, capture_output=True)
@@ -393,7 +393,7 @@ def test_figures(tmp_path):
         assert f"images/{picture.name}" in pages, f"{picture.name} is on no page"
 
 
-def test_readme():
+def test_readme_length():
     lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
     first, second, *_ = commands("README.md")

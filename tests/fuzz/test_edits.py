@@ -346,7 +346,7 @@ def test_edits_and_layouts(backend, seed, rule, edits):
 @every_backend
 @pytest.mark.usefixtures("kernels")
 @searched(250)
-def test_more(backend, seed, rule, edits):
+def test_random_edits_of_groups(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 
 

@@ -53,7 +53,7 @@ SAVED = json.loads(FILE.read_text(encoding="utf-8"))
 @pytest.mark.skipif(
     transformers.__version__ != SAVED["transformers"], reason=f"the file is of transformers {SAVED['transformers']}"
 )
-def test_census():
+def test_census_of_architectures():
     found = census()["types"]
     assert found.keys() == SAVED["types"].keys()
     assert {name: row for name, row in found.items() if row != SAVED["types"][name]} == {}

@@ -119,7 +119,7 @@ ROLES = {
 
 @pytest.mark.parametrize("mars_type", RULES)
 @pytest.mark.parametrize("case", ROLES)
-def test_roles(case, mars_type):
+def test_lora_roles(case, mars_type):
     make, adapters, expected = ROLES[case]
     model = get_peft_model(make(), adapters)
     optimizer = mars_hf.create(model, mars_type=mars_type, lr=1e-2, weight_decay=0.1)
@@ -295,7 +295,7 @@ def test_merged_models(tmp_path):
 
 
 @pytest.mark.parametrize("mars_type", RULES)
-def test_resume(tmp_path, mars_type):
+def test_lora_resume(tmp_path, mars_type):
     def go(folder, checkpoint=None, **settings):
         model = adapted()
         rules = [("*.lora_B.*", {"lr": 2e-2})]

@@ -65,7 +65,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "layout", "shapes"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("strides", ["contiguous", "transposed", "strided"])
-def test_views(shape, layout, shapes, strides):
+def test_views_of_layouts(shape, layout, shapes, strides):
     """They write through, and hold every element once."""
     tensor = torch.randn(shape)
     if strides == "transposed":

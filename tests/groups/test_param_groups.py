@@ -49,7 +49,7 @@ def layout(**fields) -> dict:
 # --- plain parameters -------------------------------------------------------------------------------------------------
 
 
-def test_order():
+def test_order_of_groups():
     a, b, c, d, e = params((2,), (2, 2), (), (2, 2, 1), (3, 1))
     optimizer = Mars([{"params": iter([a, b, c, d])}, {"params": e}, {"params": [a.detach().clone()]}])
     assert [group["role"] for group in optimizer.param_groups] == ["matrix", "vector", "matrix", "vector"]
@@ -161,7 +161,7 @@ REASONS = {
 }
 
 
-def test_reasons():
+def test_reasons_of_names_left_out():
     def left_out(**settings) -> dict[str, str]:
         groups = mars_hf.create(Odd(), **{"lr": 3e-3, **settings}).param_groups
         assert all(set(group["left_out"]) <= set(group["param_names"]) for group in groups if "left_out" in group)
@@ -232,7 +232,7 @@ SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
         (classifier(lambda model: lambda name: None), set()),  # of something else
     ],
 )  # fmt: skip
-def test_heads(model, heads):
+def test_heads_of_models(model, heads):
     tables = embeddings_and_heads(model)
     assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
 
@@ -438,7 +438,7 @@ YAML = """
 IN_FILE = [("a.*", {"lr": 1e-3, "betas": (0.8, 0.9)}), ("*.bias", {"role": "vector", "clip_threshold": None})]
 
 
-def test_files(tmp_path):
+def test_param_rules_files(tmp_path):
     text = json.dumps([{"pattern": pattern, **settings} for pattern, settings in IN_FILE])
     contents = {"rules.yaml": YAML, "rules.yml": YAML, "rules.json": text}
     for name, content in contents.items():

@@ -46,7 +46,7 @@ ORTHOGONAL = {
 
 
 @pytest.mark.parametrize("settings", [{}, OTHERS, ORTHOGONAL], ids=["defaults", "others", "orthogonal"])
-def test_like(tmp_path, settings):
+def test_like_a_saved_run(tmp_path, settings):
     first = mars_hf.create(tiny(), **{"lr": 3e-3, **settings})
     leave(tmp_path, first)
     groups = [settings_of(mars) for mars in (first, mars_hf.create(tiny(), like=tmp_path))]

@@ -99,7 +99,7 @@ def matrix() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2, 2))]
 
 
-def test_table():
+def test_table_of_settings():
     """Signatures and groups follow it, and the examples here are complete."""
     parameters = inspect.signature(Mars).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in ("params", "process_group", *OF_TORCH)}
@@ -136,7 +136,7 @@ def test_wrong_values(name, door):
 
 
 @pytest.mark.parametrize("settings", [{"ns_coefficients": [(3.0, -4.0, 2.0)] * 4}, {"ns_steps": 4}], ids=str)
-def test_schedules(settings):
+def test_ns_coefficients_schedules(settings):
     settings = {"ns_coefficients": "polar-express", **settings}
     for of_mars, of_group in ((settings, {}), ({}, settings)):
         with pytest.raises(ValueError, match=r"schedule of [45] steps and ns_steps=[54]; give as many triples"):
@@ -237,7 +237,7 @@ def test_numbers_that_are_text(text, number):
         mars_hf.create(matrix(), gamma="much", lr=3e-3)
 
 
-def test_labels():
+def test_labels_of_wrappers():
     assert Mars([{"params": matrix(), "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
     with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
         mars_hf.create(matrix(), lr_scale=0.5, lr=3e-3)

@@ -60,7 +60,7 @@ def rows_of_table() -> list[tuple[str, str, float]]:
 
 
 @pytest.mark.parametrize(("rule", "betas", "factor"), rows_of_table())
-def test_rates_of_the_table_make_updates_as_large_as_adamw_s(rule, betas, factor):
+def test_table_rates_update_rms(rule, betas, factor):
     settings = {} if "default" in betas else {"betas": (0.9, 0.95)}
     of_rule = "mars-m" if rule == "muon" else rule
     ours = updates(mars_hf.Mars(matrices(), factor * 3e-4, mars_type=of_rule, eps=1e-12, **settings))
@@ -133,7 +133,7 @@ def test_adamw_rates_that_cannot_be(settings, message, monkeypatch):
         mars_hf.create(iter([{"params": matrices(), "lr": 0.1}]), lr=1e-3, adamw_rates=True)
 
 
-def test_table(capsys):
+def test_suggest_table(capsys):
     main(["suggest"])
     text = capsys.readouterr().out
     assert text == table() + "\n" and text.splitlines()[0].endswith("| LoRA adapters |")
@@ -160,7 +160,7 @@ def test_half_lives(rule):
     assert settings["betas_1d"] == (0.9, 0.95) and settings["lr_1d"] == 3e-4
 
 
-def test_width():
+def test_suggest_width():
     assert suggest("mars-m", 3e-4, width=64)["lr"] == pytest.approx(suggest("mars-m", 3e-4)["lr"])
     small, large = (suggest("mars-shampoo", 3e-4, width=width)["lr"] for width in (256, 1024))
     assert large == pytest.approx(2 * small)
@@ -187,7 +187,7 @@ def printed(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_rules(capsys):
+def test_suggest_one_rule(capsys):
     text = printed(capsys, "--width", "768")
     assert [line for line in text.splitlines() if line in MARS_TYPES] == list(MARS_TYPES)
     assert "\nmuon is mars-m without the clip" in text
@@ -199,7 +199,7 @@ def test_rules(capsys):
 
 @pytest.mark.parametrize("rule", [*MARS_TYPES, "muon"])
 @pytest.mark.parametrize("betas", ["0.9 0.95", "0.9 0.999", "0.95 0.99", None])
-def test_forms(rule, betas, capsys, tmp_path):
+def test_suggest_command_and_call(rule, betas, capsys, tmp_path):
     """The command's arguments and the call make the same optimizer."""
     further = ["--adamw-betas", *betas.split()] if betas else ["--finetuning"]
     text = printed(capsys, "--width", "768", "--rule", rule, *further)

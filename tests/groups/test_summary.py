@@ -11,7 +11,7 @@ import mars_hf
 from mars_hf.groups import summary
 
 
-def test_table():
+def test_summary_table():
     lines = str(mars_hf.create(gpt2(), lr=6e-3, weight_decay=0.1)).splitlines()
     assert lines[0] == "Mars" and len(lines) == 4
     assert lines[2].split() == ["matrix", "mars-adamw", "10", "2,176", "0.006", "(0.95,", "0.99)", "0.1"]

@@ -42,7 +42,7 @@ def two(numel: int = 64) -> list[nn.Parameter]:
     ],
     ids=str,
 )
-def test_choice(monkeypatch, settings, numel, expected):
+def test_choice_of_a_backend(monkeypatch, settings, numel, expected):
     monkeypatch.setattr(backends, "COMPILED_FROM", 64)
     assert names(Mars(two(numel), **settings)) == [expected] * 2
 

@@ -116,7 +116,7 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
 
 
 @every_kernel
-def test_command(backend, device, kernels, monkeypatch, capsys):
+def test_check_command(backend, device, kernels, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "FLOATS", (torch.float32,))
     monkeypatch.setattr(kernels, "ARITHMETICS", ("adamw",))
     monkeypatch.setattr(selfcheck.multiprocessing, "spawn", lambda *args, **settings: None)

@@ -69,7 +69,7 @@ def on(device: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 @every_implementation
 @pytest.mark.parametrize("case", CASES)
-def test_update(backend, device, case):
+def test_update_formulas(backend, device, case):
     without, settings = CASES[case]
     check_update(backend, problem(SMALL, device, without=without), **on(device, settings))
 
@@ -91,7 +91,7 @@ def test_what_moves(backend, device):
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels have no running maximum")
 @pytest.mark.parametrize("backend", ["for-loop", "foreach"])
-def test_amsgrad(backend):
+def test_amsgrad_update(backend):
     check_update(backend, problem(SMALL, "cpu", without=()))
 
 
@@ -183,7 +183,7 @@ def test_sums_at_the_edges(backend, device):
 @every_implementation
 @pytest.mark.parametrize("last", [True, False], ids=["last", "no last"])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
-def test_sums(backend, device, scaled, last):
+def test_sums_formulas(backend, device, scaled, last):
     """Without last gradients c is g, whatever k is."""
     settings = on(device, SCALES if scaled else {}) | {"k": 0.475}
     gradients = draw(SMALL, device=device)

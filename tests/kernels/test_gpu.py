@@ -379,7 +379,7 @@ def test_float64_and_amd_compile():
 
 @compiles
 @pytest.mark.parametrize("last", [tl.float32, None], ids=["last", "no_last"])
-def test_sums_move_128_bits_at_once_and_no_register_is_spilled(last, tmp_path):
+def test_sums_move_128_bits_without_spills(last, tmp_path):
     of_sums = sums(tl.float32, last)
     assert accesses(of_sums, "v4.b32")[0] == (2 if last is None else 4)
     totals = compiled(gpu_device.total_sums, options=kernels.LAUNCH_OPTIONS_OF_TOTALS, LAST=last, BLOCK=kernels.TOTALS)

@@ -222,7 +222,7 @@ def test_mars_and_adamw():
         ("original", "mars_shampoo --clip_threshold 0 --split_fused none --gamma 0.1", 1e-4),
     ],
 )
-def test_muon_is_torch_muon_on_matrices_and_torch_adamw_on_the_rest(scale, rule, tolerance):
+def test_muon_baseline_is_torch_muon_with_adamw(scale, rule, tolerance):
     """At half the rates, by a schedule; a rule of MARS too, but for bfloat16's rounding.
 
     Conv1D stores (in, out): the original scale of a layer out of 8 into 32 is 2, of one out of 32 into 8 is 1.

@@ -53,7 +53,7 @@ ADAMW = "| adamw | 0.001 | 4.450 (4.400-4.500) | 30 of 30 (100%) | 1.00x |"
     ],
     ids=["whole", "not reached", "one diverged", "the baseline diverged", "unfinished"],
 )
-def test_page(tmp_path, runs, missing, lines):
+def test_comparison_page(tmp_path, runs, missing, lines):
     preset = Preset({"mars_adamw": {"optimizer": "mars_adamw"}, "adamw": {"optimizer": "adamw"}})
     data = [DATA, DATA, {**DATA, "dataset": "others"}]
     page.write(tmp_path, preset, runs, missing=missing, data=data, arguments=["--max_steps", "30"])
@@ -77,12 +77,12 @@ def test_interval_is_paired_by_seed():
     assert comparison.difference(mars[:2], base).mean == pytest.approx(-0.15)
 
 
-def test_holm():
+def test_holm_correction():
     assert comparison.holm([0.01, 0.04, 0.03, math.nan]) == pytest.approx([0.04, 0.09, 0.09, math.nan], nan_ok=True)
     assert comparison.holm([0.02, 0.9, 0.8]) == pytest.approx([0.06, 1.0, 1.0])  # in order, and 1 at most
 
 
-def test_differences():
+def test_paired_differences():
     runs = [*of("adamw", [4.4, 4.5, 4.6]), *of("muon", [4.0, 4.1, 4.2001]), *of("mars_m", [4.3, 4.41, 4.57])]
     runs += [*of("lion", [4.39, 4.53, 4.58]), run("late", 9, [4.0])]
     gaps = comparison.differences(runs, "adamw", [("mars_m", "muon"), ("late", "muon")])

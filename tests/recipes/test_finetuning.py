@@ -178,7 +178,7 @@ def test_finished_run_is_not_overwritten_and_divergence_is_named(base, data, tmp
         tune(base, data, tmp_path / "diverged", *argv)
 
 
-def test_instructions(base, data, tmp_path):
+def test_instructions_with_lora(base, data, tmp_path):
     argv = ["--model_name_or_path", str(base), "--dataset_name", str(data / "instructions"), "--learning_rate", "2e-2"]
     trainer, numbers = sft_lora.main([*FEW, *argv, "--output_dir", str(tmp_path / "run")])
     assert len(trainer.train_dataset) == 95 and len(trainer.eval_dataset) == 5
@@ -229,7 +229,7 @@ def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_images(data, tmp_path):
+def test_finetune_images(data, tmp_path):
     """The digits by the default run, and a folder of images with the model of the digits."""
 
     def train(name, *argv):

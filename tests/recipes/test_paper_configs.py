@@ -155,7 +155,7 @@ def distance(one, other, start):
 
 @pytest.mark.parametrize("name", ["gpt2-small", "gpt2-large"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "mars_adamw --is_approx false"])
-def test_averaged_gradients_under_the_configs_end_where_summed_ones_do(name, optimizer):
+def test_paper_configs_averaged_gradients(name, optimizer):
     """The embedding has most of the global norm, so that c is clipped, too."""
     argv, accumulation, ends = ["--optimizer", *optimizer.split()], OFFICIAL_BATCH[name][1], []
     if optimizer in ("mars_shampoo", "mars_m", "mars_muon"):  # bfloat16's rounding would hide a difference
@@ -181,7 +181,7 @@ def test_averaged_gradients_under_the_configs_end_where_summed_ones_do(name, opt
     assert distance(*ends, start) < BARS.get((optimizer, accumulation), 1e-10)
 
 
-def test_the_recipe_ends_at_the_weights_of_the_official_loop(tokens, tmp_path):
+def test_recipe_equals_official_loop(tokens, tmp_path):
     """gpt2-small's own accumulation, thresholds, rates and decays, on a small model in float64."""
     steps, warmup, accumulation = 6, 2, 4
     argv = [*TINY, "--config", "gpt2-small", *ON_CPU, "--data_dir", str(tokens), "--output_dir", str(tmp_path / "run")]

@@ -135,7 +135,7 @@ def test_sources_equal_reference(tmp_path, form, capsys):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_options(tmp_path, monkeypatch, more):
+def test_prepare_data_options(tmp_path, monkeypatch, more):
     """With max_tokens, train ends after a document; there are several batches."""
     monkeypatch.setattr(prepare_data, "_BATCH", 3)
     path = write_jsonl(tmp_path / "a\x1b[31m\n.jsonl", TEXTS[:22], key="body")

@@ -126,7 +126,7 @@ def test_model_and_metrics(finished, tokens):
     }
 
 
-def test_card(finished, tokens):
+def test_model_card_of_a_run(finished, tokens):
     card, name, loss = ModelCard.load(finished / "README.md"), token_files.load(tokens).name, metrics_of(finished)
     assert f"trained from scratch on the {name} dataset." in card.text
     assert f"| {loss['eval_loss']:.4f} " in card.text
@@ -228,7 +228,7 @@ def test_default_job(tmp_path):
     assert "loss_type" not in ended.stderr + ended.stdout
 
 
-def test_divergence(tmp_path, tokens):
+def test_divergence_stops_with_one_line(tmp_path, tokens):
     """A learning rate far too high ends a run in one line; what was trained before is kept."""
     saves = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--warmup_steps", "0")
     line = "^3 steps in a row with a non-finite loss or gradient.* Start again with a lower --learning_rate and another"

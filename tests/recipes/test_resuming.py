@@ -194,7 +194,7 @@ def test_full_disk_keeps_older_checkpoints(whole, tokens, tmp_path, monkeypatch,
     assert [checkpoints.check(output / name).step for name in names(output)] == [3, 6, 8]
 
 
-def test_rotation_keeps_the_best_and_what_is_newer_than_the_last_sealed(tmp_path):
+def test_rotation_keeps_best_and_newest(tmp_path):
     for step in range(1, 7):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (1, 3, 4, 5):  # the others were never sealed, or are half deleted
@@ -253,7 +253,7 @@ def test_one_command_starts_resumes_and_ends(whole, tokens, tmp_path, word, numb
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_run_at_its_end_only_writes_its_result_and_is_made_longer(whole, copied, tokens, capsys, monkeypatch):
+def test_resume_finished_run(whole, copied, tokens, capsys, monkeypatch):
     """As after a kill between the last checkpoint and metrics.json. What a resume takes as given is said."""
     for name in ("metrics.json", "model.safetensors"):
         (copied / name).unlink()
@@ -370,7 +370,7 @@ if "--resume_from_checkpoint" not in sys.argv:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_give_the_weights_of_one_and_resume_to_the_bit(tokens, tmp_path):
+def test_resume_two_processes(tokens, tmp_path):
     """A signal to the second stops both after step 5, between log lines: each has a loss of its own to take up."""
     whole, killed, stopped = tmp_path / "whole", tmp_path / "killed", tmp_path / "stopped.py"
     stopped.write_text(STOPPED)

@@ -165,7 +165,7 @@ def gradient(trainer: SimpleNamespace, model: nn.Module, samples: list) -> torch
     return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.parameters()))])
 
 
-def test_stale_gradients_are_those_of_the_same_batch_at_the_previous_parameters():
+def test_stale_gradients_of_tracking():
     """Micro-batches of a half weigh by their samples: the third one has one."""
     trainer, moment = trainer_of(gpt2(), size=2), Moment(0.5, 1.0, "exact", None)  # k = 1
     model, data, probe = trainer.model, trainer.train_dataset, TrackingProbe(trainer, [moment], every=9, batches=2)
@@ -186,7 +186,7 @@ def row(step: int, gamma: float, error: float) -> dict:
     return {"step": step, "scope": "all", "beta1": 0.9, "gamma": gamma, "form": "approx", "clip": None, **numbers}
 
 
-def test_conclusion():
+def test_tracking_conclusion():
     """Steps that drown in noise are left out; moments without clipping are compared at the beta1 of the run."""
     best = "would have tracked the gradient best here: error"
     rows = [row(step, 0.0, error) for step, error in enumerate((1.0, math.nan, 2.0, 0.5))]

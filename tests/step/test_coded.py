@@ -67,7 +67,7 @@ SETTINGS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_formulas(rule, settings, layout, fused):
+def test_formulas_in_8_bits(rule, settings, layout, fused):
     """In float64, step by step from the decoded state of the step before."""
     torch.manual_seed(1)
     options = SETTINGS[settings]

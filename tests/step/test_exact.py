@@ -137,7 +137,7 @@ def test_parameters_without_gradients():
     assert "last_grad" not in optimizer.state[params[0]]  # that of another batch is not kept
 
 
-def test_buffers():
+def test_exact_buffers():
     params = make_params()
     optimizer = Mars(params, **SETTINGS, is_approx=False)
     behind(params, optimizer, range(3))

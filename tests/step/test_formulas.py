@@ -284,7 +284,7 @@ def cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 @pytest.mark.parametrize("kind", [float, lambda lr: torch.tensor(lr, dtype=torch.float64)], ids=["float", "tensor"])
 @pytest.mark.parametrize("schedule", [lambda mars: torch.optim.lr_scheduler.CosineAnnealingLR(mars, 6), cycle])
-def test_schedulers(schedule, kind):
+def test_torch_schedulers(schedule, kind):
     """Rates are those that torch's SGD gets, in the ratio of matrices and vectors; the step uses them and the betas."""
     params = parameters(torch.float64, ((7, 5), (6,)))
     optimizer, lines = Mars(params, lr=kind(0.02), lr_1d=kind(0.01), fused=False), references(params)

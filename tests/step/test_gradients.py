@@ -268,7 +268,7 @@ def test_nothing_but_an_empty_group():
     assert torch.isnan(optimizer.grad_norm)
 
 
-def test_a_step_in_the_capture_of_a_cuda_graph_is_refused(monkeypatch):
+def test_cuda_graph_capture_is_refused(monkeypatch):
     """Its replays would repeat the step's count; test_gpu.py captures one on a GPU."""
     param = nn.Parameter(torch.ones(3, 4))
     optimizer = Mars([param])

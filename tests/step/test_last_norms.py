@@ -126,7 +126,7 @@ def test_last_gradients_that_their_state_has_rounded_up(fused):
 
 
 @needs_compiler
-def test_last_norms_are_of_gradients_scaled_to_the_global_norm():
+def test_last_norms_with_max_grad_norm():
     """So scaled, c is far below the threshold, and no step but the first reads last gradients to know it."""
     params, mars = make(fused=True, max_grad_norm=0.01)
     with mock.patch.object(Backend, "run_sums", autospec=True, side_effect=Backend.run_sums) as run_sums:

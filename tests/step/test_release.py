@@ -139,7 +139,7 @@ def test_ranks_that_average_gradients_later_are_refused(world, monkeypatch):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["Trainer", "MarsTrainer"])
-def test_trainers(own, tmp_path):
+def test_release_gradients_in_trainers(own, tmp_path):
     ends = []
     for releases in (False, True):
         model, args = gpt2(), arguments(tmp_path, max_grad_norm=0.0, learning_rate=0.01)

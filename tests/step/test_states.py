@@ -176,7 +176,7 @@ def test_states_keep_their_dtypes(dtype):
     assert all(torch.isfinite(param).all() for param in other_model.parameters())
 
 
-def test_new_buffers_have_the_dtype_of_a_loaded_first_moment():
+def test_dtype_of_new_buffers():
     """A state in bfloat16, of whatever origin, does not become half float32."""
     model, optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())

@@ -73,7 +73,7 @@ def reports(caplog) -> Any:
     logger.removeHandler(caplog.handler)
 
 
-def test_patience(tmp_path):
+def test_nonfinite_patience(tmp_path):
     for patience in (0, -1, 2.5, True, "3"):
         with pytest.raises(ValueError, match=r"^patience=.*>= 1$"):
             NonFiniteCallback(patience)

@@ -77,7 +77,7 @@ def build(method: str, folder: Any, kind: type, optimizer: Any = None, *, args: 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["approx", "exact"])
 @pytest.mark.parametrize("method", ["SFT", "DPO", "Reward", "KTO"])
-def test_trl(tmp_path, method, exact):
+def test_trl_trainers_train_exactly(tmp_path, method, exact):
     make = functools.partial(build, method, tmp_path)
     run = hold_to_straight_lines(make, getattr(trl, f"{method}Trainer"), exact=exact, bar=1e-3)
     rows = [row for row in run.state.log_history if "loss" in row]
@@ -109,7 +109,7 @@ class Twin(TrainerCallback):
         self.mars.step()
 
 
-def test_grpo(tmp_path):
+def test_grpo_trainer(tmp_path):
     """It generates its batches, so that only its own gradients can be compared."""
     twin = Twin()
     make = functools.partial(build, "GRPO", tmp_path, mars_hf.with_mars(trl.GRPOTrainer))
