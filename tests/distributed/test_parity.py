@@ -43,7 +43,7 @@ MATRIX_CASES = {case for case, settings in SETTINGS.items() if settings.mars_typ
 # (seen with torch.optim.AdamW, DeepSpeed 0.19): no skipping there.
 REGULAR: dict[tuple[str, int], dict[str, str]] = {
     ("torch", 2): {
-        "ddp": "adamw lion_1d adamw_skipping m m_rows m_folded adamw_1d_kernels adamw_8bit lion_8bit",
+        "ddp": "adamw lion_1d adamw_skipping m m_folded adamw_1d_kernels adamw_8bit lion_8bit",
         "ddp_bucket_view": "adamw_1d_skipping",
         "ddp_static_graph": "lion_1d",
         "fsdp2": "adamw adamw_1d lion adamw_1d_skipping lion_1d_folded m m_rows m_skipping shampoo_bf16 m_kernels"
@@ -51,7 +51,7 @@ REGULAR: dict[tuple[str, int], dict[str, str]] = {
     },
     ("torch", 4): {"ddp": "m", "fsdp2": "adamw m_skipping", "hsdp": "lion_1d_frozen adamw_folded m m_rows"},
     ("deepspeed", 2): {
-        "zero1": "adamw lion_1d m_skipping m_rows adamw_1d_kernels adamw_8bit",
+        "zero1": "adamw lion_1d m_skipping adamw_1d_kernels adamw_8bit",
         "zero2": "adamw lion adamw_1d_skipping adamw_unclipped m lion_8bit adamw_8bit_kernels",
         "zero3": "adamw adamw_1d lion_1d_frozen shampoo m m_rows m_8bit adamw_8bit",
         "zero2_offload": "adamw",
