@@ -174,7 +174,8 @@ class Reference:
     def decay(self, direction: torch.Tensor) -> torch.Tensor:
         """Return what weight decay takes from the parameter."""
         if self.weight_decay_mode == "decoupled":
-            return self.lr / self.initial_lr * self.weight_decay * self.x
+            factor = self.lr / self.initial_lr if self.initial_lr else 0.0
+            return factor * self.weight_decay * self.x
         decays = direction * self.x >= 0 if self.weight_decay_mode == "cautious" else torch.ones_like(self.x)
         return self.lr * self.weight_decay * self.x * decays
 

@@ -28,6 +28,7 @@ _WRITTEN = (
     "runs",
     "README.md",
     "mars.json",
+    "losses.png",
     "config.json",
     "generation_config.json",
     "model*.safetensors",
