@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # huggingface_hub and datasets read these at import, so set them before any test module is imported.
@@ -77,6 +78,29 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not named and not config.option.usepdb and config.option.numprocesses is None:
         config.option.numprocesses = min(os.cpu_count() or 1, 8)
         config.option.dist = "loadfile"  # files share what their fixtures make
+        config.option.loadscopereorder = False  # in the order below
+
+
+# Files that take a minute or more, the longest first: one that begins last would keep one core busy alone.
+LONGEST = (
+    "distributed/test_checkpoints.py",
+    "distributed/test_parity.py",
+    "kernels/test_gpu.py",
+    "fuzz/test_edits.py",
+    "fuzz/test_sanitizers.py",
+    "docs/test_types.py",
+    "training/test_converted_weights.py",
+    "distributed/test_mesh_parity.py",
+    "soak/test_soak.py",
+    "recipes/test_resuming.py",
+    "recipes/test_pretrain_gpt2.py",
+)
+
+
+def _sort_longest_first(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: places.get(item.path.relative_to(tests).as_posix(), len(places)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -92,7 +116,7 @@ ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark soaks slow, so that `-m "not slow"` leaves them out; so, too, most cases that train."""
+    """Mark soaks slow, so that `-m "not slow"` leaves them out; so, too, most cases that train. Sort files."""
     seen = set()
     for item in items:
         if item.get_closest_marker("soak"):
@@ -103,3 +127,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
+    _sort_longest_first(items)
