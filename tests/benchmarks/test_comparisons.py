@@ -88,6 +88,24 @@ def test_pages_show_every_arm(name):
         assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
+def test_page_shows_the_additions():
+    """Losses and differences from the runs; the rate of each arm is best among its neighbours in the search."""
+    results = ROOT / "benchmarks" / "results"
+    shipped = json.loads((results / "additions_embedded.json").read_text())
+    runs = [comparison.FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in shipped["runs"]]
+    preset = presets.load("additions")
+    assert shipped["arms"] == preset.arms and len(runs) == 3 * len(preset.arms)
+    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
+    for row in comparison.summarize(runs, preset.baseline):
+        gap = gaps.get(row.contender)
+        assert f"| {row.contender} | {row.loss:.3f} | {'' if gap is None else f'{interval(gap)} '}|" in LINES
+    searched = json.loads((results / "tune_additions.json").read_text())["runs"]
+    for arm in gaps:
+        losses = {run["learning_rate"]: run["eval_loss"] for run in searched if run["arm"] == arm}
+        best = min(losses, key=losses.__getitem__)
+        assert best == preset.arms[arm]["learning_rate"] and {best / 2, 2 * best} <= losses.keys()
+
+
 def test_pages_show_pairs_of_controls():
     first, second = (load(f"controls_{name}") for name in ("embedded", "headers"))
     rows = [
