@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "module"), [("step_cost", "matplotlib"), ("memory", "matplotlib"), ("tune", "yaml")]
 )

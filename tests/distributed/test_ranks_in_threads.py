@@ -90,8 +90,8 @@ def place(tensor: Tensor, mesh: DeviceMesh, placements: list[Any]) -> Tensor:
         ("mars-m", "float32", None),
         ("mars-m", "float32", 0.5),
         ("mars-shampoo", "float32", None),
-        ("mars-m", "bfloat16", None),
-        ("mars-m", "bfloat16", 0.5),
+        pytest.param("mars-m", "bfloat16", None, marks=pytest.mark.slow),
+        pytest.param("mars-m", "bfloat16", 0.5, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -350,6 +350,7 @@ def test_estimates_of_the_papers_runs(size):
     importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None,
     reason="the test extra brings mkdocs-material and mkdocstrings",
 )
+@pytest.mark.slow
 def test_site_builds(tmp_path):
     """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}

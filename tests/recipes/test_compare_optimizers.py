@@ -154,6 +154,7 @@ def compare(tmp_path, *argv: str) -> dict:
     return json.loads((tmp_path / "compare" / "comparison.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_arm_runs_with_every_seed(tmp_path, started, capsys):
     """A run that diverged is a result, too, and not trained again."""
     names, launcher = ["mars_adamw_exact", "adamw", "mars_lion"], "accelerate launch --config_file 'my config.yaml'"
@@ -173,6 +174,7 @@ def test_every_arm_runs_with_every_seed(tmp_path, started, capsys):
     assert compare(tmp_path, *argv, *names) == result and len(started) == 6
 
 
+@pytest.mark.slow
 def test_preset_two_runs_at_a_time(tmp_path, started):
     path, names = tmp_path / "mine.yaml", [f"{name} {rate}" for name in ("adamw", "mars_m") for rate in (0.001, 0.002)]
     arms = [f"  {arm}: {{optimizer: {arm.split()[0]}, learning_rate: {arm.split()[1]}}}\n" for arm in names]
@@ -209,6 +211,7 @@ def test_equal_seconds(tmp_path, started):
     assert long[0][-12:-6] == words
 
 
+@pytest.mark.slow
 def test_interrupted_comparison_goes_on(tmp_path, started, monkeypatch):
     """A run that has saved a checkpoint is resumed; one that a killed comparison left is waited for."""
     finish, page = launch.run_recipe, tmp_path / "compare" / "comparison.md"
