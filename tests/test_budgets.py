@@ -32,7 +32,7 @@ ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
 ROOMS = {"mars_hf": (57, 13_000), "recipes": (38, 5_000), "tests": (104, 23_700), "benchmarks": (10, 2_300)}
-MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 18_500, 32, 9
+MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_950, 32, 9
 # Files that one step enters.
 WALKS = {"mars-adamw": 13, "mars-m": 18}
 
@@ -158,11 +158,8 @@ def test_room_for_lines(room):
 
 
 def test_docs_words():
-    """A word has a letter or a digit: the rules of tables are none."""
-    words = []
-    for path in (ROOT / "docs").rglob("*.md"):
-        words += re.findall(r"\S*[A-Za-z0-9]\S*", path.read_text(encoding="utf-8"))
-    assert len(words) <= MOST_WORDS_IN_DOCS
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    assert words <= MOST_WORDS_IN_DOCS
 
 
 def test_settings_and_names():

@@ -125,7 +125,7 @@ def prepare_rows(param: Tensor, group: Mapping[str, Any], state: dict[str, Any],
 
 
 def rows_of_shards(param: Tensor, group: Mapping[str, Any], spec: ShardSpec | None) -> list[int]:
-    """Return the number of running means of rows for each parameter of which a tensor holds some."""
+    """Return how many rows each parameter in a tensor has, if its rows are normalized, else 0."""
     if spec is None:
         return [count_rows(group, param.shape)]
     return [count_rows(group, shard.shape) for shard in spec.shards]
@@ -134,7 +134,7 @@ def rows_of_shards(param: Tensor, group: Mapping[str, Any], spec: ShardSpec | No
 def split_rows(
     param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], spec: ShardSpec | None
 ) -> list[Tensor]:
-    """Return the running means of rows of each parameter of which a tensor holds some; empty ones if rows are left."""
+    """Return the row means of each parameter in a tensor; empty tensors if rows are not normalized."""
     counts = rows_of_shards(param, group, spec)
     if sum(counts) == 0:
         return [torch.empty(0, device="cpu")] * len(counts)

@@ -38,6 +38,12 @@ _SEAL = _SEAL_BEGINS + "{}: training rewrites this file unless somebody has edit
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)")
 _ADAPTER = "base_model:adapter:"
+# By `weight_decay_mode`.
+_OF_DECAY = {
+    "standard": "",
+    "cautious": " Weight decay is [cautious](https://arxiv.org/abs/2510.12402).",
+    "decoupled": " Weight decay is decoupled from learning rates.",
+}
 _COLUMNS = ("lr", "betas", "eps", "weight_decay")
 _MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx")  # groups under AdamW do not use them
 
@@ -306,23 +312,17 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], work: _Work) -> str:
     intro = f"[{work.name}]({work.url}), `mars_hf` {mars_hf.__version__}."
     if work is _MUON:
         intro += " It is the rule mars-m with gamma = 1 - beta1."
-    intro += "".join(f" {sentence}" for sentence in _additions(groups))
+    intro += _additions(main_group(groups))
     settings = f"Learning rates are the peaks; `{saved_settings.FILE}` has every setting."
     return f"## Optimizer\n\n{intro} {settings}\n\n{table}"
 
 
-def _additions(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences on what groups add to their rules."""
-    sentences = []
-    orthogonalized = [group for group in groups if UPDATE_RULES[group["rule"]].orthogonalizes]
-    if any(group["normalize_rows"] is not None for group in orthogonalized):
-        sentences.append("Rows are normalized as in [NorMuon](https://arxiv.org/abs/2510.05491).")
-    modes = {group["weight_decay_mode"] for group in groups if group["weight_decay"]}
-    if "cautious" in modes:
-        sentences.append("Weight decay is [cautious](https://arxiv.org/abs/2510.12402).")
-    if "decoupled" in modes:
-        sentences.append("Weight decay is decoupled from learning rates.")
-    return sentences
+def _additions(main: Mapping[str, Any]) -> str:
+    """Return sentences on what settings add to the rule of the main group."""
+    text = _OF_DECAY[main["weight_decay_mode"]]
+    if main["normalize_rows"] is not None and UPDATE_RULES[main["rule"]].orthogonalizes:
+        text = f" Rows are normalized as in [NorMuon](https://arxiv.org/abs/2510.05491).{text}"
+    return text
 
 
 def _values(group: Mapping[str, Any]) -> list[Any]:
