@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from pretraining.compare import comparison, page, presets
+from tune import SEARCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["../README.md", "does_it_help.md", "controls.md", "other_settings.md"]
@@ -103,7 +104,9 @@ def test_page_shows_the_additions():
     for arm in gaps:
         losses = {run["learning_rate"]: run["eval_loss"] for run in searched if run["arm"] == arm}
         best = min(losses, key=losses.__getitem__)
-        assert best == preset.arms[arm]["learning_rate"] and {best / 2, 2 * best} <= losses.keys()
+        settings = SEARCHES["additions"]["arms"][arm]["settings"]
+        assert {**settings, "learning_rate": best} == preset.arms[arm]
+        assert {best / 2, 2 * best} <= losses.keys()
 
 
 def test_pages_show_pairs_of_controls():

@@ -21,7 +21,7 @@ RESULTS = {name: json.loads(Search(name).file.read_text()) for name in SHIPPED}
 LOSSES = {name: Search(name).losses(RESULTS[name]["runs"]) for name in SHIPPED}
 
 # It takes many hours: the file has the arms that have ended.
-UNFINISHED = {"smollm2", "additions"}  # the rates of mars_m among the additions are the controls'
+UNFINISHED = {"smollm2"}
 
 # --- searches --------------------------------------------------------------------------------------------------------
 
