@@ -317,8 +317,8 @@ def test_gpu_kernels(tmp_path, monkeypatch, capsys):
     """All sizes of blocks give one result; FLOPs are those of the iteration's products."""
     import gpu_kernels
 
-    monkeypatch.setattr(gpu_kernels, "TILES", (64, 8192))
-    monkeypatch.setattr(gpu_kernels, "BLOCKS", (64,))
+    monkeypatch.setattr(gpu_kernels, "TILES", (1024, 8192))
+    monkeypatch.setattr(gpu_kernels, "BLOCKS", (512,))
     results = []
     for sizes in gpu_kernels.sizes():
         gpu_kernels.set_sizes(*sizes)

@@ -419,7 +419,8 @@ def test_kernels_in_the_interpreter():
     fuzz = HERE.parent / "fuzz" / "test_edits.py::test_edits_and_layouts"
     benchmark = HERE.parent / "benchmarks" / "test_costs.py::test_gpu_kernels"
     files = [HERE / "test_check.py", HERE / "test_contract.py", HERE / "test_gpu.py", fuzz, benchmark]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *files]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not gpu and not multiprocess"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
     assert finished.returncode == 0 and " passed" in finished.stdout, finished.stdout + finished.stderr

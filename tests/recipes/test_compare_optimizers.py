@@ -38,7 +38,7 @@ RUNS = [
 ]
 DATA = {"dataset": "words", "vocabulary": 8, "train tokens": "0123456789abcdef", "val tokens": "fedc"}
 DIVERGED = [replace(one, eval_loss=math.nan, tokens_per_second=math.nan, curve=()) for one in RUNS]
-MARS, GAP = "| mars_adamw | 0.002 | 4.100 (4.000-4.200) | 20 of 30 (67%) | 0.58x |", "| mars_adamw | adamw |"
+MARS, GAP = "| mars_adamw | 0.002 | 4.100 (4.000-4.200) | 18 of 30 (60%) | 0.58x |", "| mars_adamw | adamw |"
 ADAMW = "| adamw | 0.001 | 4.450 (4.400-4.500) | 30 of 30 (100%) | 1.00x |"
 
 

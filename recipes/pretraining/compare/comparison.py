@@ -6,6 +6,7 @@ interval (Student's t over the seeds) excludes 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -63,9 +64,9 @@ class Difference(NamedTuple):
 class Row(NamedTuple):
     """Result of one arm over its runs.
 
-    `steps_to_baseline` is the first evaluated step whose mean loss is not above the baseline's final one (None: never),
-    `speed` the ratio of tokens per second to the baseline's. If a run diverged, `loss` is NaN, `lowest` and `highest`
-    are those of the others, and `steps` is 0.
+    `steps_to_baseline` is where the mean loss reaches the baseline's final one, on lines between evaluations (None:
+    never), `speed` the ratio of tokens per second to the baseline's. If a run diverged, `loss` is NaN, `lowest` and
+    `highest` are those of the others, and `steps` is 0.
     """
 
     contender: str
@@ -120,6 +121,16 @@ def mean_curve(runs: Sequence[FinishedRun]) -> list[tuple[int, float]]:
     return [(step, statistics.fmean(curve[step] for curve in curves)) for step in steps]
 
 
+def steps_to(goal: float, curve: Sequence[tuple[int, float]]) -> int | None:
+    """Return the first step at which a curve is not above a loss, on lines between its points; None: never."""
+    if curve and curve[0][1] <= goal:
+        return curve[0][0]
+    for (start, above), (end, below) in itertools.pairwise(curve):
+        if below <= goal:
+            return round(start + (end - start) * (above - goal) / (above - below))
+    return None
+
+
 def summarize(runs: Sequence[FinishedRun], baseline: str) -> list[Row]:
     """Return one row per arm, in the order of their first runs."""
     arms = by_contender(runs)
@@ -143,7 +154,7 @@ def summarize(runs: Sequence[FinishedRun], baseline: str) -> list[Row]:
                 lowest=min(finite, default=math.nan),
                 highest=max(finite, default=math.nan),
                 steps=curve[-1][0] if curve else 0,
-                steps_to_baseline=next((step for step, loss in curve if loss <= goal), None),
+                steps_to_baseline=steps_to(goal, curve),
                 speed=speeds[name] / speeds[baseline],
             )
         )
