@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 # Tests that train, a second or two each: the quick set takes one case of each.
 ONE_CASE_EACH = ("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py")
 ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
+# Tests of many cases, of which the quick set takes about one in so many, whatever their order.
+SAMPLED = {
+    "tests/distributed/test_placement.py::test_parts_on_a_mesh": 4,
+    "tests/distributed/test_ranks_in_threads.py::test_ranks_agree_on_what_rests": 4,
+    "tests/distributed/test_ranks_in_threads.py::test_shared_matrices": 3,
+    "tests/step/test_coded.py::test_formulas_in_8_bits": 4,
+    "tests/step/test_formulas.py::test_step_is_the_formula": 2,
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark soaks slow, so that `-m "not slow"` leaves them out; so, too, most cases that train. Sort files."""
+    """Mark what `-m "not slow"` leaves out: soaks, and most cases of tests that train or have many. Sort files."""
     seen = set()
     for item in items:
         if item.get_closest_marker("soak"):
@@ -127,4 +136,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if name in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(name)
+        if zlib.crc32(item.nodeid.encode()) % SAMPLED.get(name, 1):
+            item.add_marker(pytest.mark.slow)
     _sort_longest_first(items)

@@ -83,6 +83,7 @@ def test_names_of_others_are_there(entry):
         assert entry in PRIVATE_NAMES and (f"self.{name}" in source or f'"{name}"' in source)
 
 
+@pytest.mark.slow
 def test_import_in_a_new_process():
     """It brings torch and nothing heavy; with AVX2 alone no processor multiplies bfloat16."""
     heavy = {"transformers", "accelerate", "deepspeed", "triton", "datasets", "matplotlib", "peft", "tiktoken"}

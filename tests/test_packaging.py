@@ -35,6 +35,7 @@ def read(name: str) -> str:
 # --- mutations.yaml ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_mutation_applies() -> None:
     """After a change of a symbol's name or code, mutations.yaml names the new one; the list says which are stale."""
     assert mutations.stale() == []

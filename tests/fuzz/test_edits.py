@@ -337,7 +337,7 @@ every_backend = pytest.mark.parametrize("backend", NAMES)
 
 @every_backend
 @pytest.mark.usefixtures("kernels")
-@searched(25)
+@searched(10)
 def test_edits_and_layouts(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 

@@ -87,6 +87,7 @@ def test_heads_by_shape_and_place(model_type, head):
     assert row is not None and head in row["head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "name"), [("distilbert", "pre_classifier"), ("sam3", "ref_point_head"), ("uvdoc", "resnet_head")]
 )

@@ -155,6 +155,7 @@ def tasks(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.slow  # imports lm_eval
 def test_tasks_by_hand(tmp_path, unigram, held_out, tasks, capsys):
     """With the loss in one run, or with a limit and examples."""
     argv = ["--model", unigram, "--batch_size", 2, "--include_path", tasks, "--tasks", "tiny_choice"]
