@@ -147,18 +147,14 @@ def differences_table(gaps: Sequence[Difference]) -> str:
 
 
 def grid_table(lines: Mapping[str, Sequence[tuple[float, Sequence[float]]]], axis: str) -> str:
-    """Return the mean losses along an axis as Markdown: a row for each place, in each table three lines at most."""
-    columns = {name: {place: statistics.fmean(losses) for place, losses in lines[name]} for name in list(lines)[:3]}
+    """Return the mean losses along an axis as a Markdown table: a row for each place, a column for each line."""
+    columns = {name: {place: statistics.fmean(losses) for place, losses in line} for name, line in lines.items()}
     cells = [(axis.replace("_", " "), *columns)]
     for place in sorted(set().union(*columns.values())):
         means = [column.get(place) for column in columns.values()]
         texts = ["" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "diverged" for mean in means]
         cells.append((f"{place:g}", *texts))
-    table = markdown(cells)
-    if len(lines) <= 3:
-        return table
-    others = dict(list(lines.items())[3:])
-    return f"{table}\n\n{grid_table(others, axis)}"
+    return markdown(cells)
 
 
 def markdown(cells: Sequence[Sequence[str]], left: int = 1) -> str:
