@@ -62,7 +62,7 @@ class Search:
         arms: name to settings of the recipe, and `first` rates, or a `grid` of rates for each seed.
         rates: names of the learning rates that are searched.
         columns: keys of a result's rows that name the arm.
-        seed: of the search; `seeds` of an arm run at its best rates.
+        seed: of the search; `seeds` of an arm run at its best rates, with the settings `further` of the search.
     """
 
     def __init__(self, name: str) -> None:
@@ -120,6 +120,8 @@ class Search:
         rate = rates[0]
         parts = {"rate": f"{rate:g}", "twice": f"{2 * rate:g}", "eighth": f"{rate / 8:g}"}
         settings = {**self.spec.get("common", {}), **self.arms[arm].get("settings", {})}
+        if seed != self.seed:
+            settings |= self.spec.get("further", {})
         settings = {key: value.format(**parts) if isinstance(value, str) else value for key, value in settings.items()}
         return presets.words({**settings, **dict(zip(self.rates, rates, strict=True)), "seed": seed})
 
@@ -135,8 +137,11 @@ class Search:
             metrics = launch.run_recipe(argv, output, script=script)
         except launch.Diverged:
             metrics = {"eval_loss": None}
+        row |= {"argv": argv, **{key: metrics[key] for key in _KEPT if key in metrics}}
+        if seed != self.seed and "further" in self.spec and metrics["eval_loss"] is not None:
+            row["curve"] = launch.curve_of(output)
         shutil.rmtree(output, ignore_errors=True)
-        return {**row, "argv": argv, **{key: metrics[key] for key in _KEPT if key in metrics}}
+        return row
 
     def report(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Return a Markdown table of the losses by rate; the best rate of each arm is in bold."""

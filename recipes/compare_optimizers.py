@@ -95,14 +95,13 @@ class _Job(NamedTuple):
         if (self.folder / "diverged.json").exists():
             return FinishedRun(self.arm, self.seed, self.settings["learning_rate"], math.nan, math.nan)
         metrics = launch.metrics_of(self.folder)
-        history = json.loads((self.folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         return FinishedRun(
             self.arm,
             self.seed,
             metrics["learning_rate"],
             metrics["eval_loss"],
             metrics["tokens_per_second"],
-            curve=tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row),
+            curve=launch.curve_of(self.folder),
         )
 
 

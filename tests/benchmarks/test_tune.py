@@ -86,6 +86,8 @@ def test_best_rates_and_settings_of_a_run():
     argv = Search("finetuning").argv("mars_adamw full mars_shampoo", (8e-3,), 1)
     assert argv[argv.index("--optim_args") + 1] == "beta1=0.95,lr_1d=0.001"
     assert argv[-4:] == ["--learning_rate", "0.008", "--seed", "1"]
+    of_search, of_seed = (Search("betas").argv("adamw 0.8", (2e-3,), seed) for seed in (100, 1))
+    assert of_seed[of_seed.index("--eval_steps") + 1] == "50" and "--eval_steps" not in of_search
     diverged = {"recipe": "sft_lora", "optim": "mars_m", "learning_rate": 4e-3, "seed": 42, "eval_loss": None}
     assert "**0.004: diverged** (the search has not ended)" in Search("tasks").report([diverged])
 

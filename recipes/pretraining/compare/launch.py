@@ -74,6 +74,12 @@ def run_recipe(
     raise (Diverged if DIVERGED.match(messages[-1]) else ValueError)(f"{output}: {messages[-1]}")
 
 
+def curve_of(output: Path) -> tuple[tuple[int, float], ...]:
+    """Return step and held-out loss of every evaluation of a finished run, in order."""
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return tuple((row["step"], row["eval_loss"]) for row in history if "eval_loss" in row)
+
+
 def metrics_of(output: Path) -> dict[str, Any]:
     """Return a finished run's metrics.json; a held-out loss that is not finite is NaN."""
     metrics: dict[str, Any] = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
