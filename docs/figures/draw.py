@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from pretraining.compare.comparison import FinishedRun, by_contender  # noqa: E4
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
+# Arms with the best `beta1` of those that were searched.
+BEST = {"adamw": "adamw 0.8", "nadamw": "nadamw 0.8", "mars_adamw": "mars_adamw 0.8"}
 # Optimizers have the colors of page.COLORS; everything else is in shades that none of them has.
 SHADES = ("#80cdc1", "#35978f", "#01564f")
 GREY = "0.45"
@@ -58,17 +61,27 @@ def runs(name: str) -> list[FinishedRun]:
     return [FinishedRun(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
+def at_the_best_beta1() -> list[FinishedRun]:
+    """Return the runs of elementwise rules at the `beta1` and the rate that a search found for each of them."""
+    rows = json.loads((RESULTS / "tune_betas.json").read_text())["runs"]
+    return [
+        FinishedRun(row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan, row["curve"])
+        for row in rows
+        if "curve" in row
+    ]
+
+
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
-        "controls_embedded": "Python sources\n(rates tuned here)",
-        "controls_headers": "C++ headers\n(nothing tuned)",
+        "Python sources\n(tuned here)": [*at_the_best_beta1(), *runs("controls_embedded")],
+        "C++ headers\n(nothing tuned)": [*runs("betas_headers"), *runs("controls_headers")],
     }
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), layout="constrained", sharey=True)
-    for axes, (name, title) in zip(panels, texts.items(), strict=True):
-        arms = by_contender(runs(name))
+    for axes, (title, of_text) in zip(panels, texts.items(), strict=True):
+        arms = by_contender(of_text)
         for place, arm in enumerate(NAMES):
-            losses = np.array([run.eval_loss for run in arms[arm]])
+            losses = np.array([run.eval_loss for run in arms[BEST.get(arm, arm)]])
             half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
             color = page.COLORS[arm]
             axes.scatter(losses, [place + 0.2] * len(losses), s=10, color=color, alpha=0.5, linewidths=0)
