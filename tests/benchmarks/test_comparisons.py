@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,8 +125,52 @@ def test_pages_show_pairs_of_controls():
     assert one["dataset"] != other["dataset"] and one["train tokens"] != other["train tokens"]
 
 
-def test_readme_has_the_loss_of_adamw_tuned_further():
-    runs = comparison.by_contender(load("betas_embedded").runs)["adamw 0.8"]
-    loss = statistics.fmean(run.eval_loss for run in runs)
-    assert f"(`beta1` 0.8) ends at {loss:.3f} on Python" in " ".join(LINES)
-    assert load("betas_embedded").pairs["mars_adamw 0.8", "adamw 0.8"].endswith(", no")
+def results_of(search: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"tune_{search}.json").read_text())["runs"]
+
+
+def runs_at_the_best_beta1() -> list[comparison.FinishedRun]:
+    """Those of the search, beside arms of the controls with the same seeds."""
+    runs = [run for run in load("controls_embedded").runs if run.contender in ("adamw", "nadamw", "muon", "mars_m")]
+    for row in results_of("betas"):
+        if "curve" in row:
+            own = row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan
+            runs.append(comparison.FinishedRun(*own, tuple(map(tuple, row["curve"]))))
+    return runs
+
+
+def test_page_shows_arms_at_their_best_beta1():
+    runs = runs_at_the_best_beta1()
+    gaps = {gap.contender: gap for gap in comparison.differences(runs, "adamw 0.8")}
+    rows = {row.contender: row for row in comparison.summarize(runs, "adamw 0.8")}
+    for arm, row in rows.items():
+        steps = row.steps_to_baseline or "not reached"
+        difference = f", {interval(gaps[arm])}, {SHOWN[gaps[arm].shown]}" if arm in gaps else ""
+        assert row.seeds == 5 and f"| {arm} | {row.loss:.3f}{difference} | {steps} |" in LINES
+    assert gaps["mars_adamw 0.8"].shown == "no"
+    low, high = sorted(round(100 * rows[arm].steps_to_baseline / 500) for arm in ("muon", "mars_m"))
+    assert f"reach its loss in {low} to {high} % of the steps" in " ".join(LINES)
+
+
+@pytest.mark.parametrize(("optimizer", "best"), [("adamw", " 0.8"), ("mars_adamw", " 0.8"), ("nadamw", "")])
+def test_search_found_the_best_beta1(optimizer, best):
+    """Of 0.7, 0.8 and, in the controls, 0.9."""
+    lowest = {optimizer + beta1: math.inf for beta1 in (" 0.7", " 0.8", "")}
+    for run in [*results_of("betas"), *results_of("controls")]:
+        if run["arm"] in lowest and run["seed"] == 100:
+            lowest[run["arm"]] = min(lowest[run["arm"]], run["eval_loss"])
+    assert math.isfinite(sum(lowest.values())) and min(lowest, key=lowest.__getitem__) == optimizer + best
+
+
+def test_short_answer_is_of_both_texts():
+    """AdamW has its better beta1 in each."""
+    python = comparison.by_contender(runs_at_the_best_beta1())
+    headers = comparison.by_contender([*load("betas_headers").runs, *load("controls_headers").runs])
+    leads = []
+    for arms in (python, headers):
+        losses = {arm: statistics.fmean(run.eval_loss for run in members) for arm, members in arms.items()}
+        leads += [min(losses["adamw 0.8"], losses["adamw"]) - losses[arm] for arm in ("muon", "mars_m")]
+    text = " ".join(LINES)
+    assert f"end {min(leads):.2f} to {max(leads):.2f} nats per token below AdamW at its best `beta1`" in text
+    assert f"Muon and MARS-M end {min(leads):.2f} lower" in text
+    assert load("betas_headers").pairs["mars_adamw 0.8", "adamw 0.8"].endswith(", no")
