@@ -257,7 +257,7 @@ def draw_lag_and_noise() -> Figure:
     left.set(title="lag: error of\nthe expected moment")
     right.set(title="noise:\nspread around it")
     for axes in (left, right):
-        axes.set(xlabel="gamma", ylabel="share of the true gradient's norm, lower is better", ylim=(0, None))
+        axes.set(xlabel="gamma", ylabel="share of the true gradient's norm,\nlower is better", ylim=(0, None))
         axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle=":", label=f"default, {GAMMA}")
         axes.grid(alpha=0.3)
         axes.legend()
