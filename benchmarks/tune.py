@@ -115,13 +115,16 @@ class Search:
                 return rates, self.seed
         return next(((middle, seed) for seed in spec.get("seeds", []) if seed not in losses[middle]), None)
 
+    def further(self, seed: int) -> dict[str, Any]:
+        """Return the settings that runs of this seed have beside those of the search."""
+        return {} if seed == self.seed else self.spec.get("further", {})
+
     def argv(self, arm: str, rates: Rates, seed: int) -> list[str]:
         """Return the recipe's arguments of a run; {rate}, {twice} and {eighth} stand for the first rate in settings."""
         rate = rates[0]
         parts = {"rate": f"{rate:g}", "twice": f"{2 * rate:g}", "eighth": f"{rate / 8:g}"}
         settings = {**self.spec.get("common", {}), **self.arms[arm].get("settings", {})}
-        if seed != self.seed:
-            settings |= self.spec.get("further", {})
+        settings |= self.further(seed)
         settings = {key: value.format(**parts) if isinstance(value, str) else value for key, value in settings.items()}
         return presets.words({**settings, **dict(zip(self.rates, rates, strict=True)), "seed": seed})
 
@@ -138,7 +141,7 @@ class Search:
         except launch.Diverged:
             metrics = {"eval_loss": None}
         row |= {"argv": argv, **{key: metrics[key] for key in _KEPT if key in metrics}}
-        if seed != self.seed and "further" in self.spec and metrics["eval_loss"] is not None:
+        if self.further(seed) and metrics["eval_loss"] is not None:
             row["curve"] = launch.curve_of(output)
         shutil.rmtree(output, ignore_errors=True)
         return row

@@ -107,13 +107,13 @@ def _sort_longest_first(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say how to run what the default leaves out."""
     if config.option.markexpr == "not slow and not soak":
-        terminalreporter.write_line("The slow tests, ten minutes: python -m pytest -m 'slow and not soak'")
+        terminalreporter.write_line("The slow tests, a quarter of an hour: python -m pytest -m 'slow and not soak'")
 
 
 # Tests that train, a second or two each: the quick set takes one case of each.
 ONE_CASE_EACH = ("tests/training/", "tests/recipes/test_resuming.py", "tests/recipes/test_pretrain_gpt2.py")
 ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
-# Tests of many cases, of which the quick set takes about one in so many, whatever their order.
+# Of these tests the quick set runs one case in N, chosen by a hash of its name.
 SAMPLED = {
     "tests/distributed/test_placement.py::test_parts_on_a_mesh": 4,
     "tests/distributed/test_ranks_in_threads.py::test_ranks_agree_on_what_rests": 4,

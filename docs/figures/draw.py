@@ -61,8 +61,8 @@ def runs(name: str) -> list[FinishedRun]:
     return [FinishedRun(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
-def at_the_best_beta1() -> list[FinishedRun]:
-    """Return the runs of elementwise rules at the `beta1` and the rate that a search found for each of them."""
+def further_runs_of_betas() -> list[FinishedRun]:
+    """Return the runs with further seeds of the search over `beta1`, each arm at its best rate."""
     rows = json.loads((RESULTS / "tune_betas.json").read_text())["runs"]
     return [
         FinishedRun(row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan, row["curve"])
@@ -74,7 +74,7 @@ def at_the_best_beta1() -> list[FinishedRun]:
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
-        "Python sources\n(tuned here)": [*at_the_best_beta1(), *runs("controls_embedded")],
+        "Python sources\n(tuned here)": [*further_runs_of_betas(), *runs("controls_embedded")],
         "C++ headers\n(nothing tuned)": [*runs("betas_headers"), *runs("controls_headers")],
     }
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), layout="constrained", sharey=True)

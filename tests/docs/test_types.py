@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from pages import entry_points
@@ -36,6 +37,8 @@ def test_readme_passes_a_type_checker(tmp_path, checker):
     file = tmp_path / "rows.py"
     file.write_text(HEAD + "".join(f"    {row}\n" for row in [*rows, *WRONG]))
     result = subprocess.run([*checker, file], cwd=tmp_path, capture_output=True, text=True)
-    found = {int(line) for line in re.findall(r"rows\.py:(\d+):", result.stdout)}
+    # In no other file, and on no other line.
+    errors = re.findall(r"(\S+\.pyi?):(\d+).*\berror\b", result.stdout)
     first = HEAD.count("\n") + len(rows) + 1
-    assert found == set(range(first, first + len(WRONG))), result.stdout
+    expected = {("rows.py", first + place) for place in range(len(WRONG))}
+    assert {(Path(name).name, int(line)) for name, line in errors} == expected, result.stdout

@@ -337,7 +337,7 @@ every_backend = pytest.mark.parametrize("backend", NAMES)
 
 @every_backend
 @pytest.mark.usefixtures("kernels")
-@searched(10)
+@searched(25 if TRITON else 10)  # there are 250 below, but not in the interpreter
 def test_edits_and_layouts(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 
