@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # huggingface_hub and datasets read these at import, so set them before any test module is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,28 +20,37 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of several that share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from mars_hf import kernels as backends
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-_THREADS = torch.get_num_threads()
+# Fixtures import torch themselves: the process that only starts the workers should not wait for it.
+
+
+@pytest.fixture(scope="session")
+def threads() -> int:
+    """Return how many torch has before any test runs."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded(threads: int) -> None:
     """Seed, and restore the number of threads, which recipes change: it decides how sums are rounded."""
+    import torch
+
     torch.manual_seed(0)
-    torch.set_num_threads(_THREADS)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def foreach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plain PyTorch take whole lists on the CPU, as it does on accelerators, or one tensor after the other."""
-    choose = backends.choose_backend
+    from mars_hf.kernels import Backend, choose_backend
 
-    def chosen(*args: Any, **options: Any) -> backends.Backend:
-        return dataclasses.replace(choose(*args, **options), foreach=request.param)
+    def chosen(*args: Any, **options: Any) -> Backend:
+        return dataclasses.replace(choose_backend(*args, **options), foreach=request.param)
 
     monkeypatch.setattr("mars_hf.step.lists.choose_backend", chosen)
 
@@ -59,6 +68,8 @@ def frozen_imports() -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
     """Be the one rank of a process group, which this is."""
+    import torch.distributed as dist
+
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
@@ -115,11 +126,21 @@ ONE_CASE_EACH = ("tests/training/", "tests/recipes/test_resuming.py", "tests/rec
 ALL_CASES = ("tests/training/test_guard.py",)  # which take milliseconds
 # Of these tests the quick set runs one case in N, chosen by a hash of its name.
 SAMPLED = {
-    "tests/distributed/test_placement.py::test_parts_on_a_mesh": 4,
-    "tests/distributed/test_ranks_in_threads.py::test_ranks_agree_on_what_rests": 4,
-    "tests/distributed/test_ranks_in_threads.py::test_shared_matrices": 3,
+    "tests/distributed/test_placement.py::test_parts_on_a_mesh": 8,
+    "tests/distributed/test_ranks_in_threads.py::test_error_of_one_rank_stops_all": 3,
+    "tests/distributed/test_ranks_in_threads.py::test_ranks_agree_on_what_rests": 8,
+    "tests/distributed/test_ranks_in_threads.py::test_shared_matrices": 6,
+    "tests/recipes/test_paper_configs.py::test_groups_of_every_optimizer": 2,
+    "tests/recipes/test_paper_configs.py::test_paper_configs_averaged_gradients": 3,
     "tests/step/test_coded.py::test_formulas_in_8_bits": 4,
-    "tests/step/test_formulas.py::test_step_is_the_formula": 2,
+    "tests/step/test_exact.py::test_exact_steps": 3,
+    "tests/step/test_formulas.py::test_autocast_and_metrics_change_no_bit": 3,
+    "tests/step/test_formulas.py::test_small_steps_add_up": 3,
+    "tests/step/test_formulas.py::test_step_is_the_formula": 4,
+    "tests/step/test_last_norms.py::test_changed_last_gradients": 3,
+    "tests/step/test_memory.py::test_bytes_held": 2,
+    "tests/step/test_resting.py::test_forty_idle_steps": 6,
+    "tests/step/test_torch_suite.py::test_state_dict_deterministic": 3,
 }
 
 
