@@ -281,18 +281,18 @@ def test_memory_of_states_in_8_bits():
 
 def test_loss_with_states_in_8_bits():
     result = measured("eight_bits_embedded")
-    assert {row["seeds"] for row in result["rows"]} == {3}
+    assert {row["seeds"] for row in result["rows"]} == {5}
     names = {"mars_adamw": "mars-adamw", "mars_lion": "mars-lion", "mars_m": "mars-m", "mars_muon": "muon"}
     pairs = [gap for gap in result["differences"] if gap["contender"] == f"{gap['against']} 8bit"]
     texts = []
     for gap in pairs:
         half = (gap["high"] - gap["low"]) / 2
         texts.append(f"{names[gap['against']]} {gap['mean']:+.3f} ± {half:.3f}")
-        assert abs(gap["mean"]) < half  # none is shown
+        assert abs(gap["mean"]) < min(half, 0.01)  # none is shown
         if gap["against"] == "mars_adamw":
             assert abs(gap["mean"]) + half < 0.01
     assert len(pairs) == 4
-    assert f"three seeds (`eight_bits_embedded.json`): {', '.join(texts)}." in words_of(PAGES["speed.md"])
+    assert f"five seeds (`eight_bits_embedded.json`): {', '.join(texts)}." in words_of(PAGES["speed.md"])
 
 
 def test_long_run_with_states_in_8_bits():
