@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from pretraining.compare import comparison, page, presets
 from tune import SEARCHES
 
@@ -110,6 +111,78 @@ def test_page_shows_the_additions():
         assert {best / 2, 2 * best} <= losses.keys()
 
 
+def results_of(search: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"tune_{search}.json").read_text())["runs"]
+
+
+def further_runs(search: str) -> dict[str, list[comparison.FinishedRun]]:
+    """Those with further seeds, by arm, beside the arms of the controls with the same seeds."""
+    runs = list(load("controls_embedded").runs)
+    for row in results_of(search):
+        if "curve" in row:
+            own = row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan
+            runs.append(comparison.FinishedRun(*own, tuple(map(tuple, row["curve"]))))
+    return comparison.by_contender(runs)
+
+
+# Search to its questions: an arm, and what it is compared with.
+QUESTIONS = {
+    "decay": [
+        ("adamw, no decay", "adamw"),
+        ("muon, no decay", "muon"),
+        ("mars_m, no decay", "mars_m"),
+        ("muon, decay of adamw", "muon"),
+        ("mars_m, decay of adamw", "mars_m"),
+        ("muon, no decay", "adamw, no decay"),
+        ("mars_m, no decay", "adamw, no decay"),
+    ],
+}
+
+
+def answers(search: str) -> list[str]:
+    """The rows of the page, with Holm's correction for all of them."""
+    arms, questions = further_runs(search), QUESTIONS[search]
+    assert {len(arms[arm]) for pair in questions for arm in pair} == {5}
+    gaps = [comparison.difference(arms[arm], arms[against]) for arm, against in questions]
+    corrected = comparison.holm([gap.p for gap in gaps])
+    shown = [SHOWN[gap._replace(holm=p).shown] for gap, p in zip(gaps, corrected, strict=True)]
+    return [
+        f"| {gap.contender} | {gap.against} | {interval(gap)}, {word} |" for gap, word in zip(gaps, shown, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("search", QUESTIONS)
+def test_page_answers_the_questions(search):
+    assert [row for row in answers(search) if row not in LINES] == []
+
+
+def test_page_shows_how_far_decay_shrinks():
+    """Over a warmup, and a cosine to a share of the rate."""
+    job = yaml.safe_load((ROOT / "recipes" / "configs" / "embedded.yaml").read_text())
+    mean = (1 + job["lr_scheduler_kwargs"]["min_lr_rate"]) / 2
+    steps = job["warmup_steps"] / 2 + mean * (job["max_steps"] - job["warmup_steps"])
+    arms = [presets.load("controls").arms[name] for name in ("adamw", "mars_m", "muon")]
+    kept = [math.exp(-arm["learning_rate"] * arm["weight_decay"] * steps) for arm in arms]
+    shares = [round(100 * (1 - share)) for share in kept]
+    assert "by {} % with AdamW, {} % with MARS-M and {} % with Muon".format(*shares) in " ".join(LINES)
+
+
+def test_decay_is_all_that_differs_from_the_controls():
+    for arm, spec in SEARCHES["decay"]["arms"].items():
+        control = presets.load("controls").arms[arm.partition(",")[0]]
+        settings, decays = spec["settings"], {"weight_decay", "weight_decay_1d"}
+        same = control.keys() - decays - {"learning_rate"}
+        assert {key: settings[key] for key in settings.keys() - decays} == {key: control[key] for key in same}, arm
+        assert set(map(tuple, spec["grid"].values())) == {(control["learning_rate"],)}, arm
+        if arm.endswith("no decay"):
+            assert {settings.get(key, 0.0) for key in decays} == {0.0}, arm
+        else:
+            of_adamw = presets.load("controls").arms["adamw"]
+            shrinkage = of_adamw["learning_rate"] * of_adamw["weight_decay"]
+            assert settings["weight_decay"] * control["learning_rate"] == pytest.approx(shrinkage)
+            assert settings["weight_decay_1d"] == control["weight_decay_1d"]
+
+
 def test_pages_show_pairs_of_controls():
     first, second = (load(f"controls_{name}") for name in ("embedded", "headers"))
     rows = [
@@ -117,6 +190,7 @@ def test_pages_show_pairs_of_controls():
     ]
     assert len(rows) == 13 and [row for row in rows if row not in LINES] == []
     known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in load(name).pairs.items()}
+    known |= {row for search in QUESTIONS for row in answers(search)}
     lines = (ROOT / "docs" / "other_settings.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.endswith((", yes |", ", no |", ", alone |"))]
     assert len(rows) > 20 and [row for row in rows if row not in known] == []
@@ -125,18 +199,11 @@ def test_pages_show_pairs_of_controls():
     assert one["dataset"] != other["dataset"] and one["train tokens"] != other["train tokens"]
 
 
-def results_of(search: str) -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"tune_{search}.json").read_text())["runs"]
-
-
 def runs_at_the_best_beta1() -> list[comparison.FinishedRun]:
-    """Those of the search, beside arms of the controls with the same seeds."""
-    runs = [run for run in load("controls_embedded").runs if run.contender in ("adamw", "nadamw", "muon", "mars_m")]
-    for row in results_of("betas"):
-        if "curve" in row:
-            own = row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan
-            runs.append(comparison.FinishedRun(*own, tuple(map(tuple, row["curve"]))))
-    return runs
+    """Those of the search, beside arms of the controls."""
+    arms = further_runs("betas")
+    searched = {row["arm"] for row in results_of("betas")}
+    return [run for arm in ("adamw", "nadamw", "muon", "mars_m", *searched) for run in arms.get(arm, [])]
 
 
 def test_page_shows_arms_at_their_best_beta1():

@@ -47,42 +47,12 @@ TRAIN = [*FEW, "--report_to", "none", "--save_strategy", "no"]
 TUNE = [*FEW, "--eval_strategy", "no"]
 ROWS = ["--dataset_name", "rows"]
 EVALUATE = ["--data_dir", "data", "--max_eval_blocks", "4", "--use_cpu"]
-TINY = [
-    "--n_layer",
-    "1",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "16",
-    "--block_size",
-    "32",
-    "--embedded_vocab_size",
-    "512",
-    "--max_steps",
-    "2",
-    "--warmup_steps",
-    "1",
-    "--logging_steps",
-    "1",
-    "--eval_steps",
-    "2",
-    "--max_eval_blocks",
-    "4",
-    "--per_device_train_batch_size",
-    "2",
-    "--per_device_eval_batch_size",
-    "4",
-    "--sample_tokens",
-    "4",
-    "--cpu_threads",
-    "1",
-    "--disable_tqdm",
-    "true",
-    "--data_dir",
-    "data",
-    "--output_dir",
-    "run",
-]
+TINY = (
+    "--n_layer 1 --n_head 2 --n_embd 16 --block_size 32 --embedded_vocab_size 512 --max_steps 2 --warmup_steps 1 "
+    "--logging_steps 1 --eval_steps 2 --max_eval_blocks 4 --per_device_train_batch_size 2 "
+    "--per_device_eval_batch_size 4 --sample_tokens 4 --cpu_threads 1 --disable_tqdm true --data_dir data "
+    "--output_dir run"
+).split()
 MINIMAL = [
     *TRAIN,
     *"--data_dir data --vocab_size 512 --block_size 32 --n_layer 1 --n_head 2 --n_embd 16 --logging_steps 1".split(),

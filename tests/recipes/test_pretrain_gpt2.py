@@ -26,38 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "pretrain_gpt2.py"
-TINY = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "16",
-    "--block_size",
-    "32",
-    "--embedded_vocab_size",
-    "512",
-    "--max_steps",
-    "8",
-    "--warmup_steps",
-    "2",
-    "--logging_steps",
-    "2",
-    "--eval_steps",
-    "4",
-    "--max_eval_blocks",
-    "8",
-    "--per_device_train_batch_size",
-    "4",
-    "--per_device_eval_batch_size",
-    "4",
-    "--sample_tokens",
-    "8",
-    "--disable_tqdm",
-    "true",
-    "--cpu_threads",
-    "1",
-]
+TINY = (
+    "--n_layer 2 --n_head 2 --n_embd 16 --block_size 32 --embedded_vocab_size 512 --max_steps 8 --warmup_steps 2 "
+    "--logging_steps 2 --eval_steps 4 --max_eval_blocks 8 --per_device_train_batch_size 4 "
+    "--per_device_eval_batch_size 4 --sample_tokens 8 --disable_tqdm true --cpu_threads 1"
+).split()
 
 
 def run(output: Path, tokens: Path, *argv: str) -> dict:
