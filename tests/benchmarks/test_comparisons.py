@@ -91,26 +91,6 @@ def test_pages_show_every_arm(name):
         assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
-def test_page_shows_the_additions():
-    """Losses and differences from the runs; the rate of each arm is best among its neighbours in the search."""
-    results = ROOT / "benchmarks" / "results"
-    shipped = json.loads((results / "additions_embedded.json").read_text())
-    runs = [comparison.FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in shipped["runs"]]
-    preset = presets.load("additions")
-    assert shipped["arms"] == preset.arms and len(runs) == 3 * len(preset.arms)
-    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
-    for row in comparison.summarize(runs, preset.baseline):
-        gap = gaps.get(row.contender)
-        assert f"| {row.contender} | {row.loss:.3f} | {'' if gap is None else f'{interval(gap)} '}|" in LINES
-    searched = json.loads((results / "tune_additions.json").read_text())["runs"]
-    for arm in gaps:
-        losses = {run["learning_rate"]: run["eval_loss"] for run in searched if run["arm"] == arm}
-        best = min(losses, key=losses.__getitem__)
-        settings = SEARCHES["additions"]["arms"][arm]["settings"]
-        assert {**settings, "learning_rate": best} == preset.arms[arm]
-        assert {best / 2, 2 * best} <= losses.keys()
-
-
 def results_of(search: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "benchmarks" / "results" / f"tune_{search}.json").read_text())["runs"]
 
@@ -127,6 +107,12 @@ def further_runs(search: str) -> dict[str, list[comparison.FinishedRun]]:
 
 # Search to its questions: an arm, and what it is compared with.
 QUESTIONS = {
+    "additions": [
+        ("mars_m cautious", "mars_m"),
+        ("mars_m rows", "mars_m"),
+        ("mars_muon rows", "mars_muon"),
+        ("mars_adamw cautious", "mars_adamw"),
+    ],
     "decay": [
         ("adamw, no decay", "adamw"),
         ("muon, no decay", "muon"),
@@ -165,6 +151,17 @@ def test_page_shows_how_far_decay_shrinks():
     kept = [math.exp(-arm["learning_rate"] * arm["weight_decay"] * steps) for arm in arms]
     shares = [round(100 * (1 - share)) for share in kept]
     assert "by {} % with AdamW, {} % with MARS-M and {} % with Muon".format(*shares) in " ".join(LINES)
+
+
+def test_additions_are_all_that_differs_from_the_controls():
+    controls = presets.load("controls").arms
+    plain = {**controls, "mars_muon": {**controls["muon"], "optimizer": "mars_muon"}}
+    for arm, spec in SEARCHES["additions"]["arms"].items():
+        control = plain[arm.split()[0]]
+        settings = {**spec["settings"], "weight_decay": SEARCHES["additions"]["common"]["weight_decay"]}
+        added = {settings.pop("weight_decay_mode", "standard"), settings.pop("normalize_rows", None)}
+        assert settings == {key: control[key] for key in control.keys() - {"learning_rate"}}, arm
+        assert added == {"cautious" if "cautious" in arm else "standard", 0.95 if "rows" in arm else None}, arm
 
 
 def test_decay_is_all_that_differs_from_the_controls():

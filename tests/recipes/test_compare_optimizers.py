@@ -272,7 +272,7 @@ def test_other_settings_and_folders_are_refused(tmp_path, started):
         ("--seed=3", "--seed differs between the runs; remove it: give --seeds"),
         ("--preset gamma --optimizers adamw", "argument --optimizers: not allowed with argument --preset"),
         ("--optimizers adamw --gamma 0.1", "optimizer adamw has no gamma"),
-        ("--preset control", "--preset 'control': no such preset; accepted: additions, batch, betas, controls"),
+        ("--preset control", "--preset 'control': no such preset; accepted: batch, betas, controls"),
         ("--preset controls --arms mars-m", "--arms 'mars-m': no such arm; accepted: 'adamw', 'nadamw'"),
         ("--preset=", "--preset '': no such preset"),
         ("--seeds -1", "--seeds -1: give numbers from 0 on"),
