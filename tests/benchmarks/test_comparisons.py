@@ -162,6 +162,11 @@ def test_additions_are_all_that_differs_from_the_controls():
         added = {settings.pop("weight_decay_mode", "standard"), settings.pop("normalize_rows", None)}
         assert settings == {key: control[key] for key in control.keys() - {"learning_rate"}}, arm
         assert added == {"cautious" if "cautious" in arm else "standard", 0.95 if "rows" in arm else None}, arm
+        best = 0.008 if arm == "mars_muon rows" else control["learning_rate"]
+        assert {run.learning_rate for run in further_runs("additions")[arm]} == {best}, arm
+    (rows,) = [row for row in answers("additions") if row.startswith("| mars_muon rows ")]
+    change = rows.split("| -")[1].split(",")[0]
+    assert f"lowers muon's loss by {change}." in (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
 
 
 def test_decay_is_all_that_differs_from_the_controls():
