@@ -49,17 +49,17 @@ def classes_by_type() -> dict[str, list[type]]:
     return {model_type: list(dict.fromkeys(kinds)) for model_type, kinds in found.items()}
 
 
-def small_config(kind: Any) -> PreTrainedConfig | None:
-    """Return a configuration of a class's small model, which can be made and saved; None if none was found."""
-    return _first_config(kind, _TRIES, _MOST_PARAMETERS)
+def small_model(kind: Any) -> Any | None:
+    """Return a class's small model on the meta device, whose configuration makes others; None if none was found."""
+    return _first_model(kind, _TRIES, _MOST_PARAMETERS)
 
 
-def shallow_config(kind: Any) -> PreTrainedConfig | None:
-    """Return a class's own default configuration with few layers, whose widths are real; None if it makes no model."""
-    return _first_config(kind, (_COUNTS[:1], []), None)
+def shallow_model(kind: Any) -> Any | None:
+    """Return a class's own default model with few layers, whose widths are real, on the meta device, or None."""
+    return _first_model(kind, (_COUNTS[:1], []), None)
 
 
-def _first_config(kind: Any, tries: Any, most_parameters: int | None) -> PreTrainedConfig | None:
+def _first_model(kind: Any, tries: Any, most_parameters: int | None) -> Any | None:
     transformers.logging.set_verbosity_error()  # of token ids beyond a small vocabulary
     for rules in tries:
         with contextlib.suppress(Exception):  # each family raises its own where numbers do not fit each other
@@ -70,7 +70,7 @@ def _first_config(kind: Any, tries: Any, most_parameters: int | None) -> PreTrai
                 model = kind(config)
             size = sum(param.numel() for param in model.parameters())
             if most_parameters is None or size <= most_parameters:
-                return config
+                return model
     return None
 
 
