@@ -35,8 +35,9 @@ from pretraining.compare.comparison import FinishedRun, by_contender  # noqa: E4
 
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
-# Arms with the best `beta1` of those that were searched; it is 0.9 for NAdamW.
-BEST = {"adamw": "adamw 0.8", "mars_adamw": "mars_adamw 0.8"}
+# Arms with the best `beta1` of those that were searched on each text, where it is not 0.9.
+BEST_ON_PYTHON = {"adamw": "adamw 0.8", "mars_adamw": "mars_adamw 0.8"}
+BEST_ON_HEADERS = {"adamw": "adamw 0.7", "nadamw": "nadamw 0.8"}
 # Optimizers have the colors of page.COLORS; everything else is in shades that none of them has.
 SHADES = ("#80cdc1", "#35978f", "#01564f")
 GREY = "0.45"
@@ -61,9 +62,9 @@ def runs(name: str) -> list[FinishedRun]:
     return [FinishedRun(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
 
 
-def further_runs_of_betas() -> list[FinishedRun]:
-    """Return the runs with further seeds of the search over `beta1`, each arm at its best rate."""
-    rows = json.loads((RESULTS / "tune_betas.json").read_text())["runs"]
+def further_runs(search: str) -> list[FinishedRun]:
+    """Return the runs with further seeds of a search, each arm at its best rate."""
+    rows = json.loads((RESULTS / f"tune_{search}.json").read_text())["runs"]
     return [
         FinishedRun(row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan, row["curve"])
         for row in rows
@@ -74,14 +75,14 @@ def further_runs_of_betas() -> list[FinishedRun]:
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
-        "Python sources\n(tuned here)": [*further_runs_of_betas(), *runs("controls_embedded")],
-        "C++ headers\n(nothing tuned)": [*runs("betas_headers"), *runs("controls_headers")],
+        "Python sources\n(all tuned)": ("betas", "controls_embedded", BEST_ON_PYTHON),
+        "C++ headers\n(AdamW's family tuned)": ("betas_headers", "controls_headers", BEST_ON_HEADERS),
     }
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), layout="constrained", sharey=True)
-    for axes, (title, of_text) in zip(panels, texts.items(), strict=True):
-        arms = by_contender(of_text)
+    for axes, (title, (search, controls, best)) in zip(panels, texts.items(), strict=True):
+        arms = by_contender([*further_runs(search), *runs(controls)])
         for place, arm in enumerate(NAMES):
-            losses = np.array([run.eval_loss for run in arms[BEST.get(arm, arm)]])
+            losses = np.array([run.eval_loss for run in arms[best.get(arm, arm)]])
             half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
             color = page.COLORS[arm]
             axes.scatter(losses, [place + 0.2] * len(losses), s=10, color=color, alpha=0.5, linewidths=0)

@@ -37,9 +37,7 @@ def census_of(kind: Any) -> dict[str, Any] | None:
 
 def census() -> dict[str, Any]:
     """Return the census of the first class of every model type: one with a head, where there is one."""
-    types = {}
-    for model_type, kinds in sorted(classes_by_type().items()):
-        types[model_type] = census_of(kinds[0])
+    types = {model_type: census_of(kinds[0]) for model_type, kinds in sorted(classes_by_type().items())}
     return {"transformers": transformers.__version__, "types": types}
 
 
