@@ -209,9 +209,9 @@ def test_bases_are_those_of_the_result():
 
 def test_page_shows_the_runs_of_a_pretrained_model():
     page = (tune.ROOT / "docs" / "finetuning.md").read_text()
-    texts, modes = {"kjv": "King James Bible", "headers": "C++ headers"}, {"all": "all weights", "lora": "LoRA"}
+    texts, modes = {"kjv": "Bible", "headers": "C++"}, {"all": "all weights", "lora": "LoRA"}
     optims = {"adamw(0.9)": "AdamW", "adamw(0.8)": "AdamW, `beta1` 0.8", "mars_adamw": "mars-adamw", "mars_m": "mars-m"}
-    optims["mars_adamw(8bit)"] = "mars-adamw, states in 8 bits"
+    optims |= {"mars_adamw(8bit)": "mars-adamw, states in 8 bits", "muon": "Muon", "mars_lion": "mars-lion"}
     search, rows = Search("smollm2"), []
     for arm, losses in LOSSES["smollm2"].items():
         text, mode, optim = arm.split()
@@ -226,7 +226,7 @@ def test_page_shows_the_runs_of_a_pretrained_model():
         learned, python = (statistics.mean(row[key] for row in new) for key in ("eval_loss", "general_loss"))
         what = f"{texts[text]}, {modes[mode]}"
         rows.append(f"| {what} | {optims[optim]} | {best:g} | {learned:.3f} | {python:.3f} |")
-    shown = [line for line in page.splitlines() if line.startswith(tuple(f"| {text}" for text in texts.values()))]
+    shown = [line for line in page.splitlines() if line.startswith(tuple(f"| {text}," for text in texts.values()))]
     assert sorted(shown) == sorted(rows)
 
 
