@@ -249,8 +249,8 @@ def test_page_compares_seeds_of_a_pretrained_model():
     assert f"seeds end {first}, {second} and {third} from float32" in page
     tuned = difference("kjv lora", "adamw(0.8)", "mars_adamw")
     assert f"AdamW with `beta1` 0.8 ends {-tuned:.3f} below mars-adamw" in page
-    matrices = difference("kjv all", "mars_m", "adamw(0.9)")
-    assert f"mars-m ends {matrices:.2f} above AdamW with all weights" in page
+    matrices, lora = (difference(what, "mars_m", "adamw(0.9)") for what in ("kjv all", "headers lora"))
+    assert f"ends {matrices:.2f} above AdamW with all weights**, and {lora:.2f} above with LoRA on C++" in page
     low = [LOSSES["smollm2"][f"kjv all {optim}"][2e-5,][100] for optim in ("mars_m", "adamw(0.9)")]
     assert f"At 2e-5 it is far behind, {low[0]:.2f} to {low[1]:.2f}" in page
 
