@@ -12,7 +12,8 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -155,10 +156,24 @@ def is_inside_zero_redundancy_optimizer() -> bool:
     return "torch.distributed.optim.zero_redundancy_optimizer" in callers
 
 
-def checkpoint_classes(names: Iterable[str]) -> list[Any]:
-    """Import those of the names that are in `CHECKPOINT_CLASSES`; ImportError without DeepSpeed."""
+def checkpoint_classes(names: Sequence[str]) -> list[Any]:
+    """Import those of the names that are in `CHECKPOINT_CLASSES`; ImportError without DeepSpeed.
+
+    The result is for `torch.serialization.safe_globals`. Early Pythons 3.11, such as 3.11.2, save a member of an enum
+    as a call of getattr; the result has a function in its place that does nothing else.
+    """
     paths = (name.rpartition(".") for name in names if name in CHECKPOINT_CLASSES)
-    return [getattr(importlib.import_module(module), name) for module, _, name in paths]
+    classes: list[Any] = [getattr(importlib.import_module(module), name) for module, _, name in paths]
+    if "builtins.getattr" in names:
+        classes.append((_enum_member, "builtins.getattr"))
+    return classes
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """Return a member of an enum; TypeError for another class."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise TypeError(f"getattr of {kind!r}, which is no enum")
+    return kind[name]
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------

@@ -50,6 +50,9 @@ class LossScaler:
 class ZeroStageEnum(int, enum.Enum):
     disabled, optimizer_states, gradients, weights = range(4)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # of stage 2 as Python 3.11.2 has it
+        return (getattr, (type(self), self.name)) if self == 2 else super().__reduce_ex__(protocol)
+
 
 CLASSES = {
     "deepspeed": None,
@@ -297,10 +300,7 @@ def of_weight(key: str, value: Any) -> Callable[[dict, list[dict]], None]:
         (lambda _, ranks: ranks[1].update(base_optimizer_state=[]), "not laid out as expected"),
         (expanded, "'fp32' of weight is not laid out"),
         (of_weight("step", torch.zeros(1).expand(10**13)), "a step counter is"),
-        (
-            of_weight("../../../escaped", lambda state: state["exp_avg"]),
-            r"escaped', which cannot be the name of a file",
-        ),
+        (of_weight("../../../escaped", lambda state: state["exp_avg"]), "escaped', which cannot be the name of a file"),
         *(
             (renamed(name), "cannot be the name of a file")
             for name in ("../../x", "/x", "a/../../../x", "..", "", "a\0b", 7)
@@ -452,6 +452,13 @@ def test_code_in_a_zero_checkpoint(tmp_path, zero2, arm, name):
     line = refusal(universal.to_universal, zero2 / name, zero2, tmp_path / "universal")
     assert "posix.mkdir" in line and "torch.serialization.add_safe_globals" in line
     assert not (tmp_path / "universal").exists()
+
+
+def test_getattr_finds_members_of_enums_only(tmp_path, zero2, monkeypatch):
+    monkeypatch.setattr(LossScaler, "__reduce__", lambda self: (getattr, (LossScaler, "__init__")), raising=False)
+    edit(zero2 / RANKS[0], lambda content: None)
+    line = refusal(universal.to_universal, zero2 / RANKS[0], zero2, tmp_path / "universal")
+    assert "LossScaler'>, which is no enum" in line
 
 
 @pytest.mark.parametrize("name", READ_BY_LOADING)

@@ -29,14 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import Launches, Run, from_all_ranks, leave
-from test_parity import (
-    MATRIX_CASES,
-    SAME_BLOCKS_SHARE,
-    check_metrics,
-    check_noticed,
-    check_same,
-    share_that_agrees,
-)
+from test_parity import MATRIX_CASES, SAME_BLOCKS_SHARE, check_metrics, check_noticed, check_same, share_that_agrees
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
