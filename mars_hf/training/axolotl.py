@@ -6,8 +6,8 @@ from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 
-from mars_hf import _compat
-from mars_hf.training import log, registry
+from mars_hf import _compat, log
+from mars_hf.training import registry
 
 # Axolotl knows these by identity, to leave out an argument that they do not accept; they take MARS by name alone.
 _REWARD_TRAINERS = ("AxolotlRewardTrainer", "AxolotlPRMTrainer")

@@ -20,14 +20,14 @@ from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from mars_hf import _compat
+from mars_hf import _compat, log
 from mars_hf.distributed.tensors import is_dtensor
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import MARS_TYPES, MUON
 from mars_hf.groups.summary import one_line_summary
 from mars_hf.optimizer import Mars
 from mars_hf.step.states import name_steps
-from mars_hf.training import converted_weights, guard, hub, log
+from mars_hf.training import converted_weights, guard, hub
 
 # Values of `TrainingArguments.optim`, after `register`.
 OPTIM_NAMES = {**{rule.replace("-", "_"): rule for rule in MARS_TYPES}, "mars_muon": MUON}

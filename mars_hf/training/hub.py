@@ -20,12 +20,12 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers import modelcard
 
 import mars_hf
+from mars_hf import log
 from mars_hf.arithmetic.update_rules import UPDATE_RULES
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import MUON
 from mars_hf.groups.summary import main_group, trained_groups
 from mars_hf.optimizer import Mars
-from mars_hf.training import log
 from mars_hf.training.guard import unwrap_optimizer
 
 CARD = "README.md"

@@ -13,8 +13,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
+from mars_hf import log
 from mars_hf.distributed.tensors import local
-from mars_hf.training import log
 
 
 class NonFiniteError(RuntimeError):

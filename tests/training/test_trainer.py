@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import mars_hf
-from mars_hf.training import log
+from mars_hf import log
 from mars_hf.training.registry import OPTIM_NAMES
 from mars_hf.training.trainer import TrainerWithMars
 
