@@ -89,7 +89,8 @@ class Kernels:
             weight_decay=0.1,
             k=0.475,
         )
-        gpu.update(self.params, self.gradients, self.exp_avg, self.exp_avg_sq, self.last_grad, options)
+        buffers = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "last_grad": self.last_grad}
+        gpu.update(self.params, self.gradients, buffers, options)
 
 
 def compile_sizes(device: str, one: Sizes) -> None:

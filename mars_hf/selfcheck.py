@@ -59,7 +59,7 @@ def _kernel_result(module: Any, device: torch.device, dtype: torch.dtype, arithm
     if not module.is_available(device):
         return f"not run ({kernels.NEEDS})"
     backend = kernels.Backend(module.NAME, module)
-    moments = ("exp_avg", "exp_avg_sq") if ARITHMETICS[arithmetic].has_second_moment else ("exp_avg",)
+    moments = ("exp_avg", *ARITHMETICS[arithmetic].buffers)
     problems = []
     for buffers in (moments, (*moments, "last_grad")):
         for dtype_of in ({}, dict.fromkeys(buffers, dtype), CODES):  # states, float32 if not stated

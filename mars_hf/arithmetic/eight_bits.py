@@ -14,7 +14,7 @@ Source: our own; docs/decisions.md compares it with other codes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,6 +75,26 @@ class Coded(NamedTuple):
             codes = torch.where(x < 0, -codes, codes)
         self.codes.copy_(_out_of_blocks(codes.to(self.codes.dtype), self.codes.shape))
         self.scales.copy_(scales.squeeze(-1))
+
+
+# Tensors of a list, all in 8 bits or none; and those of a list's buffers, by name.
+Column = Sequence[Tensor] | Sequence[Coded]
+Columns = Mapping[str, Column]
+
+
+def tensors_of(column: Column) -> list[Tensor]:
+    """Return the tensors of the parameters' shapes: values, or codes."""
+    return [each.codes if isinstance(each, Coded) else each for each in column]
+
+
+def scales_of(column: Column) -> list[Tensor]:
+    """Return the scales of a column in 8 bits; none of any other."""
+    return [each.scales for each in column if isinstance(each, Coded)]
+
+
+def values_of(column: Column) -> list[Tensor]:
+    """Return the values of a column: copies if it is in 8 bits."""
+    return [each.decode() if isinstance(each, Coded) else each for each in column]
 
 
 def encoded(values: Tensor, dtype: torch.dtype) -> Coded:

@@ -16,7 +16,7 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -100,19 +100,8 @@ NEAREST = Rounding()
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class Scales(NamedTuple):
-    """The scales of states in 8 bits, one per tensor; empty for states of other dtypes, and where there are none."""
-
-    exp_avgs: Sequence[Tensor] = ()
-    exp_avg_sqs: Sequence[Tensor] = ()
-    last_grads: Sequence[Tensor] = ()
-
-    def select(self, part: slice) -> Scales:
-        """Return the scales of some tensors."""
-        return Scales(*(scales[part] for scales in self))
-
-
-NO_SCALES = Scales()
+# The buffers of a list by name, with one tensor for each of its parameters.
+Buffers = Mapping[str, list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +124,13 @@ class Options:
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
     clip_bounds: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
-    scales: Scales = NO_SCALES  # of states in 8 bits, which `kernels` decodes for `update`
     moving: Moving | None = None  # what rests under an arithmetic that normalizes; None: nothing
 
 
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    max_exp_avg_sqs: list[Tensor],
-    last_grads: list[Tensor],
+    buffers: Buffers,
     options: Options,
 ) -> None:
     """Update parameters and states in place.
@@ -166,24 +151,24 @@ def update(
     Args:
         params: x; modified. For momentum, the tensors that receive m, of any dtype.
         gradients: not modified.
-        exp_avgs: e; modified.
-        exp_avg_sqs: v; modified; empty for lion and momentum.
-        max_exp_avg_sqs: running maxima of v, used in its place (AMSGrad); modified; empty turns AMSGrad off.
-        last_grads: modified; empty for a rule without last gradient.
+        buffers: by name, modified: `exp_avg` holds e, `last_grad` is absent from a rule without last gradient, and the
+            others are those of the arithmetic. `max_exp_avg_sq`, running maxima of v, turns AMSGrad on.
         options: the arithmetic and its numbers.
 
     Source: Algorithm 2 of the paper, in the order of operations of torch.optim.AdamW: gamma=0 without clipping equals
     AdamW.
     """
-    lists = (params, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads)
+    lists = (params, gradients, *buffers.values())
     is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
+    last_grads = buffers.get("last_grad", [])
     g, _, c = _correct(gradients, last_grads, options.scale, options.k, dtype)
     if options.factors is not None:
         # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
         c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
     # Copies in the dtype of the arithmetic, or the tensors themselves.
-    e, v, peak = ([tensor.to(dtype) for tensor in tensors] for tensors in (exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
+    wide = {name: [value.to(dtype) for value in values] for name, values in buffers.items() if name != "last_grad"}
+    e = wide["exp_avg"]
     # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
     torch._foreach_lerp_(e, c, 1 - options.beta1)
     # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
@@ -194,10 +179,9 @@ def update(
         torch._foreach_copy_(last_grads, g)
     s = g if options.second_moment == "gradient" else c  # v averages s²
     # Parameters are written last: a gradient may be the parameter itself.
-    ARITHMETICS[options.arithmetic].write(params, m, s, v, peak, options)
-    _write_back(e, exp_avgs)
-    _write_back(v, exp_avg_sqs)
-    _write_back(peak, max_exp_avg_sqs)
+    ARITHMETICS[options.arithmetic].write(params, m, s, wide, options)
+    for name, values in wide.items():
+        _write_back(values, buffers[name])
 
 
 def _at_rest(m: list[Tensor], moving: Moving) -> list[Tensor]:
@@ -209,10 +193,9 @@ def _at_rest(m: list[Tensor], moving: Moving) -> list[Tensor]:
     return list(torch._foreach_mul(m, factors))
 
 
-def _write_adamw(
-    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
-) -> None:
+def _write_adamw(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
     lr = float(options.lr)
+    v, peak = buffers["exp_avg_sq"], buffers.get("max_exp_avg_sq")
     # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
     torch._foreach_mul_(v, options.beta2)
     torch._foreach_addcmul_(v, s, s, value=1 - options.beta2)
@@ -230,9 +213,7 @@ def _write_adamw(
     _write_params(x, params, options.rounding)
 
 
-def _write_lion(
-    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
-) -> None:
+def _write_lion(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
     # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
     signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
     apply(
@@ -245,23 +226,21 @@ def _write_lion(
     )
 
 
-def _write_momentum(
-    params: list[Tensor], m: list[Tensor], s: list[Tensor], v: list[Tensor], peak: list[Tensor], options: Options
-) -> None:
+def _write_momentum(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
     torch._foreach_copy_(params, m)
 
 
 class Arithmetic(NamedTuple):
     """What turns first moments into parameters."""
 
-    # From params x; m; s, whose squares v averages; v; its running maxima; and the options. Writes x, v and the maxima.
-    write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], Options], None]
-    has_second_moment: bool = False  # without, v is empty
+    # From params x; m; s, whose squares v averages; the buffers; and the options. Writes x, and the buffers it names.
+    write: Callable[[list[Tensor], list[Tensor], list[Tensor], Buffers, Options], None]
+    buffers: tuple[str, ...] = ()  # of the parameter's shape, besides `exp_avg`
     normalizes: bool = False  # steps of one size, however small m is: what has no gradient must rest
 
 
 ARITHMETICS = {
-    "adamw": Arithmetic(_write_adamw, has_second_moment=True),
+    "adamw": Arithmetic(_write_adamw, buffers=("exp_avg_sq",)),
     "lion": Arithmetic(_write_lion, normalizes=True),
     "momentum": Arithmetic(_write_momentum, normalizes=True),  # Newton-Schulz follows
 }

@@ -65,9 +65,14 @@ class UpdateRule:
         return self.scale is not None
 
     @property
+    def buffers(self) -> tuple[str, ...]:
+        """Return the names of the states of the parameter's shape, besides those of every rule."""
+        return ARITHMETICS[self.arithmetic].buffers
+
+    @property
     def has_second_moment(self) -> bool:
         """Return whether the state has `exp_avg_sq`."""
-        return ARITHMETICS[self.arithmetic].has_second_moment
+        return "exp_avg_sq" in self.buffers
 
     @property
     def normalizes(self) -> bool:

@@ -28,15 +28,13 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, resting, rules
-from mars_hf.arithmetic.eight_bits import SCALES, Coded, join_weight
+from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, values_of
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
 NEEDS = "GPUs need Triton (pip install triton), CPUs a C++ compiler"
 # Of a check, each in another memory order than a contiguous one: more than a tile of the kernels, less than a block.
 _SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
-# In the order of `rules.update`.
-_UPDATED = ("params", "grads", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
 _JOINED = "parameters of 24 bits"
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of lists of tensors, by their names
 _failures: dict[torch.device, str] = {}  # why kernels no longer run
@@ -52,18 +50,15 @@ class Backend:
     kernels: ModuleType | None = None
     foreach: bool = False  # rules.py gets whole lists: fewer launches, temporaries for all tensors at once
 
-    def run_sums(
-        self, gradients: list[Tensor], last_grads: list[Tensor], *, scales: Sequence[Tensor] = (), **settings: Any
-    ) -> Tensor:
-        """Take the sums; see `rules.sums`. Last gradients in 8 bits have scales."""
+    def run_sums(self, gradients: list[Tensor], last_grads: Column, **settings: Any) -> Tensor:
+        """Take the sums; see `rules.sums`. Last gradients may be in 8 bits."""
         if self.kernels is not None:
-            return self.kernels.sums(gradients, last_grads, scales=scales, **settings)
+            return self.kernels.sums(gradients, last_grads, **settings)
         size = len(gradients) if self.foreach else 1
         parts = [slice(start, start + size) for start in range(0, len(gradients), size)]
         columns = []
         for part in parts:
-            last = _decoded(last_grads[part], scales[part])
-            columns.append(rules.sums(gradients[part], last, **settings))
+            columns.append(rules.sums(gradients[part], values_of(last_grads[part]), **settings))
         return torch.cat(columns, dim=1)
 
     def find_moving(self, gradients: list[Tensor], units: Sequence[resting.Units]) -> Tensor:
@@ -72,13 +67,14 @@ class Backend:
             return self.kernels.find_moving(gradients, units)
         return resting.find_moving(gradients, units)
 
-    def run_update(self, *lists: list[Tensor], options: rules.Options) -> Any:
-        """Update; see `rules.update`. Returns what kernels do."""
+    def run_update(
+        self, params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options
+    ) -> Any:
+        """Update; see `rules.update`. Buffers may be in 8 bits. Returns what kernels do."""
         if self.kernels is not None:
-            params, gradients, exp_avgs, exp_avg_sqs, _, last_grads = lists
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
-            return self.kernels.update(params, gradients, exp_avgs, exp_avg_sqs, last_grads, options)
+            return self.kernels.update(params, gradients, buffers, options)
         count = len(options.steps)
         size = count if self.foreach else 1
         for start in range(0, count, size):
@@ -87,33 +83,21 @@ class Backend:
                 options,
                 steps=options.steps[part],
                 factors=None if options.factors is None else options.factors[part],
-                scales=options.scales.select(part),
                 rounding=options.rounding.select(part),
                 moving=None if options.moving is None else options.moving.select(range(count)[part]),
             )
-            params, gradients, *states = (tensors[part] for tensors in lists)
-            _update_states(params, gradients, states, part_options)
+            of_part = {name: column[part] for name, column in buffers.items()}
+            _update_buffers(params[part], gradients[part], of_part, part_options)
 
 
-def _update_states(
-    params: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], options: rules.Options
-) -> None:
-    """Update by the plain rules; states in 8 bits are decoded for them, and encoded after them."""
-    exp_avgs, exp_avg_sqs, max_exp_avg_sqs, last_grads = states
-    coded = list(zip((exp_avgs, exp_avg_sqs, last_grads), options.scales, strict=True))
-    e, v, last = (_decoded(*pair) for pair in coded)
-    rules.update(params, gradients, e, v, max_exp_avg_sqs, last, options)
-    for values, (codes, scales) in zip((e, v, last), coded, strict=True):
-        if scales:
-            for value, step, *pair in zip(values, options.steps, codes, scales, strict=True):
-                Coded(*pair).encode(value, step)
-
-
-def _decoded(tensors: list[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as the plain rules take them."""
-    if not scales:
-        return tensors
-    return [Coded(*pair).decode() for pair in zip(tensors, scales, strict=True)]
+def _update_buffers(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options) -> None:
+    """Update by the plain rules; buffers in 8 bits are decoded for them, and encoded after them."""
+    values = {name: values_of(column) for name, column in buffers.items()}
+    rules.update(params, gradients, values, options)
+    for name, column in buffers.items():
+        for each, value, step in zip(column, values[name], options.steps, strict=True):
+            if isinstance(each, Coded):
+                each.encode(value, step)
 
 
 def choose_backend(
@@ -128,10 +112,10 @@ def choose_backend(
     """Return the backend of a list.
 
     Args:
-        group: the parameter group; its `fused`, `amsgrad`, `rounding` and `second_moment` decide.
+        group: the parameter group; its `fused`, `rounding` and `second_moment` decide.
         device: device of the tensors.
         dtypes: dtypes of all tensors, by the name of their list; "params" is what the update writes into.
-        arithmetic: a name in `rules.ARITHMETICS`; each module of kernels states those that it has.
+        arithmetic: a name in `rules.ARITHMETICS`; each module of kernels states those that it has, and which buffers.
         numel: number of elements in all parameters of the optimizer.
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
@@ -141,7 +125,7 @@ def choose_backend(
     plain = _plain_backend(device, numel, dense=dense)
     if not dense or not _wants_kernels(group, device, numel):
         return plain
-    if not _can_compute(kernels_of(device), group, dtypes, arithmetic):
+    if not _can_compute(kernels_of(device), dtypes, arithmetic):
         return plain
     backend, problem = _kernels_that_work(device, dtypes, arithmetic, group["second_moment"])
     if backend is not None:
@@ -170,11 +154,10 @@ def _wants_kernels(group: Mapping[str, Any], device: torch.device, numel: int) -
     return device.type != "cpu" or numel >= COMPILED_FROM
 
 
-def _can_compute(
-    kernels: ModuleType, group: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], arithmetic: str
-) -> bool:
+def _can_compute(kernels: ModuleType, dtypes: Mapping[str, torch.dtype], arithmetic: str) -> bool:
     """Return whether kernels have what a list needs."""
-    if group["amsgrad"] or arithmetic not in kernels.ARITHMETICS:
+    known = {"params", "grads", "compensation", *kernels.BUFFERS}
+    if arithmetic not in kernels.ARITHMETICS or not dtypes.keys() <= known:
         return False
     return bool(kernels.can_take(dtypes))
 
@@ -249,8 +232,13 @@ def _compute(
     """Return the tensors of a check after an update, and their sums, by name."""
     lists = _random_lists(device, dtypes)
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
-    scales = rules.Scales(*(lists[name] for name in SCALES.values()))
-    sums = backend.run_sums(lists["grads"], lists["last_grad"], scales=scales.last_grads, k=0.4, scale=scale)
+    buffers: dict[str, Column] = {
+        name: lists[name] for name, _ in dtypes if name not in ("params", "grads", "compensation")
+    }
+    for name, key in SCALES.items():
+        if lists[key]:
+            buffers[name] = list(map(Coded, lists[name], lists[key]))
+    sums = backend.run_sums(lists["grads"], buffers.get("last_grad", []), k=0.4, scale=scale)
     rounding = rules.NEAREST
     if lists["compensation"]:
         rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
@@ -263,9 +251,9 @@ def _compute(
         cautious=scaled, scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
         moving=moving,
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
-        rounding=rounding, scales=scales,
+        rounding=rounding,
     )  # fmt: skip
-    backend.run_update(*[lists[name] for name in _UPDATED], options=options)
+    backend.run_update(lists["params"], lists["grads"], buffers, options)
     if dict(dtypes).get("compensation") == torch.int8:  # its 8 bits wrap where bfloat16 takes the other neighbour
         lists[_JOINED] = [join_weight(*pair) for pair in zip(lists["params"], lists.pop("compensation"), strict=True)]
     return {"sums": list(sums.T), **lists}
@@ -277,7 +265,7 @@ def _random_lists(device: torch.device, dtypes: Dtypes) -> dict[str, list[Tensor
     With states in 8 bits tensors are flat: their blocks are those of memory.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    names = (*_UPDATED, "compensation", *SCALES.values())
+    names = ("params", "grads", "compensation", *dict(dtypes), *SCALES.values())
     lists: dict[str, list[Tensor]] = {name: [] for name in names}
     is_flat = any(dtype in eight_bits.DTYPES for _, dtype in dtypes)
     for name, dtype in dtypes:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,17 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, resting
+from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
 from mars_hf.arithmetic.resting import Moving
-from mars_hf.arithmetic.rules import Options, Scales
+from mars_hf.arithmetic.rules import NEAREST, Options, Rounding
 
 logger = logging.getLogger(__name__)
 
 NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# These two must match cpu.cpp. Types by number; 0 means no tensor.
+# These three must match cpu.cpp. Types by number; 0 means no tensor.
 ARITHMETICS = ("adamw", "lion", "momentum")
+BUFFERS = ("exp_avg", "exp_avg_sq", "last_grad")
 TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int8: 4, torch.uint8: 5}
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # of parameters
 # The numbers of each tensor, in the order of the fields of Scalars in cpu.cpp, which says what they are.
@@ -100,9 +102,8 @@ def can_take(dtypes: Mapping[str, torch.dtype]) -> bool:
 
 def sums(
     gradients: list[Tensor],
-    last_grads: list[Tensor],
+    last_grads: Column,
     *,
-    scales: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
@@ -114,7 +115,7 @@ def sums(
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
-    descriptor = _descriptor([[], gradients, [], [], last_grads, []], Scales(last_grads=scales))
+    descriptor = _descriptor([], gradients, {"last_grad": last_grads})
     scalars = _scalars(len(gradients), scale=scale, correction=k)
     _library().mars_sums(
         len(gradients), descriptor.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
@@ -126,9 +127,7 @@ def sums(
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    last_grads: list[Tensor],
+    buffers: Columns,
     options: Options,
 ) -> Tensor:
     """Update dense tensors as `rules.update` does, in memory order.
@@ -154,11 +153,7 @@ def update(
         eps=options.eps,
         step=list(options.steps),
     )
-    descriptor = _descriptor(
-        [params, gradients, exp_avgs, exp_avg_sqs, last_grads, options.rounding.compensations],
-        options.scales,
-        options.rounding.seeds,
-    )
+    descriptor = _descriptor(params, gradients, buffers, options.rounding)
     bounds = array("d", options.clip_bounds)
     if options.squares is None:
         squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
@@ -195,21 +190,25 @@ def _bias_corrected(options: Options, lr: float) -> tuple[list[float], list[floa
     return [rates[t] for t in options.steps], [roots[t] for t in options.steps]
 
 
-def _descriptor(lists: Sequence[Sequence[Tensor]], scales: Scales, seeds: Sequence[int] = ()) -> array[int]:
+def _descriptor(
+    params: list[Tensor], gradients: list[Tensor], buffers: Columns, rounding: Rounding = NEAREST
+) -> array[int]:
     """Return the numbers that describe tensors to the kernels: dtypes, addresses, sizes, seeds (see cpu.cpp).
 
-    `lists` have equal sizes; `scales` are of those in 8 bits.
+    Lists have equal sizes, or are empty.
     """
-    sizes = list(map(Tensor.numel, lists[0] or lists[1]))
+    columns = [buffers.get(name, []) for name in BUFFERS]
+    lists = [params, gradients, *map(tensors_of, columns), rounding.compensations]
+    sizes = list(map(Tensor.numel, gradients))
     assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
     assert all(len({tensor.dtype for tensor in tensors}) < 2 for tensors in lists), "dtypes differ in a list"
     absent = [0] * len(sizes)
-    lists_and_scales = [*lists, *scales]
+    lists_and_scales = [*lists, *map(scales_of, columns)]
     descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists_and_scales])
     for tensors in lists_and_scales:
         descriptor.extend(list(map(Tensor.data_ptr, tensors)) or absent)
     descriptor.extend(sizes)
-    descriptor.extend(seeds or absent)
+    descriptor.extend(rounding.seeds or absent)
     return descriptor
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, resting
+from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
 from mars_hf.arithmetic.resting import Units
 from mars_hf.arithmetic.rules import Options
 
@@ -43,6 +44,7 @@ TOTALS = 1024  # partial sums added at once without spilling registers; GPT-2's 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 LAUNCH_OPTIONS_OF_TOTALS = {**LAUNCH_OPTIONS, "num_warps": 8}
 ARITHMETICS = ("adamw", "lion", "momentum")  # of gpu_device.update
+BUFFERS = ("exp_avg", "exp_avg_sq", "last_grad")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of parameters
 CACHED_TABLES = 256
 _OF_ELEMENTS = 6  # lists of a table, before those of scales
@@ -64,9 +66,8 @@ def can_take(dtypes: Mapping[str, torch.dtype]) -> bool:
 
 def sums(
     gradients: list[Tensor],
-    last_grads: list[Tensor],
+    last_grads: Column,
     *,
-    scales: Sequence[Tensor] = (),
     scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
@@ -76,9 +77,9 @@ def sums(
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
-    lists = [gradients, last_grads, [], [], [], [], list(scales)]
+    lists = [gradients, tensors_of(last_grads), [], [], [], [], scales_of(last_grads)]
     count = len(gradients)
-    last = _triton_type(last_grads)
+    last, last_scale = _triton_type(lists[1]), _triton_type(lists[-1])
     out = torch.zeros((4, count), dtype=torch.float64, device=gradients[0].device)
     with torch.cuda.device_of(out):
         table, tiles = _table(lists, (k,))
@@ -86,7 +87,7 @@ def sums(
         if tiles:
             gpu_device.partial_sums[(tiles,)](
                 table, count, tiles, scale, partials,
-                GRADIENT=_triton_type(gradients), LAST=last, LAST_SCALE=_triton_type(scales), **_constants(lists),
+                GRADIENT=_triton_type(gradients), LAST=last, LAST_SCALE=last_scale, **_constants(lists),
             )  # fmt: skip
         gpu_device.total_sums[(count, len(partials))](
             table, count, tiles, partials, out, LAST=last, TILE=TILE, BLOCK=TOTALS, **LAUNCH_OPTIONS_OF_TOTALS
@@ -111,16 +112,14 @@ def find_moving(gradients: list[Tensor], units: Sequence[Units]) -> Tensor:
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    last_grads: list[Tensor],
+    buffers: Columns,
     options: Options,
 ) -> None:
     """Update dense tensors as `rules.update` does, in memory order; a learning rate in a tensor is not waited for."""
     rounding = options.rounding
-    scales = options.scales
-    lists = [gradients, last_grads, params, exp_avgs, exp_avg_sqs, list(rounding.compensations)]
-    lists += map(list, (scales.last_grads, scales.exp_avgs, scales.exp_avg_sqs))
+    last, *moments = [buffers.get(name, []) for name in ("last_grad", "exp_avg", "exp_avg_sq")]
+    lists = [gradients, tensors_of(last), params, *map(tensors_of, moments)]
+    lists += [list(rounding.compensations), *map(scales_of, (last, *moments))]
     names = ["GRADIENT", "LAST", "PARAM", "EXP_AVG", "EXP_AVG_SQ", "LOST"]
     names += ["LAST_SCALE", "EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE"]
     types = dict(zip(names, map(_triton_type, lists), strict=True))

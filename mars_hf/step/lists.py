@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
+from mars_hf.arithmetic.eight_bits import Coded, Column, tensors_of
 from mars_hf.arithmetic.orthogonalize import iteration_dtype
 from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_stack
 from mars_hf.arithmetic.update_rules import UpdateRule
@@ -40,14 +41,8 @@ class TensorList:
     process_group: Group = None  # ranks that hold the other shards; None for whole parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
-    exp_avg: list[Tensor] = field(default_factory=list)
-    exp_avg_sq: list[Tensor] = field(default_factory=list)
-    max_exp_avg_sq: list[Tensor] = field(default_factory=list)
-    last_grad: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, Column] = field(default_factory=dict)  # by their keys in states; in 8 bits with their scales
     compensation: list[Tensor] = field(default_factory=list)
-    exp_avg_scale: list[Tensor] = field(default_factory=list)  # these three: of states in 8 bits
-    exp_avg_sq_scale: list[Tensor] = field(default_factory=list)
-    last_grad_scale: list[Tensor] = field(default_factory=list)
     row_avg_sq: list[Tensor] = field(default_factory=list)  # of whole matrices; empty tensors where rows are left
     states: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
@@ -66,16 +61,19 @@ class TensorList:
     moving: Moving | None = None  # None: all move
 
     @property
+    def last_grad(self) -> list[Tensor]:
+        """Return the last gradients, or their codes; empty if none are kept."""
+        return tensors_of(self.buffers.get("last_grad", []))
+
+    @property
     def clip_threshold(self) -> float | None:
         """Return the largest norm of a corrected gradient; None for no clipping, and for AdamW."""
         return self.group["clip_threshold"] if self.rule.corrects else None
 
     def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
         """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
-        last_grads, scales = ([], []) if without_last_grads else (self.last_grad, self.last_grad_scale)
-        return self.backend.run_sums(
-            self.grads, last_grads, scales=scales, scale=self.scale, k=self.correction, **needed
-        )
+        last_grads = [] if without_last_grads else self.buffers.get("last_grad", [])
+        return self.backend.run_sums(self.grads, last_grads, scale=self.scale, k=self.correction, **needed)
 
     def select(self, positions: Sequence[int]) -> TensorList:
         """Return a list of some entries, without sums."""
@@ -84,6 +82,8 @@ class TensorList:
             column = getattr(self, item.name)
             if isinstance(column, list) and column:
                 selected[item.name] = [column[position] for position in positions]
+        columns = self.buffers.items()
+        selected["buffers"] = {name: [column[position] for position in positions] for name, column in columns}
         if self.factors is not None:
             selected["factors"] = self.factors[positions]
         if self.moving is not None:
@@ -360,17 +360,16 @@ def _make_list(
     key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, numel: int
 ) -> TensorList:
     """Choose a backend for some members, and put their tensors into columns."""
-    names = ("params", "grads", *key.buffers.keys, *key.buffers.scales)
-    dtypes = dict(zip(names, key.dtypes, strict=False))  # scales are in float32
+    dtypes = dict(zip(("params", "grads", *key.buffers.keys), key.dtypes, strict=True))
     if rule.orthogonalizes:  # kernels write first moments, and round no parameters
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
         dtypes.pop("compensation", None)
     backend = choose_backend(group, key.device, dtypes, rule.arithmetic, numel, dense=key.state_fits)
-    rows = [_tensors_of(member) for member in members]
-    columns: dict[str, Any] = {}
-    for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        columns[name] = list(column)
-    tensors = TensorList(group, rule, backend, key.chunk, key.process_group, **columns)
+    params, grads, *columns = map(list, zip(*map(_tensors_of, members), strict=True))
+    tensors = TensorList(group, rule, backend, key.chunk, key.process_group, params, grads)
+    buffers = dict(zip(key.buffers.keys, columns, strict=True))
+    tensors.compensation = buffers.pop("compensation", [])
+    tensors.buffers = {**buffers, **_coded_columns(key.buffers, buffers, members)}
     for entry, shard, *_ in members:
         tensors.states.append(entry.state)
         tensors.steps.append(entry.state["step"])
@@ -387,6 +386,14 @@ def _make_list(
         beta1 = float(group["betas"][0])
         tensors.correction = float(group["gamma"]) * beta1 / (1 - beta1)
     return tensors
+
+
+def _coded_columns(
+    buffers: states.Buffers, columns: Mapping[str, Sequence[Tensor]], members: Sequence[_Member]
+) -> dict[str, Column]:
+    """Return the columns of codes with their scales."""
+    rows = zip(*[member.scales for member in members], strict=True)
+    return {key: list(map(Coded, columns[key], scales)) for key, scales in zip(buffers.with_scales, rows, strict=True)}
 
 
 def _divide_into_units(tensors: TensorList, members: Sequence[_Member]) -> None:
@@ -414,6 +421,5 @@ def _tensors_of(member: _Member) -> list[Tensor]:
     if not member.grad_fits:
         tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
     if shard is None or shard.numel == param.numel():
-        return [*tensors, *member.scales]
-    parts = [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]
-    return [*parts, *member.scales]
+        return tensors
+    return [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]

@@ -11,23 +11,15 @@ from torch import Tensor
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.eight_bits import CODES, SCALES
 from mars_hf.arithmetic.orthogonalize import count_rows
-from mars_hf.arithmetic.rules import parse_dtype
+from mars_hf.arithmetic.rules import ARITHMETICS, parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings
 from mars_hf.step import coded
 
 # Tensors of a state that have the parameter's shape.
-BUFFERS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "last_grad",
-    "compensation",
-    "previous_grad",
-    "previous_param",
-)
-
+BUFFERS = {"exp_avg", "max_exp_avg_sq", "last_grad", "compensation", "previous_grad", "previous_param"}
+BUFFERS = BUFFERS.union(*[arithmetic.buffers for arithmetic in ARITHMETICS.values()])
 
 # The running means of NorMuon, one for each row of whole matrices; under ZeRO, of all in a flat tensor, in their order.
 # A rank that holds nothing of a parameter has none: nobody would update them, and a checkpoint might take them.
@@ -50,7 +42,16 @@ class Buffers(NamedTuple):
 
     keys: tuple[str, ...]  # all of the parameter's shape
     coded: tuple[str, ...] = ()  # those in 8 bits
-    scales: tuple[str, ...] = ()  # keys of the scales of those
+
+    @property
+    def with_scales(self) -> tuple[str, ...]:
+        """Return the keys of those in 8 bits that have scales."""
+        return tuple([key for key in self.coded if key in SCALES])
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Return the keys of these scales."""
+        return tuple([SCALES[key] for key in self.with_scales])
 
     def are_in(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state has these buffers, with scales if its first moment should have them, and only then."""
@@ -88,9 +89,8 @@ def prepare(
         else:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    for key in buffers.coded:
-        if key in SCALES:
-            _check_scales(param, state, key, spec)
+    for key in buffers.with_scales:
+        _check_scales(param, state, key, spec)
 
 
 def _check_scales(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | None) -> None:
@@ -143,11 +143,9 @@ def split_rows(
 
 def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> Buffers:
     """Return the buffers that a step reads and writes."""
-    keys = ["exp_avg"]
-    if rule.has_second_moment:
-        keys.append("exp_avg_sq")
-        if group["amsgrad"]:
-            keys.append("max_exp_avg_sq")
+    keys = ["exp_avg", *rule.buffers]
+    if rule.has_second_moment and group["amsgrad"]:
+        keys.append("max_exp_avg_sq")
     if rule.corrects:
         keeps_last_grad = "last_grad" in state or not averages_gradients(rule, group)
         if keeps_last_grad:
@@ -156,8 +154,7 @@ def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state:
         keys.append("compensation")
     if group["state_dtype"] != eight_bits.NAME:
         return Buffers(tuple(keys))
-    in_8_bits = coded.coded_keys(rule, param, group, keys)
-    return Buffers(tuple(keys), in_8_bits, tuple([SCALES[key] for key in in_8_bits if key in SCALES]))
+    return Buffers(tuple(keys), coded.coded_keys(rule, param, group, keys))
 
 
 def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:

@@ -158,11 +158,8 @@ def _write(
     squares = tensors.backend.run_update(
         params,
         tensors.grads,
-        tensors.exp_avg,
-        tensors.exp_avg_sq,
-        tensors.max_exp_avg_sq,
-        tensors.last_grad,
-        options=_options(tensors, arithmetic, rounding),
+        tensors.buffers,
+        _options(tensors, arithmetic, rounding),
     )
     if tensors.clip_bounds:
         tensors.squares = squares
@@ -204,7 +201,6 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         nesterov=float(group["gamma"]) if averages_gradients else 0.0,
         second_moment=group["second_moment"],
         rounding=rounding,
-        scales=rules.Scales(tensors.exp_avg_scale, tensors.exp_avg_sq_scale, tensors.last_grad_scale),
         clip_bounds=tensors.clip_bounds,
         squares=tensors.squares,
         moving=tensors.moving,

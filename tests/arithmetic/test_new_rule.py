@@ -14,15 +14,22 @@ ENTRY = '    UpdateRule(name="mars-m", '
 NEW_ENTRY = (
     '    UpdateRule(name="mars-toy", arithmetic="toy", lr_1d_ratio=0.25, update_rms=lambda beta1, gamma: 2.0),\n'
 )
+# Beside the first moment it keeps an average of the signal that hardly forgets, as AdEMAMix does (arXiv 2409.03137).
 ARITHMETIC = """
-def _write_toy(params, m, s, v, peak, options):
-    apply(params, [2.0 * moment for moment in m], lr=float(options.lr), weight_decay=options.weight_decay)
+def _write_toy(params, m, s, buffers, options):
+    slow = buffers["slow_avg"]
+    torch._foreach_lerp_(slow, s, 0.5)
+    directions = [2.0 * moment + average for moment, average in zip(m, slow, strict=True)]
+    apply(params, directions, lr=float(options.lr), weight_decay=options.weight_decay)
 
 
-ARITHMETICS["toy"] = Arithmetic(_write_toy)
+ARITHMETICS["toy"] = Arithmetic(_write_toy, buffers=("slow_avg",))
 """
 REFERENCE = '        elif self.rule == "mars-shampoo":'
-NEW_REFERENCE = '        elif self.rule == "mars-toy":\n            direction = 2.0 * self.m\n'
+NEW_REFERENCE = """        elif self.rule == "mars-toy":
+            self.slow = 0.5 * (getattr(self, "slow", 0.0) + c)
+            direction = 2.0 * self.m + self.slow
+"""
 
 SCRIPT = """
 import sys
@@ -50,7 +57,19 @@ for fused in (None, True, False):
         reference.step(param.grad.double())
         optimizer.step()
     torch.testing.assert_close(param.double(), reference.x, rtol=0, atol=1e-5)
-    assert optimizer.state[param].keys() == {"step", "exp_avg", "last_grad"}
+    assert optimizer.state[param].keys() == {"step", "exp_avg", "slow_avg", "last_grad"}
+
+# Its own state is as any other: loaded, checked, in another dtype, and in float32 beside states in 8 bits.
+again = mars_hf.Mars([nn.Parameter(param.detach().clone())], lr=1e-2, mars_type="mars-toy")
+again.load_state_dict(optimizer.state_dict())
+saved = optimizer.state_dict()
+saved["state"][0]["slow_avg"] = torch.zeros(3)
+with pytest.raises(ValueError, match="slow_avg"):
+    again.load_state_dict(saved)
+for state_dtype, expected in (("bfloat16", torch.bfloat16), ("8bit", torch.float32)):
+    optimizer = mars_hf.Mars([param], lr=1e-2, mars_type="mars-toy", state_dtype=state_dtype)
+    optimizer.step()
+    assert optimizer.state[param]["slow_avg"].dtype == expected
 
 # By name in a Trainer: the plain class, with register().
 mars_hf.register()

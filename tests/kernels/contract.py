@@ -32,7 +32,7 @@ every_kernel = pytest.mark.parametrize(("backend", "device"), KERNELS)
 
 # Relative errors of rounding to nearest. Triton's interpreter truncates to bfloat16.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
-NAMES = ("params", "gradients", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "last_grads")
+NAMES = ("params", "gradients", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
 STEP = {"k": 0.475, "nesterov": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -47,15 +47,19 @@ def draw(sizes: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", se
     return [torch.randn(size, generator=generator).to(dtype).to(device) for size in sizes]
 
 
-def problem(sizes: Any, device: str, *, without: Any = ("max_exp_avg_sqs",), **dtypes: torch.dtype) -> dict[str, Any]:
+def problem(sizes: Any, device: str, *, without: Any = ("max_exp_avg_sq",), **dtypes: torch.dtype) -> dict[str, Any]:
     """Return the lists of an update by name; float32 by default."""
     lists = {
         name: [] if name in without else draw(sizes, dtypes.get(name, torch.float32), device, seed)
         for seed, name in enumerate(NAMES, start=1)
     }
-    for name in ("exp_avg_sqs", "max_exp_avg_sqs"):
+    for name in ("exp_avg_sq", "max_exp_avg_sq"):
         lists[name] = [tensor.abs() for tensor in lists[name]]
     return lists
+
+
+def buffers_of(lists: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    return {name: lists[name] for name in NAMES[2:] if lists[name]}
 
 
 def corrected(gradients: Any, last_grads: Any, i: int, scale: Any, k: float) -> list[Tensor]:
@@ -93,10 +97,10 @@ def expected_update(
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
-    for i, (x, e) in enumerate(zip(wide["params"], wide["exp_avgs"], strict=True)):
-        g, _, c = corrected(wide["gradients"], wide["last_grads"], i, scale, k)
-        if wide["last_grads"]:
-            wide["last_grads"][i].copy_(g)
+    for i, (x, e) in enumerate(zip(wide["params"], wide["exp_avg"], strict=True)):
+        g, _, c = corrected(wide["gradients"], wide["last_grad"], i, scale, k)
+        if wide["last_grad"]:
+            wide["last_grad"][i].copy_(g)
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))
         m = e + nesterov * (c - e) if nesterov else e
@@ -109,10 +113,10 @@ def expected_update(
             continue
         direction = torch.where(m.isnan(), m, m.sign())
         if arithmetic == "adamw":
-            v, s = wide["exp_avg_sqs"][i], g if second_moment == "gradient" else c
+            v, s = wide["exp_avg_sq"][i], g if second_moment == "gradient" else c
             v.copy_(beta2 * v + (1 - beta2) * s * s)
-            if wide["max_exp_avg_sqs"]:
-                v = wide["max_exp_avg_sqs"][i].copy_(torch.maximum(wide["max_exp_avg_sqs"][i], v))
+            if wide["max_exp_avg_sq"]:
+                v = wide["max_exp_avg_sq"][i].copy_(torch.maximum(wide["max_exp_avg_sq"][i], v))
             direction = m / (1 - beta1 ** steps[i]) / ((v / (1 - beta2 ** steps[i])).sqrt() + eps)
         decays = torch.where(direction * x >= 0, 1.0, 0.0) if cautious else 1.0
         x.copy_(x * (1 - lr * weight_decay * decays) - lr * direction)
@@ -131,7 +135,7 @@ def run_update(backend: str, lists: dict[str, list[Tensor]], **settings: Any) ->
     """Update; return all settings."""
     steps = [float(t) for t in range(1, len(lists["params"]) + 1)]
     settings = {**STEP, "arithmetic": "adamw", "steps": steps, "lr": 1e-2, **settings}
-    BACKENDS[backend]().run_update(*(lists[name] for name in NAMES), options=Options(**settings))
+    BACKENDS[backend]().run_update(lists["params"], lists["gradients"], buffers_of(lists), Options(**settings))
     return settings
 
 

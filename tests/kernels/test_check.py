@@ -54,7 +54,8 @@ def damaged(name, function):
 
     def call(*args, **settings):
         result = function(*args, **settings)
-        values = (result if name == "sums" else args[2 if name == "exp_avg" else 0])[-1]
+        written = {"sums": result, "params": args[0], "exp_avg": args[2]["exp_avg"] if name == "exp_avg" else None}
+        values = written[name][-1]
         values[(-1,) * values.ndim if name == "params" else ...] *= torch.nan if name == "params" else 1.00001
         return result
 

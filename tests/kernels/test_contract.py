@@ -32,8 +32,8 @@ from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_sta
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.
 EDGES = [0, 1, 2, 7, 1023, 1025, 4095, 4096, 4097, 8191, 8193, 0, 17_411, 20_480, 100_003, 0]
-PLAIN = ("exp_avg_sqs", "max_exp_avg_sqs")
-ALONE = (*PLAIN, "last_grads")
+PLAIN = ("exp_avg_sq", "max_exp_avg_sq")
+ALONE = (*PLAIN, "last_grad")
 SCALES = {"scale": torch.tensor(-0.3)}
 FACTORS = {"factors": torch.tensor([0.5, 1.0, 0.01])}
 # The last tensor is a flat shard that begins 300 elements into an expert of 700.
@@ -42,11 +42,11 @@ ONE_AT_REST = {"moving": Moving(torch.tensor([1.0, 1, 0]), [Units(1, size) for s
 
 # By case: lists that are not there, and settings.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (("max_exp_avg_sqs",), {}),
-    "adamw, scaled and clipped": (("max_exp_avg_sqs",), {**SCALES, **FACTORS}),
-    "adamw, second moment of the gradient": (("max_exp_avg_sqs",), {**FACTORS, "second_moment": "gradient"}),
-    "adamw, without last gradients": (("max_exp_avg_sqs", "last_grads"), {**FACTORS}),
-    "adamw, recursive": (("max_exp_avg_sqs", "last_grads"), {"second_moment": "gradient", "nesterov": 0.3}),
+    "adamw": (("max_exp_avg_sq",), {}),
+    "adamw, scaled and clipped": (("max_exp_avg_sq",), {**SCALES, **FACTORS}),
+    "adamw, second moment of the gradient": (("max_exp_avg_sq",), {**FACTORS, "second_moment": "gradient"}),
+    "adamw, without last gradients": (("max_exp_avg_sq", "last_grad"), {**FACTORS}),
+    "adamw, recursive": (("max_exp_avg_sq", "last_grad"), {"second_moment": "gradient", "nesterov": 0.3}),
     "lion": (PLAIN, {"arithmetic": "lion", **SCALES, **FACTORS}),
     "lion, recursive": (ALONE, {"arithmetic": "lion", "nesterov": 0.3}),
     "momentum": (PLAIN, {"arithmetic": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
@@ -54,9 +54,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion, some at rest": (PLAIN, {"arithmetic": "lion", **AT_REST}),
     "momentum, some at rest": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3, **AT_REST}),
     "momentum, all of one at rest": (PLAIN, {"arithmetic": "momentum", **ONE_AT_REST}),
-    "adamw, cautious": (("max_exp_avg_sqs",), {"cautious": True, "weight_decay": 20.0}),
+    "adamw, cautious": (("max_exp_avg_sq",), {"cautious": True, "weight_decay": 20.0}),
     "lion, cautious, some at rest": (PLAIN, {"arithmetic": "lion", "cautious": True, "weight_decay": 20.0, **AT_REST}),
-    "beta1 of 0": (("max_exp_avg_sqs",), {"beta1": 0.0}),
+    "beta1 of 0": (("max_exp_avg_sq",), {"beta1": 0.0}),
 }
 
 
@@ -99,10 +99,10 @@ every_dtype = pytest.mark.parametrize(
     "dtypes",
     [
         {"params": torch.bfloat16, "gradients": torch.bfloat16},
-        {"last_grads": torch.bfloat16},
-        {"exp_avgs": torch.bfloat16, "exp_avg_sqs": torch.bfloat16, "last_grads": torch.bfloat16},
-        {"exp_avgs": torch.float64, "exp_avg_sqs": torch.float32},
-        {"gradients": torch.float64, "last_grads": torch.float64},
+        {"last_grad": torch.bfloat16},
+        {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "last_grad": torch.bfloat16},
+        {"exp_avg": torch.float64, "exp_avg_sq": torch.float32},
+        {"gradients": torch.float64, "last_grad": torch.float64},
         dict.fromkeys(NAMES, torch.float64),
     ],
     ids=lambda dtypes: ",".join(f"{name}={dtype}".replace("torch.", "") for name, dtype in dtypes.items()),
@@ -113,7 +113,7 @@ every_dtype = pytest.mark.parametrize(
 @every_dtype
 def test_sums_of_dtypes(backend, device, dtypes):
     lists = problem([*SMALL, 5000], device, **dtypes)
-    check_sums(backend, lists["gradients"], lists["last_grads"], k=0.4, scale=torch.tensor(-3.0, device=device))
+    check_sums(backend, lists["gradients"], lists["last_grad"], k=0.4, scale=torch.tensor(-3.0, device=device))
 
 
 @every_implementation
@@ -126,29 +126,29 @@ def test_update_of_dtypes(backend, device, dtypes):
 
 
 @every_implementation
-@pytest.mark.parametrize("wide", ["gradients", "last_grads"])
+@pytest.mark.parametrize("wide", ["gradients", "last_grad"])
 def test_sums_are_in_float64_if_any_tensor_is(backend, device, wide):
     """Gradients and last gradients that cancel at a large k: float32 would keep two digits of c."""
     k = 1e5
     g = [draw.double() for draw in draw(SMALL, device=device)]
     last = [a + b.double() / k for a, b in zip(g, draw(SMALL, device=device, seed=1), strict=True)]
-    lists = {"gradients": g, "last_grads": last}
+    lists = {"gradients": g, "last_grad": last}
     narrow = ({*lists} - {wide}).pop()
     lists[narrow] = [tensor.float() for tensor in lists[narrow]]
-    found = BACKENDS[backend]().run_sums(lists["gradients"], lists["last_grads"], k=k)
-    torch.testing.assert_close(found, expected_sums(lists["gradients"], lists["last_grads"], k=k), rtol=1e-9, atol=0)
+    found = BACKENDS[backend]().run_sums(lists["gradients"], lists["last_grad"], k=k)
+    torch.testing.assert_close(found, expected_sums(lists["gradients"], lists["last_grad"], k=k), rtol=1e-9, atol=0)
 
 
 @every_implementation
-@pytest.mark.parametrize("wide", ["gradients", "exp_avgs", "exp_avg_sqs", "last_grads"])
+@pytest.mark.parametrize("wide", ["gradients", "exp_avg", "exp_avg_sq", "last_grad"])
 def test_update_is_in_float64_if_any_tensor_is(backend, device, wide):
     """Its own values are then right to the last digits, whatever the parameters' dtype."""
     lists = problem(SMALL, device, **{wide: torch.float64})
     before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
-    lists["exp_avgs"] = [tensor.double() for tensor in lists["exp_avgs"]] if wide == "gradients" else lists["exp_avgs"]
+    lists["exp_avg"] = [tensor.double() for tensor in lists["exp_avg"]] if wide == "gradients" else lists["exp_avg"]
     settings = run_update(backend, lists)
     expected = expected_update(before, **settings)
-    seen = "exp_avgs" if wide == "gradients" else wide
+    seen = "exp_avg" if wide == "gradients" else wide
     for found, exact in zip(lists[seen], expected[seen], strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
 
@@ -231,9 +231,9 @@ def test_square_of_the_corrected_gradient_is_not_negative():
 def test_nan_and_inf_spread_as_in_the_formulas(backend, device, rule):
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -2.0])
     g, m, last = (values.clone() for values in torch.cartesian_prod(special, special, special).T.to(device))
-    without = ("max_exp_avg_sqs",) if rule == "adamw" else PLAIN
+    without = ("max_exp_avg_sq",) if rule == "adamw" else PLAIN
     lists = problem([len(g)], device, without=without)
-    lists |= {"gradients": [g], "exp_avgs": [m], "last_grads": [last]}
+    lists |= {"gradients": [g], "exp_avg": [m], "last_grad": [last]}
     before = {name: [tensor.clone() for tensor in tensors] for name, tensors in lists.items()}
     settings = run_update(backend, lists, arithmetic=rule)
     expected = expected_update(before, **settings)
@@ -247,7 +247,7 @@ def test_gradient_may_be_the_parameter():
         lists = problem([4], "cpu")
         lists["gradients"] = [lists["params"][0] if aliased else lists["params"][0].clone()]
         run_update("for-loop", lists)
-        results.append([lists["params"][0], lists["exp_avgs"][0], lists["last_grads"][0]])
+        results.append([lists["params"][0], lists["exp_avg"][0], lists["last_grad"][0]])
     assert all(map(torch.equal, *results))
 
 
@@ -261,7 +261,7 @@ def stochastic(seeds: list[int]) -> rules.Rounding:
 def rounded(backend: str, device: str, sizes: list[int], seeds: list[int], *, value: float = 1.0, lr: float = 2.0**-10):
     """Return bfloat16 parameters that Lion has moved up by lr from `value`."""
     lists = problem(sizes, device, without=ALONE, params=torch.bfloat16)
-    for param, gradient, average in zip(lists["params"], lists["gradients"], lists["exp_avgs"], strict=True):
+    for param, gradient, average in zip(lists["params"], lists["gradients"], lists["exp_avg"], strict=True):
         param.fill_(value), gradient.fill_(-1.0), average.zero_()
     run_update(backend, lists, arithmetic="lion", lr=lr, weight_decay=0.0, rounding=stochastic(seeds))
     return lists["params"]
@@ -303,7 +303,7 @@ def test_kahan_keeps_what_rounding_loses(backend, device, arithmetic):
         pytest.skip("compiled kernels leave Kahan's rounding to plain PyTorch")
     sizes = EDGES[:11]
     lists = problem(
-        sizes, device, without=PLAIN if arithmetic == "lion" else ("max_exp_avg_sqs",), params=torch.bfloat16
+        sizes, device, without=PLAIN if arithmetic == "lion" else ("max_exp_avg_sq",), params=torch.bfloat16
     )
     lost = [0.003 * tensor for tensor in draw(sizes, torch.bfloat16, device, seed=9)]
     before = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from contract import NAMES, STEP, problem
+from contract import STEP, buffers_of, problem
 from helpers import needs_compiler
 
 from mars_hf import kernels
@@ -34,7 +34,7 @@ def run(lists, **settings):
     """Run `update` on the lists of a problem."""
     count = len(lists["params"])
     settings = {**STEP, "arithmetic": "adamw", "steps": [1.0] * count, "lr": 0.01, **settings}
-    compiled.update(*(lists[name] for name in NAMES if name != "max_exp_avg_sqs"), rules.Options(**settings))
+    compiled.update(lists["params"], lists["gradients"], buffers_of(lists), rules.Options(**settings))
     return [tensor for tensors in lists.values() for tensor in tensors]
 
 
@@ -42,7 +42,7 @@ def convert(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Convert values by the momentum rule, which can copy; return the first moment."""
     average = torch.zeros(len(values))
     numbers = {**STEP, "beta1": 0.0, "arithmetic": "momentum", "steps": [1.0], "lr": 0.0}
-    compiled.update([target], [values], [average], [], [], rules.Options(**numbers))
+    compiled.update([target], [values], {"exp_avg": [average]}, rules.Options(**numbers))
     return average
 
 
@@ -69,7 +69,7 @@ def test_threads_change_no_bit():
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)  # conftest.py restores it
         lists = problem(sizes, "cpu")
-        total = compiled.sums(lists["gradients"], lists["last_grads"])
+        total = compiled.sums(lists["gradients"], lists["last_grad"])
         results.append([total, *run(lists, scale=torch.tensor(0.5))])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -80,7 +80,7 @@ def test_tensors_above_their_bound_are_left_out(known, threads, monkeypatch):
     """Of tensors in several waves, those whose <g, g> is at most their bound take the usual update, others none."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     sizes = [3, 700_000, 0, 5000, 600_000, 9000, 1_100_000, 17, 8]
-    lists, updated = (problem(sizes, "cpu", without=("max_exp_avg_sqs",), gradients=torch.bfloat16) for _ in range(2))
+    lists, updated = (problem(sizes, "cpu", without=("max_exp_avg_sq",), gradients=torch.bfloat16) for _ in range(2))
     for one in (lists, updated):
         one["gradients"][5][4321] = torch.nan
     before = [tensor.clone() for tensor in lists["params"]]
@@ -96,8 +96,8 @@ def test_tensors_above_their_bound_are_left_out(known, threads, monkeypatch):
         "scale": scale,
         "clip_bounds": clip_bounds,
     }
-    arguments = [lists[name] for name in NAMES if name != "max_exp_avg_sqs"]
-    taken = compiled.update(*arguments, rules.Options(**settings, squares=squares if known else None))
+    options = rules.Options(**settings, squares=squares if known else None)
+    taken = compiled.update(lists["params"], lists["gradients"], buffers_of(lists), options)
     torch.testing.assert_close(taken, squares, rtol=1e-6, atol=0, equal_nan=True)
     left = (1, 5, 7, 8)
     for place, (param, start, end) in enumerate(zip(lists["params"], before, updated["params"], strict=True)):
@@ -125,7 +125,7 @@ def test_default_device_changes_nothing():
     for device in ("cpu", "meta"):
         lists = problem((5000, 3), "cpu")
         with torch.device(device):
-            total = compiled.sums(lists["gradients"], lists["last_grads"])
+            total = compiled.sums(lists["gradients"], lists["last_grad"])
             results.append([total, *run(lists)])
     assert all(map(torch.equal, *results))
 
@@ -153,7 +153,7 @@ def test_update_beyond_31_bits():
     g[marked] = 1.0
     param, average = (torch.zeros(LARGE, dtype=torch.bfloat16) for _ in range(2))
     numbers = {**STEP, "weight_decay": 0.0, "arithmetic": "lion", "steps": [1.0], "lr": 0.5}
-    compiled.update([param], [g], [average], [], [], rules.Options(**numbers))
+    compiled.update([param], [g], {"exp_avg": [average]}, rules.Options(**numbers))
     assert torch.nonzero(param).flatten().tolist() == marked
     assert (param[marked] == -0.5).all()
 

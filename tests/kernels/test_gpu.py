@@ -18,7 +18,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from contract import INTERPRETED, STEP, assert_close, check_sums, check_update, draw, expected_update, problem
+from contract import (
+    INTERPRETED,
+    STEP,
+    assert_close,
+    buffers_of,
+    check_sums,
+    check_update,
+    draw,
+    expected_update,
+    problem,
+)
 from helpers import on_a_gpu
 
 from mars_hf import Mars
@@ -44,7 +54,7 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not comp
 def test_dtypes_of_scales(device, dtype, gradient):
     lists = problem([1500, 5, 700, 0], device, gradients=gradient)
     scale = torch.tensor(-3.0, dtype=dtype, device=device)
-    check_sums("triton", lists["gradients"], lists["last_grads"], scale=scale, k=0.4)
+    check_sums("triton", lists["gradients"], lists["last_grad"], scale=scale, k=0.4)
     check_update("triton", lists, scale=scale, factors=torch.tensor([0.25, 1.0, 0.0, 0.5], dtype=dtype, device=device))
 
 
@@ -97,7 +107,7 @@ def test_update_beyond_31_bits(device):
     start, length = 2**33, 1300
     lists = problem([length], device)
     expected = expected_update(lists, **STEP, steps=[1.0], lr=1e-2, arithmetic="adamw")
-    order = ("gradients", "last_grads", "params", "exp_avgs", "exp_avg_sqs")
+    order = ("gradients", "last_grad", "params", "exp_avg", "exp_avg_sq")
     addresses = tuple((lists[name][0].data_ptr() - 4 * start,) for name in order)
     numbers = (0.475, 0.0, 0.95, math.log(0.95), 0.99, math.log(0.99), 1e-8, 0.1)
     words, tiles = kernels._content_of_table((start + length,), addresses, numbers)
@@ -211,12 +221,11 @@ def test_a_step_on_another_stream(device):
     results, stream = [], torch.cuda.Stream()
     for current in (torch.cuda.current_stream(), stream):
         lists = problem([3000, 17], device)
-        names = ("params", "gradients", "exp_avgs", "exp_avg_sqs", "last_grads")
         current.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(current):
-            factors = rules.clip_factors(kernels.sums(lists["gradients"], lists["last_grads"], k=STEP["k"])[3], 1.0)
+            factors = rules.clip_factors(kernels.sums(lists["gradients"], lists["last_grad"], k=STEP["k"])[3], 1.0)
             settings = {**STEP, "arithmetic": "adamw", "steps": [1.0, 1.0], "lr": 1e-2, "factors": factors}
-            kernels.update(*(lists[name] for name in names), rules.Options(**settings))
+            kernels.update(lists["params"], lists["gradients"], buffers_of(lists), rules.Options(**settings))
         torch.cuda.current_stream().wait_stream(current)
         results.append(lists["params"])
     assert all(map(torch.equal, *results))
